@@ -1,0 +1,160 @@
+"""Frozen dataclasses to JSON and back, by their type hints.
+
+Contract: `load(cls, dump(value)) == value` for every value class of weft. Reading is strict: an unknown key, a missing
+one, or a value of the wrong type raises `ValueError` that names the path ("steps[3].src.rows") and what would work.
+Nothing is evaluated and nothing is imported by name, so a file from elsewhere can do no more than be refused.
+
+Supported hints: int, float, str, bool, None, unions, tuple[X, ...], tuple[X, Y], Mapping[str, X], Literal, and frozen
+dataclasses. A union of dataclasses is told apart by a "type" key that holds the class name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def dump(value: Any) -> Any:
+    """`value` as plain JSON data. Fields that equal their default are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out: dict[str, Any] = {"type": type(value).__name__} if getattr(value, "TAGGED", False) else {}
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            if item != field.default:
+                out[field.name] = dump(item)
+        return out
+    if isinstance(value, Mapping):
+        return {str(key): dump(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [dump(item) for item in value]
+    return value
+
+
+def load(hint: Any, data: Any, where: str = "") -> Any:
+    """The value of type `hint` that JSON `data` describes. Raises ValueError that names the place."""
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return _load_dataclass(typing.cast(type, hint), data, where)
+    if origin in (typing.Union, types.UnionType):
+        return _load_union(typing.get_args(hint), data, where)
+    if origin is tuple:
+        return _load_tuple(typing.get_args(hint), data, where)
+    if origin is typing.Literal:
+        if data not in typing.get_args(hint):
+            raise ValueError(f"{where or 'value'} is {data!r}; it must be one of {', '.join(map(repr, typing.get_args(hint)))}")
+        return data
+    if origin is not None and issubclass(origin, Mapping):
+        _expect(isinstance(data, dict), data, "an object", where)
+        item_hint = typing.get_args(hint)[1]
+        return {key: load(item_hint, item, f"{where}.{key}") for key, item in data.items()}
+    return _load_scalar(hint, data, where)
+
+
+def loads(cls: type[T], text: str, where: str = "JSON") -> T:
+    """Parse `text` as a `cls`. Raises ValueError with `where` (a file name, say) in front."""
+    try:
+        data = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    try:
+        return typing.cast(T, load(cls, data))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def read(cls: type[T], path: str | Path) -> T:
+    """Read a `cls` from a JSON file. Raises ValueError that names the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    return loads(cls, text, str(path))
+
+
+def dumps(value: Any, *, indent: int | None = None) -> str:
+    """`value` as JSON text."""
+    return json.dumps(dump(value), indent=indent, allow_nan=False)
+
+
+def _expect(good: bool, data: Any, what: str, where: str) -> None:
+    if not good:
+        raise ValueError(f"{where or 'value'} is {data!r:.80}; it must be {what}")
+
+
+def _load_scalar(hint: Any, data: Any, where: str) -> Any:
+    if hint is Any:
+        return data
+    if hint in (None, type(None)):
+        _expect(data is None, data, "null", where)
+    elif hint is float:
+        good = isinstance(data, (int, float)) and not isinstance(data, bool)
+        _expect(good, data, "a number", where)
+        _expect(abs(data) < 1e300 and math.isfinite(data), data, "a finite number", where)
+        return float(data)
+    elif hint is int:
+        _expect(isinstance(data, int) and not isinstance(data, bool), data, "a whole number", where)
+    elif hint in (str, bool):
+        _expect(isinstance(data, hint), data, "text" if hint is str else "true or false", where)
+    else:
+        raise AssertionError(f"codec: no rule for {hint!r} at {where}")
+    return data
+
+
+def _load_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    _expect(isinstance(data, (list, tuple)), data, "a list", where)
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(load(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    _expect(len(data) == len(args), data, f"a list of {len(args)}", where)
+    return tuple(load(hint, item, f"{where}[{i}]") for i, (hint, item) in enumerate(zip(args, data, strict=True)))
+
+
+def _load_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in args:
+        return None
+    classes = {a.__name__: a for a in args if dataclasses.is_dataclass(a)}
+    if isinstance(data, dict) and classes:
+        if len(classes) == 1 and "type" not in data:
+            return load(next(iter(classes.values())), data, where)
+        _expect(data.get("type") in classes, data.get("type"), f"one of {', '.join(classes)}", f"{where}.type")
+        return load(classes[data["type"]], data, where)
+    plain = [a for a in args if a is not type(None) and not dataclasses.is_dataclass(a)]
+    for hint in plain[:-1]:
+        try:
+            return load(hint, data, where)
+        except ValueError:
+            continue
+    if not plain:
+        raise ValueError(f"{where or 'value'} is {data!r:.80}; it must be an object with a type of {', '.join(classes)}")
+    return load(plain[-1], data, where)
+
+
+def _load_dataclass(cls: type, data: Any, where: str) -> Any:
+    _expect(isinstance(data, dict), data, "an object", where)
+    prefix = f"{where}." if where else ""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields and not (key == "type" and getattr(cls, "TAGGED", False)):
+            raise ValueError(f"{prefix}{key} is not a field of {cls.__name__}; it has {', '.join(fields)}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in data:
+            raise ValueError(f"{prefix}{name} is missing from {cls.__name__}")
+    values = {n: load(_hints(cls)[n], data[n], f"{prefix}{n}") for n in fields if n in data}
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None

@@ -1,0 +1,68 @@
+"""What a planner says: candidates with their predicted times, the one chosen, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.problem import Problem
+from weft.span import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One schedule's prediction. predicted_us: slowest rank, whole call.
+
+    computation_us, communication_us: busy time of the busiest rank's kernels and of its transfers.
+    exposed_us: predicted_us less the ideal of the problem, what overlap has not hidden.
+    """
+
+    schedule: str
+    chunks: int
+    predicted_us: float
+    computation_us: float
+    communication_us: float
+    exposed_us: float
+
+    @property
+    def spec(self) -> str:
+        """As `--schedule` and `schedule=` take it."""
+        return f"{self.schedule}:{self.chunks}" if self.chunks > 1 else self.schedule
+
+    def __str__(self) -> str:
+        return f"{self.spec} {self.predicted_us:.0f} us"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The planner's answer for one problem on one machine.
+
+    candidates: best first; chosen is the first. sequential_us: the sequential program. ideal_us: the larger of the whole
+    GEMM alone and the whole collective alone. spans: the chosen schedule as predicted. why: one or two sentences.
+    """
+
+    problem: Problem
+    machine: str
+    candidates: tuple[Candidate, ...]
+    sequential_us: float
+    computation_us: float
+    communication_us: float
+    why: str
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def chosen(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def ideal_us(self) -> float:
+        return max(self.computation_us, self.communication_us)
+
+    @property
+    def share_of_ideal(self) -> float:
+        """1 if nothing is exposed."""
+        return self.ideal_us / self.chosen.predicted_us if self.chosen.predicted_us else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.problem} on {self.machine}: {self.chosen} (sequential {self.sequential_us:.0f}, ideal {self.ideal_us:.0f})"
+        )

@@ -1,0 +1,104 @@
+"""Problem: what is to be computed, with nothing of where or how.
+
+M, N and K are always the global extents of the sequential program; shards follow from world_size by `split`, the same
+rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but the last ones, which are shorter or empty.
+
+    all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
+    matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+DType = Literal["bfloat16", "float16", "float32"]
+OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
+ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+Span1D = tuple[int, int]
+"""A half-open range [low, high)."""
+
+
+def split(extent: int, parts: int) -> tuple[Span1D, ...]:
+    """Cut [0, extent) into `parts` ranges as torch.chunk does.
+
+    >>> split(10, 4)
+    ((0, 3), (3, 6), (6, 9), (9, 10))
+    >>> split(2, 4)
+    ((0, 1), (1, 2), (2, 2), (2, 2))
+    """
+    size = -(-extent // parts) if extent else 0
+    return tuple((min(i * size, extent), min((i + 1) * size, extent)) for i in range(parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One distributed operator, by its static sizes.
+
+    op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction).
+    dtype: of inputs and result; partial results are summed in float32. world_size: ranks that share the work.
+    return_gathered: all_gather_matmul also hands back the gathered a_MK. reduce_op: of matmul_reduce_scatter.
+    Raises ValueError for an unknown name or an extent below zero (k and world_size: below one).
+    """
+
+    op: Op
+    m: int
+    n: int
+    k: int
+    world_size: int
+    dtype: DType = "bfloat16"
+    return_gathered: bool = False
+    reduce_op: Literal["sum", "avg"] = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"op is {self.op!r}; weft has {', '.join(OPS)}")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
+        if self.reduce_op not in ("sum", "avg"):
+            raise ValueError(f"reduce_op is {self.reduce_op!r}; use 'sum' or 'avg'")
+        for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def shards(self) -> tuple[Span1D, ...]:
+        """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter)."""
+        return split(self.m, self.world_size)
+
+    def columns(self, rank: int) -> int:
+        """all_gather_matmul: columns of b, and of the result, on `rank`. matmul_reduce_scatter: all N."""
+        if self.op == "matmul_reduce_scatter":
+            return self.n
+        low, high = split(self.n, self.world_size)[rank]
+        return high - low
+
+    def inner(self, rank: int) -> int:
+        """Contraction length on `rank`: all K for all_gather_matmul, its shard for matmul_reduce_scatter."""
+        if self.op == "all_gather_matmul":
+            return self.k
+        low, high = split(self.k, self.world_size)[rank]
+        return high - low
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the largest rank's matmul."""
+        return 2 * self.m * self.columns(0) * self.inner(0)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that one rank sends to one peer: its shard of a, or the peer's shard of the result."""
+        low, high = self.shards[0]
+        return (high - low) * (self.k if self.op == "all_gather_matmul" else self.n) * self.itemsize
+
+    def __str__(self) -> str:
+        flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
+        return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"

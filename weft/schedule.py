@@ -1,0 +1,272 @@
+"""Schedule: who does what, in which order, after what. The one value that planner, checker, executors and simulator share.
+
+A schedule lists, for every rank, its lanes; a lane runs its steps in order, and lanes run beside each other. Whatever
+must cross lanes or ranks goes through a flag. Everything that differs between two ways of overlapping is in this value.
+
+Time, within one call on one rank:
+
+    caller writes inputs --> all lanes of the rank start --> ... --> all lanes end --> caller reads outputs
+
+and the next call on that rank starts after that. Nothing orders two ranks but flags and collectives.
+
+Flags. A flag is a word in the memory of `flag.rank`; only that rank waits on it, and exactly one lane of one rank advances
+it, by one at each Signal (or `count` of a part). Flags only grow: a flag that is signalled D times a call holds
+`epoch * D + v` after the v-th signal of call `epoch`, and `Wait(flag, at_least=v)` in that call waits for
+`>= epoch * D + v`. So nothing is ever reset, and `at_least=0` waits until the previous calls' signals are all in: it is how
+a writer learns that a buffer may be written again.
+
+Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
+"local" is scratch of its rank. Peers may only touch symmetric buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from weft.problem import Problem, Span1D
+
+LaneKind = Literal["compute", "copy", "blocks"]
+"""compute: kernels on all SMs. copy: a copy engine. blocks: communication blocks on SMs of their own (SM stores)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of a named buffer on a rank: rows [low, high) by cols [low, high)."""
+
+    buffer: str
+    rank: int
+    rows: Span1D
+    cols: Span1D
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
+
+    def __str__(self) -> str:
+        return f"{self.buffer}@{self.rank}[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A word on `rank`, told apart by name and index."""
+
+    name: str
+    rank: int
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.index}]@{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on once `flag` holds at least the epoch's base plus `at_least` (0: all of the previous calls)."""
+
+    TAGGED: ClassVar[bool] = True
+    flag: Flag
+    at_least: int = 1
+
+    def __str__(self) -> str:
+        return f"wait {self.flag}>={self.at_least}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Advance `flag` by one, after all earlier steps of this lane are done and visible."""
+
+    TAGGED: ClassVar[bool] = True
+    flag: Flag
+
+    def __str__(self) -> str:
+        return f"signal {self.flag}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """dst = src; same shape. One side may lie on a peer: push if dst does, pull if src does."""
+
+    TAGGED: ClassVar[bool] = True
+    src: Region
+    dst: Region
+
+    def __str__(self) -> str:
+        return f"copy {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a GEMM that are computed together: out = a @ b, for the Gemm's b.
+
+    gates: its tiles wait for these. count: raised once all its tiles are done. out may lie on a peer: a store from the kernel.
+    """
+
+    a: Region
+    out: Region
+    gates: tuple[Wait, ...] = ()
+    count: Flag | None = None
+
+    def __str__(self) -> str:
+        return f"{self.a} -> {self.out}{_conditions(self.gates, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One GEMM kernel: its parts share b and are produced in this order, but run beside each other.
+
+    accumulate: add to out instead of overwriting it.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    b: Region
+    parts: tuple[Part, ...]
+    accumulate: bool = False
+
+    def __str__(self) -> str:
+        rows = sum(p.a.shape[0] for p in self.parts)
+        inner, cols = self.b.shape
+        more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        return f"gemm {rows}x{cols}x{inner}{'+' * self.accumulate}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Elements of a reduction that are summed together: out = sum(srcs) in float32, in the order given, rounded once."""
+
+    srcs: tuple[Region, ...]
+    out: Region
+    gates: tuple[Wait, ...] = ()
+    count: Flag | None = None
+
+    def __str__(self) -> str:
+        return f"{' + '.join(map(str, self.srcs))} -> {self.out}{_conditions(self.gates, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One reduction kernel. divide_by: world_size for an average. Sources may lie on a peer: loads from the kernel."""
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[Sum, ...]
+    divide_by: int = 1
+
+    def __str__(self) -> str:
+        rows, cols = self.parts[0].out.shape if self.parts else (0, 0)
+        more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        total = sum(p.out.shape[0] for p in self.parts) if len({p.out.cols for p in self.parts}) == 1 else rows
+        return f"reduce {len(self.parts[0].srcs) if self.parts else 0} x {total}x{cols}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A vendor collective over all ranks. It ends on a rank after every rank has started it.
+
+    all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    op: Literal["all_gather", "reduce_scatter"]
+    src: Region
+    dst: Region
+    divide_by: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.src} -> {self.dst}"
+
+
+Step = Wait | Signal | Copy | Gemm | Reduce | Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Steps that run one after the other. kind says on what."""
+
+    name: str
+    kind: LaneKind
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named buffer: rows and cols by rank. float32: holds partial sums, whatever the problem's dtype."""
+
+    name: str
+    kind: Literal["input", "output", "symmetric", "local"]
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    float32: bool = False
+
+    def whole(self, rank: int) -> Region:
+        return Region(self.name, rank, (0, self.rows[rank]), (0, self.cols[rank]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The steps of every rank for one problem. See the module's text for what they mean.
+
+    name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
+    A Schedule may be wrong; `weft.check.check` proves one right.
+    """
+
+    problem: Problem
+    name: str
+    buffers: tuple[Buffer, ...]
+    ranks: tuple[tuple[Lane, ...], ...]
+    chunks: int = 1
+
+    @cached_property
+    def buffer(self) -> dict[str, Buffer]:
+        """Buffers by name."""
+        return {b.name: b for b in self.buffers}
+
+    @cached_property
+    def signals_per_call(self) -> Counter[Flag]:
+        """How often each flag is advanced in one call: D in the module's text."""
+        return Counter(flag for _, _, _, step in self for flag in advances(step))
+
+    @cached_property
+    def flags(self) -> tuple[Flag, ...]:
+        """Every flag that is advanced or waited for, in the order of (rank, name, index)."""
+        seen = set(self.signals_per_call) | {w.flag for _, _, _, step in self for w in waits(step)}
+        return tuple(sorted(seen, key=lambda f: (f.rank, f.name, f.index)))
+
+    def __iter__(self) -> Iterator[tuple[int, Lane, int, Step]]:
+        """(rank, lane, position in the lane, step) for every step."""
+        for rank, lanes in enumerate(self.ranks):
+            for lane in lanes:
+                for position, step in enumerate(lane.steps):
+                    yield rank, lane, position, step
+
+    def __str__(self) -> str:
+        steps = sum(1 for _ in self)
+        return f"{self.name} (chunks={self.chunks}) for {self.problem}: {steps} steps on {len(self.ranks)} ranks"
+
+
+def waits(step: Step) -> tuple[Wait, ...]:
+    """Every wait of a step, gates included."""
+    if isinstance(step, Wait):
+        return (step,)
+    if isinstance(step, (Gemm, Reduce)):
+        return tuple(gate for part in step.parts for gate in part.gates)
+    return ()
+
+
+def advances(step: Step) -> tuple[Flag, ...]:
+    """Every flag that a step advances, in order."""
+    if isinstance(step, Signal):
+        return (step.flag,)
+    if isinstance(step, (Gemm, Reduce)):
+        return tuple(part.count for part in step.parts if part.count is not None)
+    return ()
+
+
+def _conditions(gates: tuple[Wait, ...], count: Flag | None) -> str:
+    return "".join(f", {gate}" for gate in gates) + (f", count {count}" if count else "")

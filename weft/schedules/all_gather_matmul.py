@@ -1,0 +1,236 @@
+"""Builders for all_gather_matmul: out_Mn = all_gather(a_mK) @ b_Kn.
+
+Buffers of rank r
+    a         input      m_r x K    its shard
+    b         input      K x n_r
+    a_full    symmetric  M x K      where peers' rows land; peers write it, rank r reads it
+    out       output     M x n_r
+    gathered  output     M x K      only with return_gathered
+    sums      local      M x n_r    float32 partial sums; only for two-dimensional chunks
+
+Flags of rank r (who advances ~> who waits)
+    arrived[i]@r   the lane that pushes chunk i ~> r's compute lane: the chunk lies in r's a_full
+    free[p]@r      p's compute lane ~> r's pushing lane: p has read its a_full for the last time in this call
+    sent[0]@r      r's copy lane ~> r's compute lane (ring only): r has forwarded from its a_full for the last time
+
+`free` is waited for with at_least=0: before the first push of a call, the peer must be past its previous call.
+
+    rank r, compute              rank r, copy                    rank p
+    gemm own shard          wait free[p] >= 0
+                            copy a -> a_full of p  ~~~~~~~~~~~>  rows land
+                            signal arrived         ~~~~~~~~~~~>  wait arrived, gemm those rows
+    wait arrived, gemm  <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  copy, signal
+    signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
+
+Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from weft.problem import Problem, split
+from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Sum, Wait
+from weft.schedules.build import Builder, Piece, cut
+
+
+class _Gather(Builder):
+    """Buffers, flags and repeated idioms of this operator. staged: a_full is laid out by step, not by row."""
+
+    def __init__(self, problem: Problem, name: str, chunks: int, *, staged: bool = False) -> None:
+        super().__init__(problem, name, chunks)
+        self.staged = staged
+        self.pieces = cut(problem, chunks)
+        m, k = problem.m, problem.k
+        each = range(self.world_size)
+        columns = [problem.columns(r) for r in each]
+        self.buffer("a", "input", [high - low for low, high in problem.shards], [k for _ in each])
+        self.buffer("b", "input", [k for _ in each], columns)
+        self.buffer("a_full", "symmetric", [m for _ in each], [k for _ in each])
+        self.buffer("out", "output", [m for _ in each], columns)
+        if problem.return_gathered:
+            self.buffer("gathered", "output", [m for _ in each], [k for _ in each])
+
+    def arrived(self, rank: int, piece: Piece) -> Flag:
+        return Flag("arrived", rank, piece.shard * self.chunks + piece.index)
+
+    def landing(self, rank: int, piece: Piece) -> Region:
+        return self.region("a_full", rank, piece.staged if self.staged else piece.rows)
+
+    def own(self, piece: Piece) -> Region:
+        """The piece in its owner's input."""
+        base = self.problem.shards[piece.shard][0]
+        return self.region("a", piece.shard, (piece.rows[0] - base, piece.rows[1] - base))
+
+    def part(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+        src = self.own(piece) if piece.shard == rank and not self.staged else self.landing(rank, piece)
+        return Part(src, self.region("out", rank, piece.rows), gates)
+
+    def own_shard(self, rank: int) -> list[Part]:
+        """The whole local shard as one part; nothing if it is empty."""
+        rows = self.problem.shards[rank]
+        return [Part(self.region("a", rank), self.region("out", rank, rows))] if rows[1] > rows[0] else []
+
+    def gemm(self, rank: int, parts: Iterable[Part]) -> None:
+        parts = tuple(parts)
+        if parts:
+            self.add(rank, "compute", Gemm(self.region("b", rank), parts))
+
+    def by_step(self, rank: int) -> list[list[Piece]]:
+        """Remote pieces in order of arrival, a list for each chunk index."""
+        steps = [[p for peer in self.peers(rank) for p in self.pieces[peer] if p.index == i] for i in range(self.chunks)]
+        return [pieces for pieces in steps if pieces]
+
+    def push_all(self, lane: str, *, stage_own: bool = False) -> None:
+        """Every rank sends its pieces to all peers, chunk by chunk; at any time to different peers.
+
+        stage_own: its pieces also go to their places in its own a_full, beside those that arrive.
+        """
+        for rank in range(self.world_size):
+            for piece in self.pieces[rank]:
+                for peer in [rank] * stage_own + self.peers(rank, step=-1):
+                    if peer != rank and piece is self.pieces[rank][0]:
+                        self.add(rank, lane, Wait(Flag("free", rank, peer), 0))
+                    self.add(rank, lane, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
+
+    def finish(self, *, senders: Callable[[int], Iterable[int]] | None = None) -> Schedule:
+        """Hand the gathered rows over if asked for, tell the senders that a_full is free, and freeze."""
+        for rank in range(self.world_size):
+            if self.problem.return_gathered:
+                self._copy_gathered(rank)
+            for sender in senders(rank) if senders else [p for p in self.peers(rank) if self.pieces[p]]:
+                self.add(rank, "compute", Signal(Flag("free", sender, rank)))
+        return self.done()
+
+    def _copy_gathered(self, rank: int) -> None:
+        for shard, pieces in enumerate(self.pieces):
+            if shard == rank and pieces:
+                self.add(
+                    rank, "compute", Copy(self.region("a", rank), self.region("gathered", rank, self.problem.shards[rank]))
+                )
+            elif not self.staged and pieces:
+                rows = self.problem.shards[shard]
+                self.add(rank, "compute", Copy(self.region("a_full", rank, rows), self.region("gathered", rank, rows)))
+            else:
+                for piece in pieces:
+                    self.add(rank, "compute", Copy(self.landing(rank, piece), self.region("gathered", rank, piece.rows)))
+
+
+def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+    """Vendor all-gather, then one GEMM."""
+    s = _Gather(problem, "sequential", 1)
+    for rank in range(s.world_size):
+        s.add(rank, "compute", Collective("all_gather", s.region("a", rank), s.region("a_full", rank)))
+        if problem.return_gathered:
+            s.add(rank, "compute", Copy(s.region("a_full", rank), s.region("gathered", rank)))
+        s.gemm(rank, [Part(s.region("a_full", rank), s.region("out", rank))])
+    return s.done()
+
+
+def unfused(problem: Problem, name: str, chunks: int) -> Schedule:
+    """The local shard as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
+    s = _Gather(problem, name, chunks)
+    s.push_all("copy")
+    for rank in range(s.world_size):
+        s.gemm(rank, s.own_shard(rank))
+        for pieces in s.by_step(rank):
+            for piece in pieces:
+                s.add(rank, "compute", Wait(s.arrived(rank, piece)))
+                s.gemm(rank, [s.part(rank, piece)])
+    return s.finish()
+
+
+def fused(problem: Problem, name: str, chunks: int, *, uniform: bool) -> Schedule:
+    """All pieces of a step as one GEMM. uniform: the local shard is cut like the others and joins each step."""
+    s = _Gather(problem, name, chunks, staged=True)
+    s.push_all("copy", stage_own=uniform)
+    for rank in range(s.world_size):
+        if not uniform:
+            s.gemm(rank, s.own_shard(rank))
+        for index in range(chunks):
+            step = [p for shard in s.pieces for p in shard if p.index == index and (uniform or p.shard != rank)]
+            for piece in step:
+                s.add(rank, "compute", Wait(s.arrived(rank, piece)))
+            s.gemm(rank, [s.part(rank, piece) for piece in step])
+    return s.finish()
+
+
+def fused_2d(problem: Problem, name: str, chunks: int) -> Schedule:
+    """Chunks of columns: every step multiplies all rows by a slice of K and adds to float32 sums, rounded at the end."""
+    s = _Gather(problem, name, chunks)
+    each = range(s.world_size)
+    s.buffer("sums", "local", [problem.m for _ in each], [problem.columns(r) for r in each], float32=True)
+    slices = [c for c in split(problem.k, chunks) if c[1] > c[0]]
+    for rank in each:
+        _push_columns(s, rank, slices)
+        for index, cols in enumerate(slices):
+            parts = (
+                [Part(s.region("a", rank, cols=cols), s.region("sums", rank, problem.shards[rank]))] if s.pieces[rank] else []
+            )
+            for peer in s.peers(rank):
+                if s.pieces[peer]:
+                    s.add(rank, "compute", Wait(Flag("arrived", rank, peer * chunks + index)))
+                    rows = problem.shards[peer]
+                    parts.append(Part(s.region("a_full", rank, rows, cols), s.region("sums", rank, rows)))
+            if parts:
+                s.add(rank, "compute", Gemm(s.region("b", rank, cols), tuple(parts), accumulate=index > 0))
+        s.add(rank, "compute", Reduce((Sum((s.region("sums", rank),), s.region("out", rank)),)))
+    return s.finish()
+
+
+def _push_columns(s: _Gather, rank: int, slices: list[tuple[int, int]]) -> None:
+    for index, cols in enumerate(slices if s.pieces[rank] else []):
+        for peer in s.peers(rank, step=-1):
+            if index == 0:
+                s.add(rank, "copy", Wait(Flag("free", rank, peer), 0))
+            dst = s.region("a_full", peer, s.problem.shards[rank], cols)
+            arrived = Flag("arrived", peer, rank * s.chunks + index)
+            s.add(rank, "copy", Copy(s.region("a", rank, cols=cols), dst), Signal(arrived))
+
+
+def gated(problem: Problem, name: str, chunks: int, *, lane: str) -> Schedule:
+    """One GEMM whose tiles wait for their chunk, in order of arrival, own shard first. lane: what brings the chunks."""
+    s = _Gather(problem, name, chunks)
+    s.push_all(lane)
+    for rank in range(s.world_size):
+        remote = [s.part(rank, p, (Wait(s.arrived(rank, p)),)) for pieces in s.by_step(rank) for p in pieces]
+        s.gemm(rank, s.own_shard(rank) + remote)
+    return s.finish()
+
+
+def ring(problem: Problem, name: str, chunks: int) -> Schedule:
+    """Arrivals trigger copies: a chunk that lands is forwarded to the next rank, and gates the one GEMM's tiles.
+
+    T3's all-gather mapping (T3, tracker threshold 1): each rank sends only to its successor.
+    """
+    s = _Gather(problem, name, chunks)
+    size = s.world_size
+    for rank in range(size):
+        order = [p for hop in range(size) for p in s.pieces[(rank - hop) % size]]
+        sent = [p for p in order if p.shard != (rank + 1) % size]
+        for piece in sent if size > 1 else []:
+            _forward(s, rank, piece, first=piece is sent[0])
+        parts = [s.part(rank, p, (Wait(s.arrived(rank, p)),)) for p in order if p.shard != rank]
+        s.gemm(rank, s.own_shard(rank) + parts)
+        if any(p.shard != rank for p in sent):
+            s.add(rank, "copy", Signal(Flag("sent", rank)))
+            s.add(rank, "compute", Wait(Flag("sent", rank)))
+    return s.finish(senders=lambda rank: _ring_sender(s, rank))
+
+
+def _forward(s: _Gather, rank: int, piece: Piece, *, first: bool) -> None:
+    """Send a piece, its own or one that has landed, to the successor."""
+    successor = (rank + 1) % s.world_size
+    if piece.shard != rank:
+        s.add(rank, "copy", Wait(s.arrived(rank, piece)))
+    if first:
+        s.add(rank, "copy", Wait(Flag("free", rank, successor), 0))
+    src = s.own(piece) if piece.shard == rank else s.landing(rank, piece)
+    s.add(rank, "copy", Copy(src, s.landing(successor, piece)), Signal(s.arrived(successor, piece)))
+
+
+def _ring_sender(s: _Gather, rank: int) -> list[int]:
+    """The predecessor, if it has anything to send: then it waits for `free`."""
+    sender = (rank - 1) % s.world_size
+    sends = any(s.pieces[shard] for shard in range(s.world_size) if shard != rank)
+    return [sender] if sender != rank and sends else []

@@ -1,0 +1,75 @@
+"""What the builders share: lanes that grow step by step, and how rows are cut into pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.problem import Problem, Span1D, split
+from weft.schedule import Buffer, Lane, LaneKind, Region, Schedule, Step
+
+LANES: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Chunk `index` of the shard of rank `shard`: rows [low, high) of the global matrix, and where they lie when staged."""
+
+    shard: int
+    index: int
+    rows: Span1D
+    staged: Span1D
+
+
+def cut(problem: Problem, chunks: int) -> list[list[Piece]]:
+    """Pieces of every shard, by shard and index, without the empty ones.
+
+    Staged rows are laid out by step: all shards' chunk 0, then all shards' chunk 1, so that what arrives in a step lies
+    together.
+
+    >>> p = Problem(op="all_gather_matmul", m=5, n=1, k=1, world_size=2)
+    >>> [[(q.index, q.rows, q.staged) for q in shard] for shard in cut(p, 2)]
+    [[(0, (0, 2), (0, 2)), (1, (2, 3), (3, 4))], [(0, (3, 4), (2, 3)), (1, (4, 5), (4, 5))]]
+    """
+    shards: list[list[Piece]] = [[] for _ in problem.shards]
+    at = 0
+    for index in range(chunks):
+        for shard, (low, high) in enumerate(problem.shards):
+            first, last = split(high - low, chunks)[index]
+            if last > first:
+                shards[shard].append(Piece(shard, index, (low + first, low + last), (at, at + last - first)))
+                at += last - first
+    return shards
+
+
+class Builder:
+    """Collects buffers and steps, then freezes them into a Schedule."""
+
+    def __init__(self, problem: Problem, name: str, chunks: int = 1) -> None:
+        self.problem, self.name, self.chunks = problem, name, chunks
+        self.world_size = problem.world_size
+        self._buffers: list[Buffer] = []
+        self._lanes: list[dict[str, list[Step]]] = [{} for _ in range(self.world_size)]
+
+    def buffer(self, name: str, kind: str, rows: list[int], cols: list[int], *, float32: bool = False) -> None:
+        self._buffers.append(Buffer(name, kind, tuple(rows), tuple(cols), float32))  # type: ignore[arg-type]
+
+    def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
+        """The named part of a buffer; all rows or columns where none are given."""
+        spec = next(b for b in self._buffers if b.name == name)
+        return Region(name, rank, rows or (0, spec.rows[rank]), cols or (0, spec.cols[rank]))
+
+    def add(self, rank: int, lane: str, *steps: Step) -> None:
+        self._lanes[rank].setdefault(lane, []).extend(steps)
+
+    def peers(self, rank: int, *, step: int = 1) -> list[int]:
+        """The other ranks, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the same peer."""
+        return [(rank + step * i) % self.world_size for i in range(1, self.world_size)]
+
+    def done(self) -> Schedule:
+        return Schedule(
+            problem=self.problem,
+            name=self.name,
+            chunks=self.chunks,
+            buffers=tuple(self._buffers),
+            ranks=tuple(tuple(Lane(n, LANES[n], tuple(s)) for n, s in lanes.items()) for lanes in self._lanes),
+        )
