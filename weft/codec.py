@@ -125,7 +125,7 @@ def _load_tuple(args: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]
 def _load_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
     if data is None and type(None) in args:
         return None
-    classes = {a.__name__: a for a in args if dataclasses.is_dataclass(a)}
+    classes: dict[str, Any] = {a.__name__: a for a in args if isinstance(a, type) and dataclasses.is_dataclass(a)}
     if isinstance(data, dict) and classes:
         if len(classes) == 1 and "type" not in data:
             return load(next(iter(classes.values())), data, where)

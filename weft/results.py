@@ -83,4 +83,5 @@ class Run:
         return all(site.ok for site in self.sites)
 
     def __str__(self) -> str:
-        return f"{self.model}: {sum(s.ok for s in self.sites)} of {len(self.sites)} sites right on {self.world_size} {self.device} ranks"
+        right = sum(site.ok for site in self.sites)
+        return f"{self.model}: {right} of {len(self.sites)} sites right on {self.world_size} {self.device} ranks"
