@@ -1,0 +1,42 @@
+# make run: the demonstration, in an environment of its own. make test: every test that this machine can run.
+# The environment is set up again only when pyproject.toml or constraints.txt has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+# setuptools comes first and builds without isolation, so that its version is a pinned one too.
+define install
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) setuptools
+	$(PIP_INSTALL) --no-build-isolation --editable $(1)
+	touch $@
+endef
+
+.PHONY: run test lint types clean
+
+run: $(VENV)/.set-up-run
+	$(BIN)/weft run llama3-8b --ranks 4 --report out/
+
+test: $(VENV)/.set-up-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.set-up-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.set-up-dev
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.set-up-run: pyproject.toml constraints.txt
+	$(call install,.)
+
+$(VENV)/.set-up-test: pyproject.toml constraints.txt
+	$(call install,".[test]")
+
+$(VENV)/.set-up-dev: pyproject.toml constraints.txt
+	$(call install,".[dev]")

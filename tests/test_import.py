@@ -1,0 +1,61 @@
+"""`import weft` is free: it loads no heavy package, starts nothing, and changes nothing in torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+HEAVY = ["torch", "triton", "numpy", "simpy", "plotly", "rich", "typer", "atomicshm", "cuda", "multiprocessing"]
+
+LOADS = f"""
+import json, sys
+before = set(sys.modules)
+import weft
+print(json.dumps(sorted(set({HEAVY}) & (set(sys.modules) - before))))
+"""
+
+STARTS = """
+import json, os, pathlib, threading
+def state():
+    children = [p.read_text().split() for p in pathlib.Path("/proc/self/task").glob("*/children")]
+    return {"threads": threading.active_count(), "children": children, "environment": dict(os.environ)}
+before = state()
+import weft
+print(json.dumps([before, state()]))
+"""
+
+PATCHES = """
+import json
+import torch, torch.distributed, torch.distributed.tensor, torch.nn.functional
+SPACES = [torch, torch.Tensor, torch.nn.Linear, torch.nn.Module, torch.nn.functional, torch.distributed, torch.ops,
+          torch.distributed.tensor, torch.distributed.distributed_c10d]
+def state():
+    return {f"{space.__name__}.{name}": id(value) for space in SPACES for name, value in vars(space).items()}
+before = state()
+import weft
+after = state()
+changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+print(json.dumps({"changed": changed, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+def run(source: str) -> Any:
+    """What `source`, run in a fresh interpreter, prints as JSON."""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_loads_no_heavy_package() -> None:
+    assert run(LOADS) == []
+
+
+def test_starts_no_thread_or_process() -> None:
+    before, after = run(STARTS)
+    assert after == before
+
+
+def test_patches_nothing_and_leaves_cuda_alone() -> None:
+    assert run(PATCHES) == {"changed": [], "cuda": False}

@@ -1,0 +1,92 @@
+"""The tree as a whole: it holds on other machines, its documents name commands that exist, its data ships."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+LOCAL = [
+    r"(?<![\w.])/(?:work|root)/",
+    r"(?<![\w.])/(?:home|Users)/\w+/",
+    r"file:///",
+    r"\b(?:pypi|pythonhosted|conda|anaconda|npmjs|download\.pytorch)\.(?:org|com)\b",
+    r"--(?:extra-)?index-url|--find-links",
+]
+"""What ties a file to one machine or to one package index."""
+
+
+def tracked() -> list[Path]:
+    """Text files that git tracks, or skip where this is no checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so there is no list of tracked files")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [path for name in names.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def documents() -> list[Path]:
+    return [path for path in tracked() if path.suffix == ".md"]
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of every command line in the fenced blocks of a document."""
+    blocks = re.findall(r"^```(?:sh|bash|console|shell)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line.removeprefix("$ ").split() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_nothing_ties_the_tree_to_a_machine() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in tracked()
+        if path != Path(__file__)
+        for match in re.finditer("|".join(LOCAL), path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert found == []
+
+
+def test_documents_name_make_targets_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {words[1] for path in documents() for words in commands(path.read_text(encoding="utf-8")) if words[0] == "make"}
+    assert named
+    assert named <= targets
+
+
+def test_documents_name_weft_commands_that_exist() -> None:
+    named = {words[1] for path in documents() for words in commands(path.read_text(encoding="utf-8")) if words[0] == "weft"}
+    app = importlib.import_module("weft.cli").app
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert named <= known
+
+
+def test_entry_point_exists() -> None:
+    module, name = PROJECT["project"]["scripts"]["weft"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_every_package_is_found() -> None:
+    folders = {path.parent for path in tracked() if path.suffix == ".py" and path.is_relative_to(ROOT / "weft")}
+    assert [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").is_file()] == []
+
+
+def test_every_data_file_ships() -> None:
+    package = ROOT / "weft"
+    shipped = {path for glob in PROJECT["tool"]["setuptools"]["package-data"]["weft"] for path in package.glob(glob)}
+    data = {path for path in tracked() if path.is_relative_to(package) and path.suffix != ".py"}
+    assert data - shipped == set()
+
+
+def test_every_dependency_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    wanted = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"], *(d for e in extras for d in e)]
+    names = {re.split(r"[^\w.-]", text)[0].lower().replace("_", "-") for text in wanted}
+    assert names - {pin.split("==")[0].lower().replace("_", "-") for pin in pins} == set()
