@@ -1,0 +1,19 @@
+"""What can go wrong while ranks run together. User mistakes are ValueErrors; these are about other ranks and time."""
+
+from __future__ import annotations
+
+
+class WeftError(RuntimeError):
+    """A distributed run could not go on. Every rank of the group gets one, and the group's team is closed."""
+
+
+class RankMismatch(WeftError, ValueError):
+    """Ranks called different things: the message prints the difference."""
+
+
+class PeerLost(WeftError):
+    """Another rank died, failed or left: the message names it."""
+
+
+class WaitTimeout(WeftError):
+    """A bounded wait ended: the message has rank, lane, step, flag, expected and seen value, and who was to raise it."""

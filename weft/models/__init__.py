@@ -1,0 +1,116 @@
+"""Models by their static sizes, and the distributed sites of one of their layers.
+
+A decoder layer under tensor and sequence parallelism has four sites, two where rows are gathered before a matmul and two
+where its result is summed and scattered:
+
+    site            operator                 N                                  K
+    attention QKV   all_gather_matmul        (heads + 2 * kv_heads) * head_dim  hidden
+    attention out   matmul_reduce_scatter    hidden                             heads * head_dim
+    MLP gate/up     all_gather_matmul        2 * intermediate                   hidden        ("MLP up", N = intermediate,
+    MLP down        matmul_reduce_scatter    hidden                             intermediate   where the MLP has no gate)
+
+M is the number of tokens. Experts and embedding tables move data all to all; their sites are listed as skipped, with the
+operator that they need.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from weft import codec
+from weft.models.config import read_config
+from weft.models.values import Model
+from weft.problem import DType, Op, Problem
+from weft.results import Skipped
+
+__all__ = ["Model", "Site", "load_model", "preset_names", "sites"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k."""
+
+    name: str
+    op: Op
+    n: int
+    k: int
+
+    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
+        """The site's Problem for so many tokens, over all ranks. Raises ValueError as Problem does."""
+        return Problem(op=self.op, m=tokens, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.op} N={self.n} K={self.k}"
+
+
+def sites(model: Model) -> tuple[Site | Skipped, ...]:
+    """Every distributed site of one layer, in the order in which a forward pass meets them.
+
+    >>> [str(site) for site in sites(load_model("llama3-8b"))][:2]
+    ['attention QKV: all_gather_matmul N=6144 K=4096', 'attention out: matmul_reduce_scatter N=4096 K=4096']
+    """
+    found: list[Site | Skipped] = []
+    if model.tables:
+        found.append(Skipped(site="embedding + All-to-All", reason=_lacks("embedding_bag_all_to_all")))
+    if model.heads:
+        found += _attention(model)
+    if model.intermediate:
+        found += _mlp(model, "shared expert" if model.experts else "MLP")
+    if model.experts:
+        found.append(Skipped(site="expert dispatch + gate/up", reason=_lacks("all_to_all_matmul")))
+        found.append(Skipped(site="expert down + combine", reason=_lacks("matmul_all_to_all")))
+    return tuple(found)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Models that weft knows by name."""
+    return tuple(sorted(item.name.removesuffix(".json") for item in _folder().iterdir() if item.name.endswith(".json")))
+
+
+def load_model(name_or_path: str) -> Model:
+    """A preset by name, or a Hugging Face config.json by path.
+
+    Raises ValueError for a name that is neither, for a file that cannot be read, and for a config without the needed sizes.
+    """
+    if name_or_path in preset_names():
+        return codec.loads(Model, (_folder() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path)
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
+        return read_config(path)
+    raise ValueError(_unknown(name_or_path))
+
+
+def _folder() -> resources.abc.Traversable:
+    return resources.files(__name__)
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), preset_names(), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ";"
+    return f"model is {name!r}{hint} weft knows {', '.join(preset_names())}, or takes the path of a Hugging Face config.json"
+
+
+def _lacks(op: str) -> str:
+    return f"needs {op}, which weft does not have yet"
+
+
+def _attention(model: Model) -> list[Site]:
+    inner = model.heads * model.head_dim
+    columns = inner + 2 * model.kv_heads * model.head_dim
+    return [
+        Site(name="attention QKV", op="all_gather_matmul", n=columns, k=model.hidden),
+        Site(name="attention out", op="matmul_reduce_scatter", n=model.hidden, k=inner),
+    ]
+
+
+def _mlp(model: Model, name: str) -> list[Site]:
+    up, columns = ("gate/up", 2 * model.intermediate) if model.gated else ("up", model.intermediate)
+    return [
+        Site(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden),
+        Site(name=f"{name} down", op="matmul_reduce_scatter", n=model.hidden, k=model.intermediate),
+    ]
