@@ -191,7 +191,7 @@ def test_text_config_is_found(write: Write) -> None:
 )
 def test_bad_config_is_one_line_that_names_the_file(write: Write, data: Any, says: str) -> None:
     path = write(data)
-    with pytest.raises(ValueError, match="config.json") as caught:
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
         load_model(str(path))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
