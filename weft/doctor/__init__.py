@@ -1,0 +1,19 @@
+"""What this machine has of what weft needs, and how to mend what it lacks: the findings behind `weft doctor`.
+
+Everything is tried, not only looked up: packages are imported, shared memory is created, and every pair of GPUs exchanges
+data that is compared afterwards, since a link may be there and yet deliver wrong bytes. Nothing is changed or left behind.
+"""
+
+from __future__ import annotations
+
+from weft.doctor.finding import Finding, State
+from weft.doctor.gpus import gpu_findings
+from weft.doctor.host import host_findings
+from weft.doctor.software import software_findings
+
+__all__ = ["Finding", "State", "diagnose"]
+
+
+def diagnose() -> tuple[Finding, ...]:
+    """All findings, in the order in which one would mend them. Takes some seconds: it imports PyTorch."""
+    return (*software_findings(), *host_findings(), *gpu_findings())
