@@ -1,0 +1,78 @@
+"""The command line.
+
+Exit status: 0, done. 1, a result was wrong, or the doctor found something missing. 2, the user's mistake: one line on
+standard error that begins with "weft: error:". 3, a rank failed while it ran. 130, interrupted. 141, the reader of the
+output went away.
+
+Commands import what they need when they run, so that --help, plan, machines and schedules never load PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from weft.cli import doctor, listings, plan, run
+from weft.errors import WeftError
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Hides communication behind computation on several GPUs, finer than the shard.",
+    epilog="Start with: weft run llama3-8b. It needs no GPU.",
+)
+app.command("run")(run.command)
+app.command("plan")(plan.command)
+app.command("schedules")(listings.schedules)
+app.command("machines")(listings.machines)
+app.command("doctor")(doctor.command)
+
+UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+"""What typer raises for any misuse of options. It has no public name that all versions of typer share."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line with `arguments` (default: the process's). Returns the exit status."""
+    try:
+        return app(args=arguments, prog_name="weft", standalone_mode=False) or 0
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "weft"
+        return _fail(f"{error.format_message()} (see {command} --help)", 2)
+    except ValueError as error:
+        return _fail(" ".join(str(error).split()), 2)
+    except WeftError as error:
+        return _fail(str(error), 3)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # What is still buffered would fail again when the interpreter flushes it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _fail(text: str, status: int) -> int:
+    print(f"weft: error: {text}", file=sys.stderr)
+    return status
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"weft {importlib.metadata.version('weft')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())

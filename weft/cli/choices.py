@@ -1,0 +1,70 @@
+"""What the user chose, checked before any work starts. Every function raises ValueError that says what would work."""
+
+from __future__ import annotations
+
+import typing
+
+from weft.models import Model, Site, load_model, sites
+from weft.problem import ITEMSIZE, OPS, DType, Op
+from weft.results import Skipped
+
+CPU_RANKS = 4
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...], tuple[Skipped, ...]]:
+    """The model, its sites that can run (only those of `op`, if it is given), and the others."""
+    only = None if op is None else choose_op(op)
+    model = load_model(name)
+    everything = sites(model)
+    found = tuple(s for s in everything if isinstance(s, Site) and only in (None, s.op))
+    skipped = tuple(s for s in everything if isinstance(s, Skipped))
+    if not found:
+        why = "; ".join(map(str, skipped)) or f"it has no {only}"
+        raise ValueError(f"model {model.name} has nothing that weft can overlap: {why}")
+    return model, found, skipped
+
+
+def choose_dtype(dtype: str) -> DType:
+    """`dtype`, if weft overlaps it."""
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype is {dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
+    return typing.cast(DType, dtype)
+
+
+def choose_schedule(schedule: str) -> tuple[str | None, int | None]:
+    """(family, chunks); (None, None) for auto."""
+    from weft.schedules import parse
+
+    return (None, None) if schedule == "auto" else parse(schedule)
+
+
+def choose_op(op: str) -> Op:
+    """`op`, if weft has it."""
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}; weft has {', '.join(OPS)}")
+    return op
+
+
+def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
+    """("cpu" or "cuda", ranks). auto: the GPUs if there are two or more, and as many as the ranks asked for."""
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; use {', '.join(DEVICES)}")
+    if device == "cpu":
+        return "cpu", ranks or CPU_RANKS
+    count = gpu_count()
+    if device == "auto":
+        return ("cuda", ranks or count) if count >= max(2, ranks or 0) else ("cpu", ranks or CPU_RANKS)
+    if count < max(1, ranks or 0):
+        fewer = f"--ranks {count}, or " if count else ""
+        asked = f" and ranks is {ranks}" if ranks else ""
+        found = "1 GPU was" if count == 1 else f"{count or 'no'} GPUs were"
+        raise ValueError(f"device is 'cuda'{asked}, but {found} found; use {fewer}--device cpu, which runs any number of ranks")
+    return "cuda", ranks or count
+
+
+def gpu_count() -> int:
+    """GPUs that PyTorch sees."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

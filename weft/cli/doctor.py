@@ -1,0 +1,44 @@
+"""weft doctor: what this machine has of what weft needs, and how to mend what it lacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from weft import codec
+from weft.cli import output
+from weft.doctor import Finding, diagnose
+
+STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red"}
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+    """Check this machine: packages, shared memory, GPUs, and whether peers read what others write."""
+    found = diagnose()
+    if as_json:
+        print(json.dumps(codec.dump(found), indent=2))
+    else:
+        _show(found)
+    if any(finding.state == "missing" for finding in found):
+        raise typer.Exit(1)
+
+
+def _show(found: Sequence[Finding]) -> None:
+    out = output.console()
+    for finding in found:
+        out.print(Text.assemble((f"{finding.state:<8}", STYLES[finding.state]), f"{finding.what}: {finding.detail}"))
+        if finding.cure:
+            out.print(f"{'':<8}-> {finding.cure}")
+    out.print(_verdict(found))
+
+
+def _verdict(found: Sequence[Finding]) -> str:
+    missing = [finding.what for finding in found if finding.state == "missing"]
+    if missing:
+        return f"Missing: {', '.join(missing)}."
+    warned = sum(finding.state == "warn" for finding in found)
+    return f"Nothing is missing{f'; {warned} to look at' if warned else ''}."

@@ -1,0 +1,55 @@
+"""Spans of one rank as a chart: a line for each lane, time from left to right, a letter for each kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.text import Text
+
+from weft.span import Kind, Span
+
+MARKS: dict[Kind, tuple[str, str]] = {
+    "wait": (".", "dim"),
+    "signal": ("!", "magenta"),
+    "collective": ("~", "yellow"),
+    "copy": ("=", "cyan"),
+    "reduce": ("+", "blue"),
+    "gemm": ("#", "green"),
+}
+"""Mark and colour by kind; what stands later is drawn over what stands earlier."""
+
+
+def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
+    """The lanes of `rank` on `width` columns, with a scale in microseconds below and what the marks mean."""
+    own = [span for span in spans if span.rank == rank]
+    if not own:
+        return Text("(no spans)")
+    start, end = min(s.start_us for s in own), max(s.end_us for s in own)
+    lanes = list(dict.fromkeys(span.lane for span in own))
+    label = max(map(len, lanes)) + 2
+    columns = max(10, width - label)
+    text = Text(no_wrap=True, overflow="crop")
+    for lane in lanes:
+        text.append(f"{lane:<{label}}")
+        text.append_text(_line([s for s in own if s.lane == lane], start, (end - start) or 1.0, columns)).append("\n")
+    last = f"{end - start:,.0f} us"
+    text.append(" " * label + "0" + last.rjust(columns - 1) + "\n", style="dim")
+    used = [kind for kind in reversed(MARKS) if any(s.kind == kind for s in own)]
+    text.append(" " * label + "   ".join(f"{MARKS[kind][0]} {kind}" for kind in used) + "   | a step starts", style="dim")
+    return text
+
+
+def _line(spans: list[Span], start: float, length: float, columns: int) -> Text:
+    """One lane. A step is at least one column wide; from three columns on, its first is a bar."""
+    marks: list[tuple[str, str]] = [(" ", "")] * columns
+    order = list(MARKS)
+    for span in sorted(spans, key=lambda s: (order.index(s.kind), s.start_us)):
+        low = min(int((span.start_us - start) / length * columns), columns - 1)
+        high = max(low + 1, round((span.end_us - start) / length * columns))
+        mark, style = MARKS[span.kind]
+        for at in range(low, high):
+            marks[at] = ("|" if at == low and high - low >= 3 else mark, style)
+    text = Text()
+    for mark, style in marks:
+        text.append(mark, style=style)
+    return text

@@ -1,0 +1,83 @@
+"""weft schedules and weft machines: what there is to choose from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft import codec
+from weft.cli import choices, output
+from weft.problem import Problem
+
+if TYPE_CHECKING:
+    from weft.machine import Machine
+
+EXAMPLE_RANKS = 2
+"""Ranks, and chunks a shard, of the example: enough to show what waits for what."""
+
+
+def schedules(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
+    op: Annotated[str, typer.Option(metavar="NAME", help="Operator of the example.")] = "all_gather_matmul",
+) -> None:
+    """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
+    from weft.schedules import FAMILIES, NAMES, build
+    from weft.timeline import timeline
+
+    problem = Problem(op=choices.choose_op(op), m=8, n=8, k=8, world_size=EXAMPLE_RANKS)
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    out = output.console()
+    for family in FAMILIES.values():
+        if name in (None, family.name):
+            schedule = build(problem, family.name, EXAMPLE_RANKS)
+            out.print(family.name, style="bold")
+            out.print(f"{family.words} [{family.source}]")
+            out.print(timeline(schedule), soft_wrap=True)
+            out.print()
+    out.print(f"Example: {problem}, {EXAMPLE_RANKS} chunks a shard where chunks are free.")
+    out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
+
+
+def machines(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profiles as JSON.")] = False,
+) -> None:
+    """List the machines that predictions can be made for, and where their numbers are from."""
+    from weft.machine import load, names
+
+    found = [load(name) for name in names()]
+    if as_json:
+        print(json.dumps(codec.dump(found), indent=2, allow_nan=False))
+        return
+    out = output.console()
+    columns = ("machine", "GPUs", "topology", "matrix TFLOP/s", "link GB/s", "a copy us", "copy GB/s", "launch us")
+    listed = output.table("Machines", *columns)
+    for machine in found:
+        listed.add_row(*_row(machine))
+    out.print(listed)
+    for machine in found:
+        out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.", soft_wrap=True)
+    out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines --json.")
+
+
+def sources(machine: Machine) -> str:
+    """Where a machine's numbers are from, the most frequent first, each without its remark."""
+    counted = Counter(text.split(":")[0].split(", ")[0].strip() for text in machine.sources.values())
+    return ", ".join(f"{source} ({count})" for source, count in counted.most_common())
+
+
+def _row(machine: Machine) -> tuple[str, ...]:
+    dtype = "bfloat16" if "bfloat16" in machine.gpu.tflops else next(iter(machine.gpu.tflops))
+    return (
+        machine.name,
+        str(machine.world_size),
+        machine.links.topology,
+        f"{machine.gpu.tflops[dtype]:g} {dtype}",
+        f"{machine.links.gbps:g}",
+        f"{machine.copies.copy_us:g}",
+        f"{machine.copies.gbps:g}",
+        f"{machine.launch_us:g}",
+    )

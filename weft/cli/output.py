@@ -1,0 +1,75 @@
+"""How the command line prints and writes: consoles, numbers, and paths that are tried before the work starts."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 160
+"""Columns when the output is no terminal: wide enough for every table to stay on one line a row."""
+
+
+def console() -> Console:
+    """Standard output. Text is printed as it is: nothing in a file or a name is taken for markup."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:
+    """An empty table; its first `left` columns are words, the others numbers that stay on one line."""
+    made = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption=Text(caption) if caption else None,
+        caption_justify="left",
+    )
+    for index, name in enumerate(columns):
+        made.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
+    return made
+
+
+def us(value: float) -> str:
+    """Microseconds, with as many digits as mean something.
+
+    >>> us(3.14159), us(31.4159), us(31415.9)
+    ('3.14', '31.4', '31,416')
+    """
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def require_file(path: Path | None, option: str) -> None:
+    """Open `path` for writing and leave it as it was. Raises ValueError that names the option if that fails."""
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; name a file in a folder that exists and can be written") from None
+    if not existed:
+        path.unlink()
+
+
+def require_folder(path: Path | None, option: str) -> None:
+    """Make the folder and write in it. Raises ValueError that names the option if that fails."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}; name a folder that can be written") from None

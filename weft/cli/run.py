@@ -1,0 +1,151 @@
+"""weft run: predict a model's sites on a machine, then run, check and time them here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft import codec
+from weft.cli import choices, options, output, tables
+from weft.results import Run
+
+if TYPE_CHECKING:
+    from weft.machine import Machine
+
+CPU_TOKENS, GPU_TOKENS = 512, 8192
+Progress = Callable[[str, int, int], None]
+
+
+def command(
+    model: options.MODEL,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks. Default: 4 on the CPU, every GPU on cuda.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, cpu or cuda. auto takes the GPUs if there are enough.")
+    ] = "auto",
+    op: options.OP = None,
+    schedule: options.SCHEDULE = "auto",
+    machine: options.MACHINE = options.DEFAULT_MACHINE,
+    machine_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens to predict for.")
+    ] = options.DEFAULT_MACHINE_TOKENS,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens to run. Default: 512 on the CPU, 8192 on cuda.")
+    ] = None,
+    dtype: options.DTYPE = "bfloat16",
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results, as JSON.")] = None,
+    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+) -> None:
+    """Run a model's distributed sites: predicted on a machine, then checked and timed here."""
+    from weft.machine import load
+
+    sizes, sites, _ = choices.choose_sites(model, op)
+    dtype = choices.choose_dtype(dtype)
+    choices.choose_schedule(schedule)
+    target = load(machine)
+    _require_outputs(json, report, trace)
+    device, ranks = choices.choose_device(device, ranks)
+    tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
+    out = output.console()
+    out.print(
+        f"{sizes.name}: {len(sites)} sites of one layer on {ranks} {device} ranks, {tokens} tokens, {dtype}, "
+        f"schedule {schedule}, seed {seed}; predicted for {target.name}, {target.world_size} ranks, {machine_tokens} tokens"
+    )
+    for note in sizes.notes:
+        out.print(f"note: {note}")
+
+    from weft.run import run_model
+
+    with _progress() as progress:
+        done = run_model(
+            sizes,
+            ranks=ranks,
+            device=device,
+            tokens=tokens,
+            op=op,
+            schedule=schedule,
+            machine=target,
+            machine_ranks=target.world_size,
+            machine_tokens=machine_tokens,
+            dtype=dtype,
+            seed=seed,
+            progress=progress,
+        )
+    try:
+        _show(done, target)
+    finally:  # also when the reader of the tables has gone away
+        _write(done, json, report, trace)
+    if not done.ok:
+        raise typer.Exit(1)
+
+
+def _require_outputs(json: Path | None, report: Path | None, trace: Path | None) -> None:
+    """Try every path now, so that nothing is lost after the work. Raises ValueError."""
+    output.require_folder(report, "--report")
+    output.require_file(json, "--json")
+    output.require_file(trace, "--trace")
+    if json is not None and trace is not None and json.resolve() == trace.resolve():
+        raise ValueError(f"--json and --trace are both {json}; name two files")
+
+
+def _show(run: Run, machine: Machine) -> None:
+    out = output.console()
+    plans = [(site.site, site.plan) for site in run.sites]
+    title = f"Predicted on {machine.words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
+    out.print()
+    out.print(tables.prediction_table(title, plans))
+    out.print(tables.prediction_chart(plans, out.width))
+    out.print(tables.measured_table(run))
+    tables.print_skipped(out, run.skipped)
+    wrong = [site.site for site in run.sites if not site.ok]
+    out.print(f"WRONG results at {', '.join(wrong)}" if wrong else "All results are right.")
+
+
+def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None) -> None:
+    """Write what was asked for and say where. Raises ValueError if a path that worked before fails now."""
+    written: list[Path] = []
+    try:
+        if json is not None:
+            json.write_text(codec.dumps(run, indent=2) + "\n", encoding="utf-8")
+            written.append(json)
+        if report is not None:
+            from weft.report import write_report
+
+            written.append(write_report(run, report))
+        if trace is not None:
+            from weft.report import write_trace
+
+            written.append(write_trace(run, trace))
+    except OSError as error:
+        raise ValueError(f"cannot write {error.filename or 'results'}: {error.strerror}") from None
+    for path in written:
+        print(f"wrote {path}")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there.
+
+    The bar is drawn by the caller's thread alone: rank processes may be forked meanwhile.
+    """
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.MofNCompleteColumn())
+    console = Console(stderr=True)
+    with bars.Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(text: str, done: int, total: int) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+            bar.refresh()
+
+        yield update
