@@ -1,0 +1,230 @@
+"""Machine: where a problem runs, as numbers. Profiles are data files in weft/machines, each number with its source.
+
+Contract: a Machine that exists is complete. Every number is above zero (`stores.stall`: zero or more), and `sources` says
+of each where it is from: measured (with its date), the paper or the vendor's data sheet, or assumed. A file that lacks a
+number or a source, or has one too many, is refused with the name of the file and of the field.
+
+Numbers that are time are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
+Topologies, for ranks 0 .. world_size-1:
+
+    switch   each GPU has a port out and a port in of `gbps`; any pair at full speed
+    mesh     a link of `gbps` each way between every pair
+    ring     a link of `gbps` each way to both neighbours; further ranks are reached through the nearer ones
+    pcie     as switch, and all traffic shares the host's `host_gbps`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from weft import codec
+
+Topology = Literal["switch", "mesh", "ring", "pcie"]
+MAY_BE_ZERO = frozenset({"stores.stall"})
+_PROFILES = Path(__file__).with_name("machines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one block of a GEMM computes: rows x cols of the result, at this share of the GPU's peak."""
+
+    rows: int
+    cols: int
+    efficiency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype. tiles: what its GEMMs may use.
+
+    tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
+    stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU; smem_bytes:
+    of one SM.
+    """
+
+    sms: int
+    tflops: Mapping[str, float]
+    tiles: tuple[Tile, ...]
+    tile_us: float
+    flag_efficiency: float
+    hbm_gbps: float
+    l2_bytes: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyEngines:
+    """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
+
+    engines: copies that one GPU should have in flight. 1: copies of a lane go one after the other. More: a lane's chunks go
+    to as many peers at once, an engine each.
+    """
+
+    copy_us: float
+    gbps: float
+    several_gbps: float
+    engines: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies.
+
+    stall: share of a remote store's time that the tile which stores cannot hide.
+    """
+
+    gbps: tuple[tuple[int, float], ...]
+    sms: int
+    stall: float
+
+    def rate(self, sms: int) -> float:
+        """Rate on `sms` SMs, on the line between the table's points (through zero below the first).
+
+        >>> Stores(gbps=((4, 100.0), (8, 200.0)), sms=4, stall=0.0).rate(6)
+        150.0
+        """
+        low, below = 0, 0.0
+        for high, above in self.gbps:
+            if sms <= high:
+                return below + (above - below) * (sms - low) / (high - low)
+            low, below = high, above
+        return below
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """gbps: usable, each way, of what the topology calls a link. latency_us: of one hop. host_gbps: pcie only."""
+
+    topology: Topology
+    gbps: float
+    latency_us: float
+    host_gbps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising."""
+
+    TAGGED: ClassVar[bool] = True
+    world_size: int
+    points: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """A collective as a model: fixed_us + (n - 1) * (step_us + bytes / gbps), with gbps as of the whole machine."""
+
+    TAGGED: ClassVar[bool] = True
+    fixed_us: float
+    step_us: float
+    gbps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One host's GPUs and what connects them. See the module's text.
+
+    name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
+    a stream to the start of the next one's work. flag_us: a stream's wait or signal. collectives: vendor's, by name.
+    sources: where each number is from, by the path that `numbers` gives it.
+    """
+
+    name: str
+    words: str
+    world_size: int
+    gpu: Gpu
+    copies: CopyEngines
+    stores: Stores
+    links: Links
+    launch_us: float
+    flag_us: float
+    collectives: Mapping[Literal["all_gather", "reduce_scatter"], Table | AlphaBeta]
+    sources: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        for path, value in numbers(self):
+            if not value > 0 and not (path in MAY_BE_ZERO and value == 0):
+                raise ValueError(f"{path} is {value!r}; it must be above zero")
+        self._check_tables()
+        self._check_sources()
+        if self.stores.sms >= self.gpu.sms:
+            raise ValueError(f"stores.sms is {self.stores.sms}; it must be below gpu.sms, {self.gpu.sms}")
+        if self.links.topology == "pcie" and self.links.host_gbps is None:
+            raise ValueError("links.host_gbps is missing; a pcie machine shares it")
+        for op in ("all_gather", "reduce_scatter"):
+            if op not in self.collectives:
+                raise ValueError(f"collectives.{op} is missing; give a Table or an AlphaBeta")
+
+    def _check_tables(self) -> None:
+        tables = {"stores.gbps": self.stores.gbps}
+        tables |= {f"collectives.{op}.points": c.points for op, c in self.collectives.items() if isinstance(c, Table)}
+        for path, rows in tables.items():
+            keys = [key for key, _ in rows]
+            if not keys or keys != sorted(set(keys)):
+                raise ValueError(f"{path} has {keys!r} in its first column; it must have at least one row, and rise")
+        if not self.gpu.tiles:
+            raise ValueError("gpu.tiles is empty; give at least one tile shape")
+        if not self.gpu.tflops:
+            raise ValueError("gpu.tflops is empty; give the matrix rate of at least one dtype")
+
+    def _check_sources(self) -> None:
+        paths = {path for path, _ in numbers(self)}
+        for path in sorted(paths - set(self.sources)):
+            raise ValueError(f"sources.{path} is missing; say where the number is from: measured, paper, data sheet or assumed")
+        for path in sorted(set(self.sources) - paths):
+            raise ValueError(f"sources.{path} is about no number of this machine")
+        for path, source in self.sources.items():
+            if not source.strip():
+                raise ValueError(f"sources.{path} is empty; say where the number is from")
+
+    def tflops(self, dtype: str) -> float:
+        """Matrix peak for `dtype`. Raises ValueError if the profile has none."""
+        if dtype not in self.gpu.tflops:
+            raise ValueError(f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}")
+        return self.gpu.tflops[dtype]
+
+    def require(self, world_size: int) -> None:
+        """Raises ValueError if the machine has fewer GPUs than `world_size`."""
+        if world_size > self.world_size:
+            raise ValueError(
+                f"world_size is {world_size}; machine {self.name} has {self.world_size} GPUs: use at most that many, "
+                "or a machine file with more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.words} ({self.world_size} GPUs, {self.links.topology})"
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a machine with the path of its field; the rows of a table all have the table's path."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from numbers(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from numbers(item, f"{path}.{key}")
+    elif isinstance(value, tuple):
+        for item in value:
+            for _, number in numbers(item, path):
+                yield path, number
+
+
+def names() -> tuple[str, ...]:
+    """The shipped profiles."""
+    return tuple(sorted(path.stem for path in _PROFILES.glob("*.json")))
+
+
+def load(name_or_path: str | Path) -> Machine:
+    """A shipped profile by name, or one from a JSON file. Raises ValueError that names the file and the field."""
+    if str(name_or_path) in names():
+        return codec.read(Machine, _PROFILES / f"{name_or_path}.json")
+    path = Path(name_or_path)
+    if path.suffix == ".json" or path.is_file():
+        return codec.read(Machine, path)
+    raise ValueError(f"machine is {str(name_or_path)!r}; weft has {', '.join(names())}, or give the path of a JSON file")

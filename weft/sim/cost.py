@@ -1,0 +1,141 @@
+"""What one kernel or collective costs alone on a Machine, in microseconds. Pure functions; the simulator adds contention.
+
+GEMM. The result is cut into tiles, which run in waves over the SMs:
+
+    tile = 2 * rows * cols * k / (peak of an SM * efficiency) + prologue and epilogue (+ what accumulating adds)
+    time = launch + waves * max(tile, HBM time of the whole / waves)
+
+with the tile shape of the machine's list that is fastest for the kernel. Rows that do not fill a tile cost a whole one, and
+so does a last wave that does not fill the GPU: these two are the decomposition loss of small GEMMs (FiCCO, arXiv 2512.10236).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.machine import AlphaBeta, Machine, Table, Tile
+from weft.problem import ITEMSIZE, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCost:
+    """One kernel: tiles of each group of rows, what a tile takes, on how many SMs."""
+
+    tiles: tuple[int, ...]
+    tile_us: float
+    sms: int
+
+    @property
+    def busy_us(self) -> float:
+        """Time of all waves, if no tile waits."""
+        return -(-sum(self.tiles) // self.sms) * self.tile_us
+
+
+def gemm_cost(
+    machine: Machine,
+    *,
+    rows: Sequence[int],
+    n: int,
+    k: int,
+    dtype: str,
+    sms: int | None = None,
+    accumulate: bool = False,
+    out_itemsize: int | None = None,
+    flags: bool = False,
+) -> GemmCost:
+    """The fastest tiling of one kernel over groups of `rows` that share no tile.
+
+    sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits, counts or stores to peers.
+    """
+    sms = sms or machine.gpu.sms
+    itemsize = ITEMSIZE[dtype]
+    out_itemsize = out_itemsize or itemsize
+    total = sum(rows)
+    traffic = itemsize * (total * k + k * n) + out_itemsize * total * n * (2 if accumulate else 1)
+    extra = (2 * out_itemsize - itemsize) if accumulate else 0
+    speed = machine.gpu.flag_efficiency if flags else 1.0
+    best: GemmCost | None = None
+    for tile in machine.gpu.tiles:
+        counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) for r in rows)
+        waves = max(1, -(-sum(counts) // sms))
+        tile_us = max(_tile_us(machine, tile, k, dtype, speed, extra), _hbm_us(machine, traffic) / waves)
+        cost = GemmCost(counts, tile_us, sms)
+        if best is None or cost.busy_us < best.busy_us:
+            best = cost
+    assert best is not None
+    return best
+
+
+def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, extra_itemsize: int) -> float:
+    """One tile on one SM. extra_itemsize: bytes an element of the result moves beyond being written once."""
+    gpu = machine.gpu
+    area = tile.rows * tile.cols
+    math_us = 2 * area * k / (machine.tflops(dtype) * 1e6 / gpu.sms * tile.efficiency * speed)
+    return math_us + gpu.tile_us + _hbm_us(machine, area * extra_itemsize) * gpu.sms
+
+
+def _hbm_us(machine: Machine, traffic: float) -> float:
+    return traffic / (machine.gpu.hbm_gbps * 1e3)
+
+
+def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str) -> float:
+    """One vendor GEMM of m x n x k, launch included; 0 if it has no elements.
+
+    Raises ValueError if the machine has no rate for `dtype`.
+    """
+    if not m or not n:
+        return 0.0
+    return machine.launch_us + gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype).busy_us
+
+
+def local_copy_us(machine: Machine, size: int) -> float:
+    """Move `size` bytes within one GPU's memory: read and written."""
+    return _hbm_us(machine, 2 * size)
+
+
+def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> float:
+    """A vendor collective of `shard_bytes` a rank; 0 on one rank.
+
+    On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
+    ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
+    Raises ValueError if the machine has fewer GPUs.
+    """
+    machine.require(world_size)
+    if world_size == 1 or not shard_bytes:
+        return 0.0
+    model = machine.collectives[op]  # type: ignore[index]
+    if isinstance(model, AlphaBeta):
+        fixed = model.fixed_us + (world_size - 1) * model.step_us
+        return fixed + (machine.world_size - 1) * shard_bytes / (model.gbps * 1e3) * _share(
+            machine, world_size, machine.world_size
+        )
+    fixed = min(us for _, us in model.points)
+    return fixed + (_interpolate(model, shard_bytes) - fixed) * _share(machine, world_size, model.world_size)
+
+
+def _share(machine: Machine, world_size: int, measured: int) -> float:
+    """Time for the bytes among `world_size` ranks, relative to `measured` ranks."""
+    return 1.0 if machine.links.topology == "mesh" else (world_size - 1) / max(1, measured - 1)
+
+
+def _interpolate(table: Table, shard_bytes: float) -> float:
+    """Log-log between the points; the smallest point's time below the table, the largest one's rate above."""
+    sizes, times = zip(*table.points, strict=True)
+    if shard_bytes >= sizes[-1]:
+        return float(times[-1] * shard_bytes / sizes[-1])
+    return float(math.exp(np.interp(math.log(shard_bytes), np.log(sizes), np.log(times))))
+
+
+def whole_gemm_us(machine: Machine, problem: Problem) -> float:
+    """The largest rank's matmul as one vendor GEMM."""
+    return gemm_us(machine, problem.m, problem.columns(0), problem.inner(0), problem.dtype)
+
+
+def whole_collective_us(machine: Machine, problem: Problem) -> float:
+    """The problem's collective alone, with the vendor's."""
+    op = "all_gather" if problem.op == "all_gather_matmul" else "reduce_scatter"
+    return collective_us(machine, op, problem.shard_bytes, problem.world_size)

@@ -1,0 +1,124 @@
+"""Engine: runs the lanes of a Schedule on a Machine that need not exist, and returns what happened when.
+
+Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
+is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting
+together and no flag raised before.
+
+Timeline of one rank's lanes, each a simpy process that runs its steps in order:
+
+    compute   | launch, gemm ........ | wait ~~~~~~~~| launch, gemm .... | signal |
+    copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
+                          \\ shares ports and links with every other transfer (weft.sim.network)
+
+Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
+latency later. A lane of communication blocks takes stores.sms SMs from the kernels that start while it runs. Transfers
+do not slow kernels through the GPU's memory, nor kernels transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from weft.machine import Machine
+from weft.schedule import Copy, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait
+from weft.sim import kernels, transfers
+from weft.sim.network import Resource, Usage
+from weft.sim.world import Process, Recorder, World, ns
+from weft.span import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A simulation's result. kernel_us, transfer_us: by rank, how long its kernels worked (waiting left out), and how long
+    data that it moves was on the way. usage: what each port or link carried."""
+
+    spans: tuple[Span, ...]
+    kernel_us: tuple[float, ...]
+    transfer_us: tuple[float, ...]
+    usage: Mapping[Resource, Usage]
+
+    @property
+    def total_us(self) -> float:
+        """From the call to the end of the slowest rank."""
+        return max((span.end_us for span in self.spans), default=0.0)
+
+
+def simulate(schedule: Schedule, machine: Machine) -> tuple[Span, ...]:
+    """The spans of one call. Raises ValueError as `run` does."""
+    return run(schedule, machine).spans
+
+
+def run(schedule: Schedule, machine: Machine) -> Outcome:
+    """Interpret one call of `schedule` on `machine`.
+
+    Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or if the
+    schedule never ends because a step waits for what nobody signals.
+    """
+    machine.require(len(schedule.ranks))
+    world = World(schedule, machine)
+    at: dict[tuple[int, str], Step] = {}
+    for rank, lanes in enumerate(schedule.ranks):
+        for lane in lanes:
+            world.env.process(_lane(world, rank, lane, at))
+    world.env.run()
+    for (rank, name), step in at.items():
+        raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
+    return Outcome(
+        spans=tuple(sorted(world.spans, key=lambda span: (span.start_us, span.rank, span.lane, span.end_us))),
+        kernel_us=tuple(total / 1e3 for total in world.kernels),
+        transfer_us=tuple(busy.total / 1e3 for busy in world.transfers),
+        usage=world.network.usage,
+    )
+
+
+def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
+    """One lane's steps in order. at: the step that each unfinished lane is in."""
+    record = Recorder(world, rank, lane.name)
+    cut = world.schedule.chunks > 1 and world.machine.copies.engines > 1
+    spread = transfers.Spread(world, rank) if lane.kind == "copy" and cut else None
+    if lane.kind == "blocks":
+        world.free_sms[rank] -= world.machine.stores.sms
+        yield world.env.timeout(ns(world.machine.launch_us))
+    for step in lane.steps:
+        at[rank, lane.name] = step
+        if spread is None or not (yield from _spread(world, rank, step, spread, record)):
+            start = world.now
+            yield from _step(world, rank, lane, step)
+            record(step, start)
+    if spread is not None:
+        yield from spread.drain()
+    if lane.kind == "blocks":
+        world.free_sms[rank] += world.machine.stores.sms
+    at.pop((rank, lane.name), None)
+
+
+def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
+    if isinstance(step, Wait):
+        yield from world.wait(step)
+        yield world.env.timeout(ns(world.machine.flag_us))
+    elif isinstance(step, Signal):
+        yield world.env.timeout(ns(world.machine.flag_us))
+        world.post(rank, step.flag)
+    elif isinstance(step, Copy):
+        yield from transfers.copy(world, rank, lane.kind, step)
+    elif isinstance(step, Gemm):
+        yield from kernels.gemm(world, rank, step)
+    elif isinstance(step, Reduce):
+        yield from kernels.reduce(world, rank, step)
+    else:
+        yield from transfers.collective(world, rank, step)
+
+
+def _spread(world: World, rank: int, step: Step, spread: transfers.Spread, record: Recorder) -> Generator[Any, Any, bool]:
+    """Queue a step on the engine of its peer if it has one. A signal to this rank itself waits for all engines."""
+    if isinstance(step, Copy) and step.src.rank != step.dst.rank:
+        spread.copy(step, record)
+        return True
+    if isinstance(step, Signal) and step.flag.rank != rank:
+        spread.signal(step, record)
+        return True
+    if isinstance(step, Signal):
+        yield from spread.drain()
+    return False

@@ -1,0 +1,172 @@
+"""Kernels, simulated: GEMMs whose tiles wait, count and store, and reductions whose parts wait.
+
+GEMM. Blocks stay on their SMs and take tiles in the order of the parts; a block whose tile's gate is closed waits with it.
+All tiles of a kernel take the same time, so tile j starts when tile j - SMs has ended and its gate is open, exactly:
+
+    SM 0  | part 0 | part 0 | part 1 | (gate closed) | part 2 |
+    SM 1  | part 0 | part 1 | part 1 | (gate closed) | part 2 |
+
+Hence one gated kernel pays one ragged last wave, where a kernel for each part pays one each. Stores to a peer leave while
+later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import simpy
+
+from weft.schedule import Gemm, Part, Reduce, Sum
+from weft.sim.cost import GemmCost, gemm_cost, local_copy_us
+from weft.sim.work import region_bytes
+from weft.sim.world import Process, World, ns
+
+
+class Blocks:
+    """SMs by the time at which they are free, earliest first; those that are free together stay together."""
+
+    def __init__(self, sms: int, now: int) -> None:
+        self._free = [(now, sms)]
+
+    def take(self, tiles: int, now: int, tile_ns: int) -> tuple[int, int]:
+        """Give `tiles` out, none before `now`. Returns when the first and the last one end."""
+        first = last = 0
+        while tiles:
+            free, count = self._pop()
+            used = min(tiles, count)
+            if used < count:
+                heapq.heappush(self._free, (free, count - used))
+            last = max(free, now) + tile_ns
+            first = first or last
+            heapq.heappush(self._free, (last, used))
+            tiles -= used
+        return first, last
+
+    def _pop(self) -> tuple[int, int]:
+        free, count = heapq.heappop(self._free)
+        while self._free and self._free[0][0] == free:
+            count += heapq.heappop(self._free)[1]
+        return free, count
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parts that share tiles: neighbours without conditions of their own, or a single part."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.a.shape[0] for part in self.parts)
+
+
+def _plain(part: Part, rank: int) -> bool:
+    return not part.gates and part.count is None and part.out.rank == rank == part.a.rank
+
+
+def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
+    plain: list[Part] = []
+    for part in step.parts:
+        if _plain(part, rank):
+            plain.append(part)
+            continue
+        if plain:
+            yield _Group(tuple(plain))
+            plain = []
+        yield _Group((part,))
+    if plain:
+        yield _Group(tuple(plain))
+
+
+def gemm(world: World, rank: int, step: Gemm) -> Process:
+    """Launch, then each group's tiles once its gates are open; ends when all tiles and stores have."""
+    yield world.env.timeout(ns(world.machine.launch_us))
+    groups = tuple(_groups(step, rank))
+    cost = _cost(world, rank, step, groups)
+    blocks = Blocks(cost.sms, world.now)
+    stores: list[simpy.Event] = []
+    end = world.now
+    for group, tiles in zip(groups, cost.tiles, strict=True):
+        for gate in group.parts[0].gates:
+            yield from world.wait(gate)
+        first, last = blocks.take(tiles, world.now, _tile_ns(world, rank, group, tiles, cost))
+        end = max(end, last)
+        stores += _finish(world, rank, group, cost.sms, first, last)
+    yield world.env.timeout(max(0, end - world.now))
+    if stores:
+        yield world.env.all_of(stores)
+    world.kernels[rank] += ns(world.machine.launch_us + cost.busy_us)
+
+
+def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
+    k, n = step.b.shape
+    return gemm_cost(
+        world.machine,
+        rows=tuple(group.rows for group in groups),
+        n=n,
+        k=k,
+        dtype=world.schedule.problem.dtype,
+        sms=world.free_sms[rank],
+        accumulate=step.accumulate,
+        out_itemsize=4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
+        flags=not all(_plain(part, rank) for part in step.parts),
+    )
+
+
+def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost) -> int:
+    """A tile's time, stretched where it stores to a peer while all SMs do."""
+    part = group.parts[0]
+    if part.out.rank == rank:
+        return max(1, ns(cost.tile_us))
+    stores = world.machine.stores
+    store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (stores.rate(cost.sms) * 1e3)
+    return max(1, ns(cost.tile_us + stores.stall * store_us))
+
+
+def _finish(world: World, rank: int, group: _Group, sms: int, first: int, last: int) -> list[simpy.Event]:
+    """Have the group's data moved and its count raised. first, last: when its tiles end. Returns what the kernel waits for."""
+    part = group.parts[0]
+    moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
+    if not moves:
+        if part.count is not None:
+            world.post(rank, part.count, after_ns=last - world.now)
+        return []
+
+    def follow() -> Process:
+        yield world.env.timeout(first - world.now)
+        paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst)) for region, src, dst in moves]
+        yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
+        yield world.env.timeout(max(0, last - world.now))
+        if part.count is not None:
+            world.post(rank, part.count)
+
+    return [world.env.process(follow())]
+
+
+def reduce(world: World, rank: int, step: Reduce) -> Process:
+    """Launch, then the parts in order, each once its gates are open: as long as its slowest source takes."""
+    launch = ns(world.machine.launch_us)
+    yield world.env.timeout(launch)
+    world.kernels[rank] += launch
+    for part in step.parts:
+        for gate in part.gates:
+            yield from world.wait(gate)
+        start = world.now
+        yield from _sum(world, rank, part)
+        world.kernels[rank] += world.now - start
+        if part.count is not None:
+            world.post(rank, part.count)
+
+
+def _sum(world: World, rank: int, part: Sum) -> Process:
+    local = region_bytes(world.schedule, part.out)
+    local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
+    events: list[simpy.Event] = [world.env.timeout(ns(local_copy_us(world.machine, local) / 2))]
+    sms = world.free_sms[rank]
+    for src in part.srcs:
+        if src.rank != rank:
+            path = world.sm_path(rank, sms, src.rank, rank)
+            events.append(world.env.process(world.move(rank, region_bytes(world.schedule, src), path)))
+    yield world.env.all_of(events) if len(events) > 1 else events[0]

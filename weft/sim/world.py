@@ -1,0 +1,156 @@
+"""World: what the simulated steps of all ranks share. A clock, flags, links, rendezvous, and the spans so far.
+
+The clock counts whole nanoseconds. Flags are those of one call, the first: a flag starts at zero and counts signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from weft.machine import Machine
+from weft.schedule import Flag, Schedule, Step, Wait
+from weft.sim.network import Network, Resource
+from weft.sim.work import KINDS, flops, label, work_bytes
+from weft.span import Span
+
+Process = Generator[simpy.Event, Any, None]
+
+
+def ns(us: float) -> int:
+    """Microseconds to whole nanoseconds."""
+    return round(us * 1e3)
+
+
+class Flags:
+    """Counts of all flags, and who waits for which value."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._counts: dict[Flag, int] = {}
+        self._waiting: dict[Flag, list[tuple[int, simpy.Event]]] = {}
+
+    def reached(self, wait: Wait) -> simpy.Event | None:
+        """None if `wait` is over, else the event that ends it."""
+        if self._counts.get(wait.flag, 0) >= wait.at_least:
+            return None
+        event = self._env.event()
+        self._waiting.setdefault(wait.flag, []).append((wait.at_least, event))
+        return event
+
+    def advance(self, flag: Flag) -> None:
+        """One more signal has been seen by the flag's rank."""
+        count = self._counts[flag] = self._counts.get(flag, 0) + 1
+        waiting = self._waiting.pop(flag, [])
+        for value, event in waiting:
+            if value <= count:
+                event.succeed()
+        still = [(value, event) for value, event in waiting if value > count]
+        if still:
+            self._waiting[flag] = still
+
+
+@dataclass(slots=True)
+class Busy:
+    """Time during which at least one of several activities runs."""
+
+    running: int = 0
+    since: int = 0
+    total: int = 0
+
+    def start(self, now: int) -> None:
+        if not self.running:
+            self.since = now
+        self.running += 1
+
+    def stop(self, now: int) -> None:
+        self.running -= 1
+        if not self.running:
+            self.total += now - self.since
+
+
+@dataclass(slots=True)
+class Rendezvous:
+    """A collective that ranks come to. begun: when all have."""
+
+    begun: simpy.Event
+    here: int = 0
+    shard_bytes: int = 0
+
+
+@dataclass
+class World:
+    """The state of one simulation. kernels: ns per rank that its kernels worked; transfers: while its data moved."""
+
+    schedule: Schedule
+    machine: Machine
+    env: simpy.Environment = field(default_factory=simpy.Environment)
+    spans: list[Span] = field(default_factory=list)
+    meetings: dict[int, Rendezvous] = field(default_factory=dict)
+    met: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ranks = range(len(self.schedule.ranks))
+        self.flags = Flags(self.env)
+        self.network = Network(self.env, self.machine, len(ranks))
+        self.kernels = [0 for _ in ranks]
+        self.transfers = [Busy() for _ in ranks]
+        self.free_sms = [self.machine.gpu.sms for _ in ranks]
+
+    @property
+    def now(self) -> int:
+        return int(self.env.now)
+
+    def post(self, rank: int, flag: Flag, *, after_ns: int = 0) -> None:
+        """Rank `rank` advances `flag` in `after_ns`; a peer sees it a link's latency later."""
+        delay = after_ns + self.network.latency_ns(rank, flag.rank)
+        if not delay:
+            self.flags.advance(flag)
+            return
+        timer = self.env.timeout(delay)
+        assert timer.callbacks is not None
+        timer.callbacks.append(lambda _: self.flags.advance(flag))
+
+    def wait(self, wait: Wait) -> Process:
+        """Until `wait` is over; no time if it is."""
+        event = self.flags.reached(wait)
+        if event is not None:
+            yield event
+
+    def move(self, rank: int, size: int, resources: tuple[Resource, ...]) -> Process:
+        """Move `size` bytes over `resources` on behalf of `rank`."""
+        self.transfers[rank].start(self.now)
+        yield self.network.transfer(size, resources)
+        self.transfers[rank].stop(self.now)
+
+    def sm_path(self, rank: int, sms: int, src: int, dst: int) -> tuple[Resource, ...]:
+        """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks."""
+        limit = self.network.limit(("stores", rank, sms), self.machine.stores.rate(sms))
+        return (limit, *self.network.path(src, dst))
+
+
+@dataclass(frozen=True, slots=True)
+class Recorder:
+    """Writes the spans of one lane."""
+
+    world: World
+    rank: int
+    lane: str
+
+    def __call__(self, step: Step, start: int) -> None:
+        """`step` began at `start` and ends now."""
+        self.world.spans.append(
+            Span(
+                rank=self.rank,
+                lane=self.lane,
+                kind=KINDS[type(step)],
+                name=label(self.rank, step),
+                start_us=start / 1e3,
+                end_us=self.world.now / 1e3,
+                flops=flops(step),
+                bytes=work_bytes(self.world.schedule, step),
+            )
+        )
