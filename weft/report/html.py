@@ -1,0 +1,49 @@
+"""HTML from values: text is escaped unless it is Html already, so no string of a run can become markup or script."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable
+from typing import Any
+
+
+class Html(str):
+    """Markup that is safe to place as it is."""
+
+
+def tag(name: str, *children: str, **attributes: str) -> Html:
+    """`<name attributes>children</name>`. A trailing _ in an attribute's name is dropped, other _ become -.
+
+    >>> tag("p", "a < b", class_="note")
+    '<p class="note">a &lt; b</p>'
+    """
+    words = "".join(f' {key.rstrip("_").replace("_", "-")}="{html.escape(value)}"' for key, value in attributes.items())
+    return Html(f"<{name}{words}>{join(children)}</{name}>")
+
+
+def join(children: Iterable[str]) -> Html:
+    """The children one after the other, each escaped unless it is Html."""
+    return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children))
+
+
+def table(caption: str, heads: Iterable[str], rows: Iterable[Iterable[str]], *, words: Iterable[int] = (0,)) -> Html:
+    """A table in a frame that scrolls by itself. words: columns of text; the others are numbers, set to the right.
+
+    The first cell of a row is its header.
+    """
+    text = set(words)
+
+    def cell(name: str, column: int, content: str, **attributes: str) -> Html:
+        return tag(name, content, class_="words" if column in text else "number", **attributes)
+
+    head = tag("tr", *(cell("th", i, h, scope="col") for i, h in enumerate(heads)))
+    body = [tag("tr", *(cell("td", i, c) if i else cell("th", i, c, scope="row") for i, c in enumerate(row))) for row in rows]
+    parts = tag("caption", caption), tag("thead", head), tag("tbody", *body)
+    return tag("div", tag("table", *parts), class_="frame", tabindex="0", role="region", aria_label=caption)
+
+
+def json_script(name: str, data: Any) -> Html:
+    """`data` for the page's script to read. No "<" is left in it, so it cannot end the element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return Html(f'<script type="application/json" id="{html.escape(name)}">{text}</script>')

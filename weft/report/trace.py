@@ -1,0 +1,73 @@
+"""A run's spans as a trace in the Trace Event Format, which Perfetto and chrome://tracing load.
+
+A process is one rank of one site, a thread is a lane, a complete event ("X", microseconds) is a span. Measured ranks come
+first, from process 0; predicted ranks from PREDICTED_PID, or from the next thousand that is free. Nothing else differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.report.charts import lanes_of
+from weft.results import Run
+from weft.span import Span
+
+PREDICTED_PID = 1000
+
+Event = dict[str, Any]
+
+
+def write_trace(run: Run, path: Path) -> Path:
+    """Write the measured and the predicted spans of every site to `path`, as JSON; returns `path`.
+
+    Raises ValueError if the file cannot be written.
+    """
+    data = {"displayTimeUnit": "ns", "otherData": {"run": str(run), **run.versions}, "traceEvents": list(_events(run))}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"path is {str(path)!r}; a trace needs a file that can be written: {error}") from None
+    return path
+
+
+def _events(run: Run) -> Iterator[Event]:
+    pid = 0
+    for site in run.sites:
+        yield from _group(f"{run.model} {site.site} measured", site.spans, pid)
+        pid += _ranks(site.spans)
+    pid = PREDICTED_PID * max(1, -(-pid // PREDICTED_PID))
+    for site in run.sites:
+        yield from _group(f"{run.model} {site.site} predicted", site.plan.spans, pid)
+        pid += _ranks(site.plan.spans)
+
+
+def _ranks(spans: Iterable[Span]) -> int:
+    return max((s.rank for s in spans), default=-1) + 1
+
+
+def _group(title: str, spans: Iterable[Span], first_pid: int) -> Iterator[Event]:
+    """One call's events: names of processes and threads, then the spans."""
+    items = list(spans)
+    lanes = lanes_of(items)
+    threads = {lane: index for index, lane in enumerate(lanes)}
+    for rank in dict.fromkeys(rank for rank, _ in lanes):
+        yield _metadata("process_name", first_pid + rank, 0, name=f"{title} rank {rank}")
+        yield _metadata("process_sort_index", first_pid + rank, 0, sort_index=first_pid + rank)
+    for (rank, lane), tid in threads.items():
+        yield _metadata("thread_name", first_pid + rank, tid, name=lane)
+    for span in items:
+        yield _complete(span, first_pid + span.rank, threads[span.rank, span.lane])
+
+
+def _metadata(kind: str, pid: int, tid: int, **arguments: str | int) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+
+
+def _complete(span: Span, pid: int, tid: int) -> Event:
+    work = {name: amount for name, amount in (("flops", span.flops), ("bytes", span.bytes)) if amount}
+    event: Event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": pid, "tid": tid}
+    return event | {"ts": span.start_us, "dur": span.duration_us, "args": work}
