@@ -1,0 +1,146 @@
+"""Symbolic content: which numbers of the problem a rectangle of memory holds. Pure functions on small tuples.
+
+A content says what element (i, j) of its buffer holds, by displacement, so that cutting a rectangle changes nothing:
+
+    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" likewise
+    ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
+    ("?", why)                  something that no result may hold
+
+ks is a tuple of disjoint, sorted, merged ranges, each k counted once. Nothing summed at all is ZERO, wherever it lies.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from weft.check.program import Rect, overlap
+
+Content = tuple[Any, ...]
+Cells = list[tuple[Rect, Any]]
+"""Disjoint rectangles and what they hold."""
+
+Ranges = tuple[tuple[int, int], ...]
+ZERO: Content = ("AB", 0, 0, (), 1)
+
+
+def moved(cells: Cells, src: Rect, dst: Rect) -> Cells:
+    """The cells of `src` as they lie in `dst` once copied there."""
+    down, right = dst[0] - src[0], dst[2] - src[2]
+    if not (down or right):
+        return cells
+    return [((r[0] + down, r[1] + down, r[2] + right, r[3] + right), _displaced(c, down, right)) for r, c in cells]
+
+
+def _displaced(content: Content, down: int, right: int) -> Content:
+    if content[0] == "?" or content == ZERO:
+        return content
+    return (content[0], content[1] - down, content[2] - right, *content[3:])
+
+
+def add(one: Content, two: Content) -> Content:
+    """The sum, element by element."""
+    if one == ZERO or two == ZERO:
+        return two if one == ZERO else one
+    if one[0] == "?" or two[0] == "?":
+        return one if one[0] == "?" else two
+    if one[0] != "AB" or two[0] != "AB":
+        return ("?", "a sum of inputs")
+    if one[1:3] != two[1:3] or one[4] != two[4]:
+        return ("?", f"a sum of different elements: {describe(one)} and {describe(two)}")
+    union = _union(one[3], two[3])
+    return ("?", f"K summed twice: {describe(one)} and {describe(two)}") if union is None else (*one[:3], union, one[4])
+
+
+@lru_cache(maxsize=4096)
+def _union(one: Ranges, two: Ranges) -> Ranges | None:
+    """Both sets of ranges as one; None if they overlap."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(one + two):
+        if merged and low < merged[-1][1]:
+            return None
+        if merged and low == merged[-1][1]:
+            merged[-1] = (merged[-1][0], high)
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def divided(cells: Cells, by: int) -> Cells:
+    """All contents divided."""
+    return cells if by == 1 else [(rect, _divided(content, by)) for rect, content in cells]
+
+
+def _divided(content: Content, by: int) -> Content:
+    if content == ZERO or content[0] == "?":
+        return content
+    return (*content[:4], content[4] * by) if content[0] == "AB" else ("?", "an input, divided")
+
+
+def total(sums: list[Cells]) -> Cells:
+    """Cells that lie over each other, added up."""
+    cells = sums[0]
+    for more in sums[1:]:
+        cells = added(cells, more)
+    return cells
+
+
+def added(one: Cells, two: Cells) -> Cells:
+    """The sum of two sets of cells of the same rectangle."""
+    if len(one) == 1 == len(two):
+        return [(one[0][0], add(one[0][1], two[0][1]))]
+    common = [(overlap(r, s), add(c, d)) for r, c in one for s, d in two]
+    return [(rect, content) for rect, content in common if rect]
+
+
+def product(a: tuple[Rect, Cells], b: tuple[Rect, Cells], out: Rect) -> Cells:
+    """What a matmul of two rectangles puts into `out`."""
+    (a_rect, a_cells), (b_rect, b_cells) = a, b
+    if len(a_cells) == 1 == len(b_cells):
+        return [(out, _term(a_rect, a_cells[0], b_rect, b_cells[0], out))]
+    cells: Cells = []
+    for rows in _bands([r for r, _ in a_cells], 0):
+        for cols in _bands([r for r, _ in b_cells], 2):
+            place = (out[0] + rows[0] - a_rect[0], out[0] + rows[1] - a_rect[0])
+            across = (out[2] + cols[0] - b_rect[2], out[2] + cols[1] - b_rect[2])
+            left = [(r, c) for r, c in a_cells if r[0] <= rows[0] < r[1]]
+            right = [(r, c) for r, c in b_cells if r[2] <= cols[0] < r[3]]
+            content = ZERO
+            for one in left:
+                for two in right:
+                    content = add(content, _term(a_rect, one, b_rect, two, out))
+            cells.append(((*place, *across), content))
+    return cells
+
+
+def _bands(rects: list[Rect], at: int) -> list[tuple[int, int]]:
+    """The ranges between all edges of the rectangles: rows (at=0) or columns (at=2)."""
+    edges = sorted({r[at] for r in rects} | {r[at + 1] for r in rects})
+    return list(pairwise(edges))
+
+
+def _term(a_rect: Rect, a: tuple[Rect, Content], b_rect: Rect, b: tuple[Rect, Content], out: Rect) -> Content:
+    """The share of a product that these two cells have in common along K; ZERO if nothing."""
+    (ra, ca), (rb, cb) = a, b
+    low = max(ra[2] - a_rect[2], rb[0] - b_rect[0])
+    high = min(ra[3] - a_rect[2], rb[1] - b_rect[0])
+    if low >= high or ca == ZERO or cb == ZERO:
+        return ZERO
+    if ca[0] != "A" or cb[0] != "B":
+        return ca if ca[0] == "?" else cb if cb[0] == "?" else ("?", f"a product of {describe(ca)} and {describe(cb)}")
+    first = low + a_rect[2] + ca[2]
+    if first != low + b_rect[0] + cb[1]:
+        return ("?", f"a product of columns of A with other rows of B: {describe(ca)} and {describe(cb)}")
+    return ("AB", ca[1] + a_rect[0] - out[0], cb[2] + b_rect[2] - out[2], ((first, first + high - low),), 1)
+
+
+def describe(content: Content | None, rect: Rect = (0, 1, 0, 1)) -> str:
+    """In words, for an element range of its buffer."""
+    if not content or content[0] == "?":
+        return content[1] if content else "nothing"
+    rows = f"{rect[0] + content[1]}:{rect[1] + content[1]}, {rect[2] + content[2]}:{rect[3] + content[2]}"
+    if content[0] != "AB":
+        return f"{content[0]}[{rows}]"
+    ranges = " and ".join(f"{low}:{high}" for low, high in content[3]) or "nothing"
+    return f"(A @ B)[{rows}] over K of {ranges}" + (f", divided by {content[4]}" if content[4] != 1 else "")

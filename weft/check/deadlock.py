@@ -1,0 +1,54 @@
+"""A deadlock in words: who waits for whom, until the circle closes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.check.program import Do, Program
+
+Place = tuple[int, int]
+"""Rank and lane."""
+
+
+class Stuck(NamedTuple):
+    """Where a lane stands: the step, its part, and the flag that it waits for (-1: for a collective)."""
+
+    position: int
+    part: int
+    flag: int
+
+
+def deadlock(program: Program, stuck: dict[Place, Stuck]) -> str:
+    """The circle among stuck lanes, as a sentence."""
+    here, path = min(stuck), list[Place]()
+    while here not in path:
+        path.append(here)
+        here = _blocker(program, stuck, here)
+    circle = path[path.index(here) :]
+    lines = []
+    for place, then in zip(circle, circle[1:] + circle[:1], strict=True):
+        position, part, flag = stuck[place]
+        what = f"a signal of {program.flags[flag]}" if flag >= 0 else "all ranks to start it"
+        owner = f"rank {then[0]}, lane {program.schedule.ranks[then[0]][then[1]].name}"
+        lines.append(f"{program.where(*place, position, part)} waits for {what}, which needs {owner}")
+    return "deadlock: " + "; ".join(lines)
+
+
+def _blocker(program: Program, stuck: dict[Place, Stuck], here: Place) -> Place:
+    """The lane that should let `here` go on; another of its rank where that one waits for the next call."""
+    flag = stuck[here].flag
+    if flag >= 0:
+        owner = program.owners[flag]
+        assert owner is not None
+        return owner if owner in stuck else _any_of(stuck, owner[0])
+    absent = next(r for r in range(len(program.ops)) if all(p[0] != r or not _meets(program, p, s) for p, s in stuck.items()))
+    lane = next((i for i, ops in enumerate(program.ops[absent]) if any(op.do is Do.COLLECTIVE for op in ops)), -1)
+    return (absent, lane) if (absent, lane) in stuck else _any_of(stuck, absent)
+
+
+def _meets(program: Program, place: Place, stuck: Stuck) -> bool:
+    return program.ops[place[0]][place[1]][stuck.position].do is Do.COLLECTIVE
+
+
+def _any_of(stuck: dict[Place, Stuck], rank: int) -> Place:
+    return min(place for place in stuck if place[0] == rank)

@@ -1,0 +1,166 @@
+"""What the steps of a schedule do to memory, as the walk meets them: races, and which numbers end up where.
+
+Contract: actions come in an order that fits happens-before, each with the set of its ancestors (an int, a bit a node).
+The first access that is not ordered after one that it conflicts with, the first read of what nobody wrote, or the first
+wrong element of a result raises `ScheduleError`.
+
+Contents are followed in the first call only. Where no read of the first call finds unwritten memory and no two calls race,
+every later call does the same one call on: a read that finds something stale in a later call would find nothing in the
+first. Buffers that are not symmetric need no second look either: a call begins after all lanes of its rank have ended.
+"""
+
+from __future__ import annotations
+
+from weft.check.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
+from weft.check.memory import Conflict, Constant, Memory
+from weft.check.program import Action, Do, Program, Rect, ScheduleError, overlap
+
+At = tuple[int, int, int, int, int]
+"""Rank, lane, position, part, call."""
+
+
+class Effects:
+    """All memories of all ranks."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.problem = program.schedule.problem
+        self.nodes: list[At] = []
+        kinds = program.schedule.buffer
+        self.memories: list[Memory | Constant] = [
+            Constant(self._input(name, rank)) if kinds[name].kind == "input" else Memory(number)
+            for number, (name, rank) in enumerate(program.memories)
+        ]
+
+    def _input(self, name: str, rank: int) -> Content:
+        """What the caller writes, in the coordinates of the whole matrices."""
+        if self.problem.op == "all_gather_matmul":
+            offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
+            return ("A", offset, 0) if name == "a" else ("B", 0, offset)
+        offset = sum(self.problem.inner(r) for r in range(rank))
+        return ("A", 0, offset) if name == "a" else ("B", offset, 0)
+
+    def _first_column(self, rank: int) -> int:
+        if self.problem.op == "matmul_reduce_scatter":
+            return 0
+        return sum(self.problem.columns(r) for r in range(rank))
+
+    def node(self, at: At) -> int:
+        self.nodes.append(at)
+        return len(self.nodes) - 1
+
+    def act(self, action: Action, at: At, ancestors: int) -> int:
+        """Do the action; its ancestors with the action itself among them."""
+        first = at[4] == 0
+        write = action.write if first else action.shared_write
+        reads = action.reads if first else action.shared_reads
+        if write is None and not reads:
+            return ancestors
+        node = self.node(at)
+        try:
+            cells = [self.memories[m].read(rect, node, ancestors) for m, rect in reads]
+            if write is not None:
+                old = self.memories[write[0]].read(write[1], node, ancestors) if action.accumulate else None
+                self._write(write, _result(action, cells, old) if first else [(write[1], None)], node, ancestors)
+        except Conflict as conflict:
+            raise self._refusal(at, conflict) from None
+        return ancestors | 1 << node
+
+    def _write(self, write: tuple[int, Rect], cells: Cells, node: int, ancestors: int) -> None:
+        memory = self.memories[write[0]]
+        assert isinstance(memory, Memory)
+        for rect, content in cells:
+            memory.write(rect, content, node, ancestors)
+
+    def collect(self, actions: list[Action], ats: list[At], ancestors: list[int]) -> list[int]:
+        """A collective, once all ranks have started it: by rank, the action and what that rank had behind it."""
+        nodes = [self.node(at) for at in ats]
+        found: list[Cells] = []
+        ranks = range(len(nodes))
+        for rank in ranks:
+            try:
+                found.append(self._gather(actions[rank], nodes[rank], ancestors[rank]))
+            except Conflict as conflict:
+                raise self._refusal(ats[rank], conflict) from None
+        for rank in ranks:
+            write = actions[rank].write
+            if write is not None:
+                cells = [(write[1], None)] if ats[rank][4] else self._collected(actions, found, rank, write[1])
+                try:
+                    self._write(write, cells, nodes[rank], ancestors[rank])
+                except Conflict as conflict:
+                    raise self._refusal(ats[rank], conflict) from None
+        return [1 << node for node in nodes]
+
+    def _gather(self, action: Action, node: int, ancestors: int) -> Cells:
+        return [cell for m, rect in action.reads for cell in self.memories[m].read(rect, node, ancestors)]
+
+    def _collected(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
+        """What lands on `rank`: all shards below each other, or the sum over ranks of its own."""
+        if actions[rank].do is Do.COPY:
+            landed: Cells = []
+            for (low, high), action, cells in zip(self.problem.shards, actions, found, strict=True):
+                if action.reads:
+                    landed += moved(cells, action.reads[0][1], (dst[0] + low, dst[0] + high, dst[2], dst[3]))
+            return landed
+        low, high = self.problem.shards[rank]
+        parts = []
+        for action, cells in zip(actions, found, strict=True):
+            src = action.reads[0][1]
+            own = (src[0] + low, src[0] + high, src[2], src[3])
+            cut = [(common, content) for rect, content in cells if (common := overlap(rect, own))]
+            parts.append(moved(cut, own, dst))
+        return divided(total(parts), actions[rank].divide_by)
+
+    def check_outputs(self, rank: int) -> None:
+        """The caller of `rank` finds the whole result, and nothing else."""
+        for number, (name, owner) in enumerate(self.program.memories):
+            buffer = self.program.schedule.buffer[name]
+            if owner == rank and buffer.kind == "output" and buffer.whole(rank).size:
+                self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._wanted(name, rank))
+
+    def _wanted(self, name: str, rank: int) -> Content:
+        problem = self.problem
+        if name == "gathered":
+            return ("A", 0, 0)
+        if problem.op == "all_gather_matmul":
+            return ("AB", 0, self._first_column(rank), ((0, problem.k),), 1)
+        divide_by = problem.world_size if problem.reduce_op == "avg" else 1
+        return ("AB", problem.shards[rank][0], 0, ((0, problem.k),), divide_by)
+
+    def _check_output(self, number: int, whole: Rect, wanted: Content) -> None:
+        memory = self.memories[number]
+        assert isinstance(memory, Memory)
+        missing = whole[1] * whole[3]
+        for rect, fragment in memory.fragments.items():
+            missing -= (rect[1] - rect[0]) * (rect[3] - rect[2])
+            if fragment.content != wanted:
+                has, right = describe(fragment.content, rect), describe(wanted, rect)
+                by = self.program.where(*self.nodes[fragment.writer][:4])
+                raise ScheduleError(
+                    f"{by}: it leaves {self.program.region(number, rect)} with {has}; the result there is {right}"
+                )
+        if missing:
+            name = self.program.region(number, whole)
+            raise ScheduleError(f"rank {self.program.memories[number][1]}: {missing} elements of {name} are never written")
+
+    def _refusal(self, at: At, conflict: Conflict) -> ScheduleError:
+        where, region = self.program.where(*at[:4]), self.program.region(conflict.memory, conflict.rect)
+        if conflict.other is None:
+            return ScheduleError(f"{where}: it reads {region}, but no write of all of it is ordered before that")
+        other = self.nodes[conflict.other]
+        they = self.program.where(*other[:4]) + (" of the call before" if other[4] < at[4] else "")
+        verb = "writes" if conflict.wrote else "reads"
+        return ScheduleError(f"{where}: it touches {region}, which {they} {verb}; nothing orders the two")
+
+
+def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
+    """What an action leaves in the rectangle that it writes."""
+    assert action.write is not None
+    out, rects = action.write[1], [rect for _, rect in action.reads]
+    if action.do is Do.COPY:
+        return moved(cells[0], rects[0], out)
+    if action.do is Do.ADD:
+        return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
+    fresh = product((rects[0], cells[0]), (rects[1], cells[1]), out) if cells else [(out, ZERO)]
+    return added(old, fresh) if old is not None else fresh

@@ -1,0 +1,113 @@
+"""One buffer on one rank, while the check walks the schedule: what each part holds, who wrote it, who has read it since.
+
+Contract: accesses come in an order that fits happens-before. `read` and `write` raise `Conflict` unless whatever they touch
+was written, and (for `write`) read, by nodes that are among the ancestors given. Nodes are bit numbers, ancestor sets ints.
+A buffer is cut into disjoint fragments; an access that matches one exactly, as nearly all do, costs one look-up.
+"""
+
+from __future__ import annotations
+
+from weft.check.content import Cells, Content
+from weft.check.program import Rect, area, overlap
+
+Reader = tuple[int, Rect]
+
+
+class Conflict(Exception):
+    """An access that is not ordered after another, or (other is None) that reads what nobody wrote."""
+
+    def __init__(self, memory: int, rect: Rect, other: int | None, *, wrote: bool = True) -> None:
+        super().__init__(memory, rect, other, wrote)
+        self.memory, self.rect, self.other, self.wrote = memory, rect, other, wrote
+
+
+class Fragment:
+    """A rectangle that one node wrote, and its readers since."""
+
+    __slots__ = ("content", "readers", "writer")
+
+    def __init__(self, content: Content | None, writer: int, readers: list[Reader]) -> None:
+        self.content, self.writer, self.readers = content, writer, readers
+
+
+class Memory:
+    """Fragments by rectangle; what is in none was never written."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.fragments: dict[Rect, Fragment] = {}
+
+    def read(self, rect: Rect, node: int, ancestors: int) -> Cells:
+        """What `rect` holds, as disjoint cells."""
+        exact = self.fragments.get(rect)
+        if exact is not None:
+            if not ancestors >> exact.writer & 1:
+                raise Conflict(self.number, rect, exact.writer)
+            exact.readers.append((node, rect))
+            return [(rect, exact.content)]
+        return self._read_across(rect, node, ancestors)
+
+    def _read_across(self, rect: Rect, node: int, ancestors: int) -> Cells:
+        cells: Cells = []
+        missing = area(rect)
+        for place, fragment in self.fragments.items():
+            common = overlap(place, rect)
+            if common:
+                if not ancestors >> fragment.writer & 1:
+                    raise Conflict(self.number, common, fragment.writer)
+                fragment.readers.append((node, common))
+                cells.append((common, fragment.content))
+                missing -= area(common)
+        if missing:
+            raise Conflict(self.number, rect, None)
+        first = cells[0][1]
+        return [(rect, first)] if all(content == first for _, content in cells) else cells
+
+    def write(self, rect: Rect, content: Content | None, node: int, ancestors: int) -> None:
+        """Replace what `rect` holds."""
+        exact = self.fragments.get(rect)
+        if exact is None:
+            for place in [p for p in self.fragments if overlap(p, rect)]:
+                self._cut(place, rect, node, ancestors)
+            self.fragments[rect] = Fragment(content, node, [])
+            return
+        self._check_write(exact, rect, node, ancestors)
+        exact.content, exact.writer, exact.readers = content, node, []
+
+    def _cut(self, place: Rect, rect: Rect, node: int, ancestors: int) -> None:
+        """Take `rect` out of the fragment at `place`."""
+        fragment = self.fragments.pop(place)
+        self._check_write(fragment, rect, node, ancestors)
+        for rest in _remainders(place, rect):
+            readers = [r for r in fragment.readers if overlap(r[1], rest)]
+            self.fragments[rest] = Fragment(fragment.content, fragment.writer, readers)
+
+    def _check_write(self, fragment: Fragment, rect: Rect, node: int, ancestors: int) -> None:
+        if fragment.writer != node and not ancestors >> fragment.writer & 1:
+            raise Conflict(self.number, rect, fragment.writer)
+        for reader, place in fragment.readers:
+            if reader != node and not ancestors >> reader & 1 and overlap(place, rect):
+                raise Conflict(self.number, rect, reader, wrote=False)
+
+
+class Constant:
+    """An input: written by the caller before all lanes start, never again before they end, so never in conflict."""
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+
+    def read(self, rect: Rect, node: int, ancestors: int) -> Cells:
+        return [(rect, self.content)]
+
+
+def _remainders(place: Rect, rect: Rect) -> list[Rect]:
+    """`place` without `rect`, as up to four rectangles."""
+    top, bottom, left, right = place
+    low, high = max(top, rect[0]), min(bottom, rect[1])
+    rests = [
+        (top, low, left, right),
+        (high, bottom, left, right),
+        (low, high, left, max(left, rect[2])),
+        (low, high, min(right, rect[3]), right),
+    ]
+    return [r for r in rests if r[0] < r[1] and r[2] < r[3]]

@@ -1,0 +1,99 @@
+"""What the checker works on: a schedule with its names turned into numbers. Built by `weft.check.structure`.
+
+Flags are numbered; so are memories, one for each (buffer, rank). Copies and kernels are both an `Op` with actions: a copy
+has one action, a kernel one for each part. An action that writes no element touches nothing, but still waits and counts.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from weft.schedule import Flag, Schedule, Step
+
+Rect = tuple[int, int, int, int]
+"""Rows [0] to [1], columns [2] to [3]."""
+
+Access = tuple[int, Rect]
+"""A rectangle of a memory."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that would fail, hang, race, or compute something else than its problem."""
+
+
+class Do(IntEnum):
+    """What an op, or an action, does."""
+
+    WAIT = 0
+    SIGNAL = 1
+    WORK = 2
+    COLLECTIVE = 3
+    COPY = 4
+    GEMM = 5
+    ADD = 6
+
+
+class Action(NamedTuple):
+    """What one part of a kernel, or a copy, waits for and touches, and which flag it counts (-1: none).
+
+    shared_*: the accesses to buffers that peers may touch.
+    """
+
+    do: Do
+    gates: tuple[tuple[int, int], ...]
+    counts: int
+    reads: tuple[Access, ...]
+    write: Access | None
+    accumulate: bool
+    divide_by: int
+    shared_reads: tuple[Access, ...]
+    shared_write: Access | None
+
+
+class Op(NamedTuple):
+    """One step. flag, at_least: of a wait or signal. fills: its waiting blocks may fill the rank's SMs."""
+
+    do: Do
+    flag: int = -1
+    at_least: int = 0
+    actions: tuple[Action, ...] = ()
+    needs_sms: bool = False
+    fills: bool = False
+
+
+class Program(NamedTuple):
+    """ops: by rank, lane and position. per_call: advances of each flag in one call. memories: (buffer, rank) by number."""
+
+    schedule: Schedule
+    ops: tuple[tuple[tuple[Op, ...], ...], ...]
+    flags: tuple[Flag, ...]
+    owners: tuple[tuple[int, int] | None, ...]
+    per_call: tuple[int, ...]
+    memories: tuple[tuple[str, int], ...]
+
+    def step(self, rank: int, lane: int, position: int) -> Step:
+        return self.schedule.ranks[rank][lane].steps[position]
+
+    def where(self, rank: int, lane: int, position: int, part: int = 0) -> str:
+        """A step in words, for messages."""
+        step = self.step(rank, lane, position)
+        parts = getattr(step, "parts", ())
+        detail = f", part {part}: {parts[part]}" if len(parts) > 1 else ""
+        return f"rank {rank}, lane {self.schedule.ranks[rank][lane].name}, step {position} ({step}{detail})"
+
+    def region(self, memory: int, rect: Rect) -> str:
+        """An access in words, as a schedule prints it."""
+        name, rank = self.memories[memory]
+        return f"{name}@{rank}[{rect[0]}:{rect[1]}, {rect[2]}:{rect[3]}]"
+
+
+def overlap(one: Rect, two: Rect) -> Rect | None:
+    """What two rectangles have in common."""
+    low_row, high_row = max(one[0], two[0]), min(one[1], two[1])
+    low_col, high_col = max(one[2], two[2]), min(one[3], two[3])
+    return (low_row, high_row, low_col, high_col) if low_row < high_row and low_col < high_col else None
+
+
+def area(rect: Rect) -> int:
+    return (rect[1] - rect[0]) * (rect[3] - rect[2])

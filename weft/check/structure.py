@@ -1,0 +1,228 @@
+"""First stage of the check: every step by itself, and what flags and collectives must have in common.
+
+Contract: `compile_schedule` raises `ScheduleError` for the first step that names what is not there, mismatches shapes,
+touches memory it may not, or waits for what can never come; else it hands back the schedule as numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from weft.check.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
+from weft.check.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
+from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+
+_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD = Do
+
+
+def compile_schedule(schedule: Schedule) -> Program:
+    """The schedule as numbers. Raises ScheduleError."""
+    check_buffers(schedule)
+    compiler = _Compiler(schedule)
+    ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
+    compiler.check_waits()
+    check_collectives(schedule)
+    return Program(
+        schedule,
+        ops,
+        tuple(compiler.flags),
+        tuple(compiler.owners),
+        tuple(compiler.per_call),
+        tuple(compiler.memories),
+    )
+
+
+class _Compiler:
+    """Walks the steps in order; `rank`, `lane`, `position`, `step` are where it is."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.world_size = schedule.problem.world_size
+        self.problem = schedule.problem
+        self.all_wide = schedule.problem.dtype == "float32"
+        self.buffers = schedule.buffer
+        self.first_memory = {b.name: i * self.world_size for i, b in enumerate(schedule.buffers)}
+        self.memories = [(b.name, rank) for b in schedule.buffers for rank in range(self.world_size)]
+        self.shared = [b.kind == "symmetric" for b in schedule.buffers for _ in range(self.world_size)]
+        self.numbers: dict[Flag, int] = {}
+        self.flags: list[Flag] = []
+        self.owners: list[tuple[int, int] | None] = []
+        self.per_call: list[int] = []
+        self.to_check: list[tuple[int, int, tuple[int, Lane, int, Step]]] = []
+
+    def lanes(self, rank: int, lanes: tuple[Lane, ...]) -> tuple[tuple[Op, ...], ...]:
+        self.rank = rank
+        return tuple(self.ops(index, lane) for index, lane in enumerate(lanes))
+
+    def ops(self, index: int, lane: Lane) -> tuple[Op, ...]:
+        self.index, self.lane = index, lane
+        ops = []
+        for position, step in enumerate(lane.steps):
+            self.position, self.step = position, step
+            ops.append(self.op(step))
+        return tuple(ops)
+
+    def fail(self, text: str) -> NoReturn:
+        where = f"rank {self.rank}, lane {self.lane.name}, step {self.position} ({self.step})"
+        raise ScheduleError(f"{where}: {text}")
+
+    def op(self, step: Step) -> Op:
+        kind = type(step)
+        if kind is Wait:
+            return Op(_WAIT, *self.gate(step))  # type: ignore[arg-type]
+        if kind is Signal:
+            return Op(_SIGNAL, self.advance(step.flag))  # type: ignore[union-attr]
+        if kind is Copy:
+            return self.copy(step)  # type: ignore[arg-type]
+        if self.lane.kind == "copy":
+            self.fail("a copy engine runs copies, waits and signals; this step needs a lane of kind compute or blocks")
+        on_sms = self.lane.kind == "compute"
+        if kind is Collective:
+            return Op(_COLLECTIVE, actions=(self.collective(step),), needs_sms=on_sms)  # type: ignore[arg-type]
+        actions = self.gemm(step) if isinstance(step, Gemm) else self.reduce(step)  # type: ignore[arg-type]
+        counts = [a.counts for a in actions if a.counts >= 0]
+        if len(counts) > len(set(counts)):
+            twice = next(self.flags[c] for c in counts if counts.count(c) > 1)
+            self.fail(f"{twice} is counted by two parts of one kernel, whose order is open; give each part its own flag")
+        return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.gates for a in actions))
+
+    def number(self, flag: Flag) -> int:
+        known = self.numbers.get(flag)
+        if known is None:
+            if not 0 <= flag.rank < self.world_size:
+                self.fail(f"{flag} lies on no rank; ranks are 0 to {self.world_size - 1}")
+            known = self.numbers[flag] = len(self.flags)
+            self.flags.append(flag)
+            self.owners.append(None)
+            self.per_call.append(0)
+        return known
+
+    def gate(self, wait: Wait) -> tuple[int, int]:
+        if wait.flag.rank != self.rank:
+            self.fail(f"{wait.flag} is waited for from rank {self.rank}; only rank {wait.flag.rank} may wait for it")
+        if wait.at_least < 0:
+            self.fail(f"at_least is {wait.at_least} for {wait.flag}; it must be at least 0")
+        flag = self.number(wait.flag)
+        self.to_check.append((flag, wait.at_least, (self.rank, self.lane, self.position, self.step)))
+        return flag, wait.at_least
+
+    def advance(self, flag: Flag) -> int:
+        number, me = self.number(flag), (self.rank, self.index)
+        owner = self.owners[number]
+        if owner is None:
+            self.owners[number] = me
+        elif owner != me:
+            self.fail(
+                f"{flag} is advanced by rank {owner[0]} (its lane {owner[1]}) too; only one lane of one rank may advance it"
+            )
+        self.per_call[number] += 1
+        return number
+
+    def access(self, region: Region, *, write: bool = False, remote: bool = True) -> Access:
+        buffer = self.buffers.get(region.buffer)
+        if buffer is None:
+            self.fail(f"{region} is in no declared buffer; there are {', '.join(self.buffers)}")
+        rank, (low, high), (left, right) = region.rank, region.rows, region.cols
+        if not 0 <= rank < self.world_size:
+            self.fail(f"{region} lies on no rank; ranks are 0 to {self.world_size - 1}")
+        if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
+            self.fail(f"{region} does not lie within {buffer.whole(rank)}")
+        if rank != self.rank and not (remote and buffer.kind == "symmetric"):
+            self._fail_remote(region, buffer, remote)
+        if write and buffer.kind == "input":
+            self.fail(f"{region} is an input of the caller; no step may write it")
+        return self.first_memory[region.buffer] + rank, (low, high, left, right)
+
+    def _fail_remote(self, region: Region, buffer: Buffer, remote: bool) -> NoReturn:
+        what = f"buffer {buffer.name} is {buffer.kind}; peers may only touch symmetric buffers"
+        self.fail(f"{region} lies on a peer; {what if remote else 'this operand must be local'}")
+
+    def narrow(self, *regions: Region) -> None:
+        """None of the regions holds float32 partial sums where the problem's dtype is needed."""
+        for region in regions:
+            if not self.all_wide and self.buffers[region.buffer].float32:
+                self.fail(f"{region} holds float32 partial sums; this operand must be of the problem's dtype")
+
+    def copy(self, step: Copy) -> Op:
+        read, write = self.access(step.src), self.access(step.dst, write=True)
+        if step.src.shape != step.dst.shape:
+            self.fail(f"{step.src} has shape {step.src.shape}, {step.dst} has {step.dst.shape}; a copy needs them equal")
+        if step.src.rank != self.rank and step.dst.rank != self.rank:
+            self.fail(f"neither {step.src} nor {step.dst} lies on rank {self.rank}, which runs the copy")
+        if not self.all_wide and self.buffers[step.src.buffer].float32 != self.buffers[step.dst.buffer].float32:
+            self.fail(f"{step.src} and {step.dst} differ in dtype; a copy moves bytes, a reduce rounds")
+        is_kernel = step.src.rank == step.dst.rank and self.lane.kind != "blocks"
+        return Op(_WORK, -1, 0, (self.action(_COPY, (read,), write),), is_kernel)
+
+    def gemm(self, step: Gemm) -> tuple[Action, ...]:
+        b = self.access(step.b, remote=False)
+        self.narrow(step.b)
+        return tuple([self.gemm_part(step, part, b) for part in step.parts])
+
+    def gemm_part(self, step: Gemm, part: Part, b: Access) -> Action:
+        a, out = self.access(part.a, remote=False), self.access(part.out, write=True)
+        fault = gemm_fault(step, part)
+        if fault:
+            self.fail(fault)
+        self.narrow(part.a)
+        if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
+            self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
+        return self.action(_GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
+
+    def reduce(self, step: Reduce) -> tuple[Action, ...]:
+        if step.divide_by < 1:
+            self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
+        return tuple([self.sum_part(part, step.divide_by) for part in step.parts])
+
+    def sum_part(self, part: Sum, divide_by: int) -> Action:
+        srcs, out = tuple([self.access(src) for src in part.srcs]), self.access(part.out, write=True)
+        fault = sum_fault(part)
+        if fault:
+            self.fail(fault)
+        return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
+
+    def collective(self, step: Collective) -> Action:
+        src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)
+        if step.divide_by < 1:
+            self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
+        fault = collective_fault(step, self.problem, self.rank)
+        if fault:
+            self.fail(fault)
+        self.narrow(step.src, step.dst)
+        return self.action(_COPY if step.op == "all_gather" else _ADD, (src,), dst, divide_by=step.divide_by, collective=True)
+
+    def action(
+        self,
+        do: Do,
+        reads: tuple[Access, ...],
+        write: Access,
+        gates: tuple[Wait, ...] = (),
+        count: Flag | None = None,
+        *,
+        accumulate: bool = False,
+        divide_by: int = 1,
+        collective: bool = False,
+    ) -> Action:
+        """Checked and numbered. What writes no element reads none either, but for a collective: its peers need what it has."""
+        waits = tuple([self.gate(g) for g in gates]) if gates else ()
+        number = -1 if count is None else self.advance(count)
+        touched = write if area(write[1]) else None
+        if touched is None and not collective:
+            return Action(do, waits, number, (), None, accumulate, divide_by, (), None)
+        for read in reads:
+            if read[0] == write[0] and overlap(read[1], write[1]) and not (do is _ADD and read[1] == write[1]):
+                self.fail(f"it reads {self.words(read)} while it writes {self.words(write)}, which overlaps")
+        reads = tuple([r for r in reads if r[1][0] < r[1][1] and r[1][2] < r[1][3]])
+        shared_reads = tuple([r for r in reads if self.shared[r[0]]])
+        shared_write = touched if self.shared[write[0]] else None
+        return Action(do, waits, number, reads, touched, accumulate, divide_by, shared_reads, shared_write)
+
+    def words(self, access: Access) -> str:
+        name, rank = self.memories[access[0]]
+        return str(Region(name, rank, access[1][:2], access[1][2:]))
+
+    def check_waits(self) -> None:
+        """No wait is for more signals than a call has."""
+        for flag, at_least, (rank, lane, position, step) in self.to_check:
+            if at_least > self.per_call[flag]:
+                self.rank, self.lane, self.position, self.step = rank, lane, position, step
+                self.fail(f"it waits for {at_least} signals of {self.flags[flag]}; a call has {self.per_call[flag]}")

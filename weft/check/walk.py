@@ -1,0 +1,196 @@
+"""One run through two calls of a schedule, every lane as far as its waits let it, in an order that fits happens-before.
+
+A lane carries the set of everything that must have happened before its next step, as an int with a bit a node. A signal
+leaves the set of its lane with its flag; a wait adds the set that the awaited signal left. So the sets are the
+happens-before relation of the module text of `weft.schedule`: lanes in order, parts of a kernel beside each other, a call
+of a rank after all lanes of the call before.
+
+Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
+order, in the first call: that is a deadlock, and its message follows who waits for whom until the circle closes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from weft.check.deadlock import Stuck, deadlock
+from weft.check.effects import Effects
+from weft.check.program import Do, Op, Program, ScheduleError
+
+CALLS = 2
+_WAIT, _SIGNAL, _WORK = Do.WAIT, Do.SIGNAL, Do.WORK
+
+
+class _Lane:
+    """Where a lane is. left, joined: of its kernel, how many parts are open, and all that its finished parts had behind them."""
+
+    __slots__ = ("call", "index", "joined", "left", "mask", "ops", "position", "rank", "start")
+
+    def __init__(self, rank: int, index: int, ops: tuple[Op, ...]) -> None:
+        self.rank, self.index, self.ops = rank, index, ops
+        self.call = self.position = self.mask = self.left = self.joined = self.start = 0
+
+
+class Occupied:
+    """A step that needs SMs of a rank: its place, what was before its start, and the nodes of its start and end."""
+
+    def __init__(self, place: tuple[int, int, int], op: Op, before: int, start: int) -> None:
+        self.place, self.op, self.before, self.start, self.end = place, op, before, start, -1
+
+
+class Walk:
+    """crowded: ranks whose steps on SMs are to be recorded, in `occupied`, in the first call."""
+
+    def __init__(self, program: Program, crowded: frozenset[int] = frozenset()) -> None:
+        self.program, self.effects, self.crowded = program, Effects(program), crowded
+        self.occupied: dict[tuple[int, int, int], Occupied] = {}
+        self.lanes = [[_Lane(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
+        self.open = [len(lanes) for lanes in self.lanes]
+        self.passed = [0 for _ in self.lanes]
+        self.signals: list[list[int]] = [[] for _ in program.flags]
+        self.parked: dict[int, list[tuple[_Lane, int]]] = {}
+        self.ready: deque[tuple[_Lane, int]] = deque()
+        self.meeting: list[_Lane] = []
+
+    def run(self) -> None:
+        """Raises ScheduleError for a deadlock, a race or a wrong result."""
+        for rank, lanes in enumerate(self.lanes):
+            self.ready.extend((lane, -1) for lane in lanes)
+            if not lanes:
+                self.effects.check_outputs(rank)
+        while self.ready:
+            lane, part = self.ready.popleft()
+            if part < 0 or self._resume(lane, part):
+                self._advance(lane)
+        if any(lane.call < CALLS for lanes in self.lanes for lane in lanes):
+            raise ScheduleError(deadlock(self.program, self._stuck()))
+
+    def _advance(self, lane: _Lane) -> None:
+        """Run a lane until it must wait or its call ends."""
+        ops, end = lane.ops, len(lane.ops)
+        while lane.position < end:
+            op = ops[lane.position]
+            do = op.do
+            if do is _WAIT:
+                if not self._pass(lane, op.flag, op.at_least):
+                    self.parked.setdefault(op.flag, []).append((lane, -1))
+                    return
+            elif do is _SIGNAL:
+                self._signal(op.flag, lane.mask)
+            elif do is not _WORK:
+                self._meet(lane, op)
+                return
+            elif not self._work(lane, op):
+                return
+            lane.position += 1
+        self._end_call(lane)
+
+    def _pass(self, lane: _Lane, flag: int, at_least: int) -> bool:
+        number = lane.call * self.program.per_call[flag] + at_least
+        if number > 0:
+            done = self.signals[flag]
+            if len(done) < number:
+                return False
+            lane.mask |= done[number - 1]
+        return True
+
+    def _signal(self, flag: int, mask: int) -> None:
+        self.signals[flag].append(mask)
+        if flag in self.parked:
+            self.ready.extend(self.parked.pop(flag))
+
+    def _work(self, lane: _Lane, op: Op) -> bool:
+        """Start a copy or kernel; whether it is done at once."""
+        self._enter(lane, op)
+        actions = op.actions
+        lane.joined, lane.left = lane.mask, len(actions)
+        for part in range(len(actions)):
+            self._run_part(lane, op, part)
+        if lane.left:
+            return False
+        self._leave(lane)
+        return True
+
+    def _run_part(self, lane: _Lane, op: Op, part: int) -> None:
+        """Run a part of the kernel that the lane is in, unless a gate keeps it."""
+        action, mask = op.actions[part], lane.mask
+        for flag, at_least in action.gates:
+            number = lane.call * self.program.per_call[flag] + at_least
+            if number > 0:
+                done = self.signals[flag]
+                if len(done) < number:
+                    self.parked.setdefault(flag, []).append((lane, part))
+                    return
+                mask |= done[number - 1]
+        mask = self.effects.act(action, (lane.rank, lane.index, lane.position, part, lane.call), mask)
+        lane.joined |= mask
+        lane.left -= 1
+        if action.counts >= 0:
+            self._signal(action.counts, mask)
+
+    def _resume(self, lane: _Lane, part: int) -> bool:
+        """Try a part again whose flag has moved; whether its kernel is done with it."""
+        self._run_part(lane, lane.ops[lane.position], part)
+        if lane.left:
+            return False
+        self._leave(lane)
+        lane.position += 1
+        return True
+
+    def _enter(self, lane: _Lane, op: Op) -> None:
+        if op.needs_sms and lane.rank in self.crowded and lane.call == 0:
+            place = (lane.rank, lane.index, lane.position)
+            node = self.effects.node((*place, 0, 0))
+            self.occupied[place] = Occupied(place, op, lane.mask, node)
+            lane.mask |= 1 << node
+
+    def _leave(self, lane: _Lane) -> None:
+        lane.mask = lane.joined
+        place = (lane.rank, lane.index, lane.position)
+        if place in self.occupied and lane.call == 0:
+            node = self.occupied[place].end = self.effects.node((*place, 0, 0))
+            lane.mask |= 1 << node
+
+    def _meet(self, lane: _Lane, op: Op) -> None:
+        """Arrive at a collective; the last rank to arrive lets all go on."""
+        self._enter(lane, op)
+        self.meeting.append(lane)
+        if len(self.meeting) < len(self.lanes):
+            return
+        ranks, self.meeting = sorted(self.meeting, key=lambda other: other.rank), []
+        actions = [other.ops[other.position].actions[0] for other in ranks]
+        ats = [(other.rank, other.index, other.position, 0, other.call) for other in ranks]
+        bits = self.effects.collect(actions, ats, [other.mask for other in ranks])
+        started = 0
+        for other in ranks:
+            started |= other.mask
+        for other, bit in zip(ranks, bits, strict=True):
+            other.joined = started | bit
+            self._leave(other)
+            other.position += 1
+            self.ready.append((other, -1))
+
+    def _end_call(self, lane: _Lane) -> None:
+        """The last lane of a rank to end lets the caller read, and starts the next call."""
+        rank = lane.rank
+        lane.call += 1
+        lane.position = 0
+        self.passed[rank] |= lane.mask
+        self.open[rank] -= 1
+        if self.open[rank]:
+            return
+        if lane.call == 1:
+            self.effects.check_outputs(rank)
+        self.open[rank] = len(self.lanes[rank])
+        if lane.call < CALLS:
+            for other in self.lanes[rank]:
+                other.mask = self.passed[rank]
+                self.ready.append((other, -1))
+
+    def _stuck(self) -> dict[tuple[int, int], Stuck]:
+        """By rank and lane: the position and part that cannot go on, and the flag (-1: a collective) that it waits for."""
+        found = {(lane.rank, lane.index): Stuck(lane.position, 0, -1) for lane in self.meeting}
+        for flag, parked in self.parked.items():
+            for lane, part in parked:
+                found[lane.rank, lane.index] = Stuck(lane.position, max(part, 0), flag)
+        return found
