@@ -9,7 +9,6 @@ Commands import what they need when they run, so that --help, plan, machines and
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import typer
 
 from weft.cli import doctor, listings, plan, run
 from weft.errors import WeftError
+from weft.version import __version__
 
 app = typer.Typer(
     add_completion=False,
@@ -40,7 +40,9 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments` (default: the process's). Returns the exit status."""
     try:
-        return app(args=arguments, prog_name="weft", standalone_mode=False) or 0
+        status = app(args=arguments, prog_name="weft", standalone_mode=False) or 0
+        sys.stdout.flush()
+        return status
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "weft"
         return _fail(f"{error.format_message()} (see {command} --help)", 2)
@@ -50,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 3)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
-    except BrokenPipeError:
-        # What is still buffered would fail again when the interpreter flushes it.
+    except (BrokenPipeError, SystemExit):
+        # SystemExit is what typer and rich make of a broken pipe. What is still buffered would fail once more at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -63,7 +65,7 @@ def _fail(text: str, status: int) -> int:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"weft {importlib.metadata.version('weft')}")
+        print(f"weft {__version__}")
         raise typer.Exit
 
 

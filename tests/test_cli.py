@@ -1,0 +1,373 @@
+"""The command line: what it prints, its exit status, and one clear line for every mistake. Planner and runner are stand-ins;
+tests at the end go through the real ones."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft import codec
+from weft.cli import choices, main
+from weft.cli.gantt import gantt
+from weft.errors import WeftError
+from weft.machine import names
+from weft.models import Model, Site, preset_names, sites
+from weft.planner.values import Candidate, Plan
+from weft.problem import Problem
+from weft.results import Run, SiteRun, Skipped
+from weft.schedules import NAMES
+from weft.span import Span
+
+Weft = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def weft(capsys: pytest.CaptureFixture[str]) -> Weft:
+    """Runs the command line in this process: (exit status, standard output, standard error)."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def make_plan(problem: Problem, machine: Any, *, only: str | None = None, chunks: int | None = None) -> Plan:
+    def candidate(name: str, count: int, time: float) -> Candidate:
+        return Candidate(
+            schedule=name, chunks=count, predicted_us=time, computation_us=90.0, communication_us=60.0, exposed_us=time - 90.0
+        )
+
+    return Plan(
+        problem=problem,
+        machine=machine.name,
+        candidates=(candidate(only or "hetero_fused_1d", chunks or 8, 100.0), candidate("sequential", 1, 150.0)),
+        sequential_us=150.0,
+        computation_us=90.0,
+        communication_us=60.0,
+        why="the chunks hide behind the matmul.",
+        spans=(
+            Span(rank=0, lane="compute", kind="gemm", name="gemm", start_us=0, end_us=60),
+            Span(rank=0, lane="compute", kind="wait", name="wait", start_us=60, end_us=70),
+            Span(rank=0, lane="compute", kind="gemm", name="gemm", start_us=70, end_us=100),
+            Span(rank=0, lane="copy", kind="copy", name="copy", start_us=10, end_us=70),
+        ),
+    )
+
+
+class Runner:
+    """Stands in for run_model: remembers what it was asked, and finds what it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+        self.error = 1e-3
+        self.raises: Exception | None = None
+
+    def __call__(self, model: Model, **asked: Any) -> Run:
+        self.asked = asked
+        if self.raises:
+            raise self.raises
+        found = [site for site in sites(model) if asked["op"] in (None, getattr(site, "op", None))]
+        for index, site in enumerate(found):
+            asked["progress"](str(site), index, len(found))
+        return Run(
+            model=model.name,
+            device=asked["device"],
+            world_size=asked["ranks"],
+            tokens=asked["tokens"],
+            dtype=asked["dtype"],
+            seed=asked["seed"],
+            machine=asked["machine"].name,
+            machine_ranks=asked["machine_ranks"],
+            machine_tokens=asked["machine_tokens"],
+            sites=tuple(self.site(site, asked) for site in found if isinstance(site, Site)),
+            skipped=tuple(site for site in found if isinstance(site, Skipped)),
+        )
+
+    def site(self, site: Site, asked: dict[str, Any]) -> SiteRun:
+        return SiteRun(
+            site=site.name,
+            problem=site.problem(asked["tokens"], asked["ranks"], asked["dtype"]),
+            schedule="flag_gated",
+            chunks=4,
+            max_error=self.error,
+            tolerance=1e-2,
+            sequential_us=3000.0,
+            overlapped_us=2000.0,
+            computation_us=1500.0,
+            communication_us=1000.0,
+            plan=make_plan(site.problem(asked["machine_tokens"], asked["machine_ranks"], asked["dtype"]), asked["machine"]),
+        )
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    found = Runner()
+    monkeypatch.setattr("weft.run.run_model", found)
+    return found
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.planner.plan", make_plan)
+
+
+@pytest.fixture
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "gpu_count", lambda: 0)
+
+
+def is_one_error(result: tuple[int, str, str], *says: str) -> None:
+    status, _, err = result
+    assert status == 2
+    assert err.startswith("weft: error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    for text in says:
+        assert text in err
+
+
+# --- weft run --------------------------------------------------------------------------------------------------------
+
+
+def test_run_defaults_on_a_machine_without_gpu(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    status, out, err = weft("run", "llama3-8b")
+    assert (status, err) == (0, "")
+    expected = {"ranks": 4, "device": "cpu", "tokens": 512, "op": None, "schedule": "auto", "machine_ranks": 8}
+    assert {key: runner.asked[key] for key in expected} == expected
+    assert (runner.asked["machine"].name, runner.asked["machine_tokens"], runner.asked["seed"]) == ("h200x8", 8192, 0)
+    assert out.splitlines()[0].startswith("llama3-8b: 4 sites of one layer on 4 cpu ranks, 512 tokens, bfloat16")
+
+
+def test_run_takes_every_gpu_by_default(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "gpu_count", lambda: 8)
+    assert weft("run", "llama3-8b")[0] == 0
+    assert (runner.asked["device"], runner.asked["ranks"], runner.asked["tokens"]) == ("cuda", 8, 8192)
+
+
+def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    _, out, _ = weft("run", "llama3-8b")
+    predicted, chart, measured = (
+        out.index("Predicted on"),
+        out.index("as predicted on h200x8, rank 0"),
+        out.index("Measured on"),
+    )
+    assert predicted < chart < measured
+    assert "MLP gate/up as predicted" in out
+    row = next(line for line in out[measured:].splitlines() if "attention QKV" in line)
+    assert " ".join(row.split()) == "attention QKV flag_gated:4 512 6144 4096 1.0e-03 3,000 2,000 1,500 75% 100"
+    assert "not that it is fast" in out[measured:]
+
+
+def test_run_on_gpus_does_not_excuse_its_times(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "gpu_count", lambda: 2)
+    assert "not that it is fast" not in weft("run", "llama3-8b")[1]
+
+
+def test_run_lists_what_is_not_there_yet(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    out = weft("run", "mixtral-8x7b")[1]
+    assert "expert dispatch + gate/up: not yet (needs all_to_all_matmul, which weft does not have yet)" in out
+
+
+def test_run_says_how_an_unknown_family_was_read(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
+    path = tmp_path / "novel.json"
+    sizes = {"model_type": "novel", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "hidden_act": "silu"}
+    path.write_text(json.dumps(sizes))
+    assert "note: model_type 'novel' is not known to weft" in weft("run", path)[1]
+
+
+def test_run_passes_the_choices_on(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    weft("run", "llama3-8b", "--ranks", "2", "--op", "all_gather_matmul", "--schedule", "flag_gated:4", "--seed", "7")
+    assert [runner.asked[key] for key in ("ranks", "op", "schedule", "seed")] == [2, "all_gather_matmul", "flag_gated:4", 7]
+
+
+def test_wrong_results_end_in_status_1(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    runner.error = 0.5
+    status, out, _ = weft("run", "llama3-8b", "--op", "matmul_reduce_scatter")
+    assert status == 1
+    assert "WRONG results at attention out, MLP down" in out
+
+
+def test_a_failed_rank_ends_in_status_3_without_traceback(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    runner.raises = WeftError("rank 1, lane copy: waited 30 s for arrived[3]@1")
+    status, _, err = weft("run", "llama3-8b")
+    assert (status, err) == (3, "weft: error: rank 1, lane copy: waited 30 s for arrived[3]@1\n")
+
+
+def test_run_writes_json_that_reads_back(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    _, out, _ = weft("run", "llama3-8b", "--json", path)
+    assert codec.read(Run, path).model == "llama3-8b"
+    assert f"wrote {path}" in out
+
+
+def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
+    _, out, _ = weft("run", "llama3-8b", "--report", tmp_path / "deep" / "report", "--trace", tmp_path / "trace.json")
+    assert (tmp_path / "deep" / "report" / "index.html").stat().st_size > 1000
+    assert json.loads((tmp_path / "trace.json").read_text())
+    assert out.count("wrote ") == 2
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "llama3-9b"], ["did you mean llama3-8b?", *preset_names(), "config.json"]),
+        (["run", "llama3-8b", "--machine", "nope"], ["'nope'", *names()]),
+        (["run", "llama3-8b", "--schedule", "nope"], ["'nope'", "auto", *NAMES]),
+        (["run", "llama3-8b", "--schedule", "flag_gated:0"], ["'flag_gated:0'", "at least 1"]),
+        (["run", "llama3-8b", "--op", "nope"], ["'nope'", "all_gather_matmul"]),
+        (["run", "llama3-8b", "--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["run", "llama3-8b", "--device", "tpu"], ["'tpu'", "auto, cpu, cuda"]),
+        (["run", "llama3-8b", "--ranks", "0"], ["--ranks"]),
+        (["run", "llama3-8b", "--tokens", "many"], ["--tokens"]),
+        (["run", "llama3-8b", "--seed", "-1"], ["--seed"]),
+        (["run", "llama3-8b", "--device", "cuda", "--ranks", "4"], ["ranks is 4", "no GPUs were found", "--device cpu"]),
+        (["run", "llama3-8b", "--device", "cuda"], ["no GPUs were found", "--device cpu"]),
+        (["run", "llama3-8b", "--report", "/dev/null"], ["--report /dev/null", "a folder that can be written"]),
+        (["run", "llama3-8b", "--json", "/nowhere/x.json"], ["--json /nowhere/x.json", "No such file"]),
+        (["run", "llama3-8b", "--trace", "/tmp"], ["--trace /tmp", "directory"]),
+        (["run", "llama3-8b", "--json", "/tmp/weft_same", "--trace", "/tmp/weft_same"], ["name two files"]),
+        (["run", "dlrm-mlperf"], ["dlrm-mlperf", "embedding_bag_all_to_all"]),
+        (["run"], ["MODEL", "weft run --help"]),
+        (["run", "llama3-8b", "--nope"], ["--nope", "weft run --help"]),
+        (["nope"], ["nope", "weft --help"]),
+        (["plan", "nope"], ["'nope'"]),
+        (["plan", "llama3-8b", "--machine", "nope"], ["'nope'"]),
+        (["plan", "llama3-8b", "--dtype", "nope"], ["'nope'"]),
+        (["plan", "llama3-8b", "--tp", "0"], ["--tp"]),
+        (["schedules", "nope"], ["'nope'", *NAMES]),
+        (["schedules", "--op", "nope"], ["'nope'", "all_gather_matmul"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    weft: Weft, runner: Runner, without_gpus: None, arguments: Sequence[str], says: Sequence[str]
+) -> None:
+    is_one_error(weft(*arguments), *says)
+    assert runner.asked == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "is not JSON"), ("[]", "holds list data"), ('{"hidden_size": 64}', "missing num_attention_heads or n_head")],
+)
+def test_a_bad_config_is_one_line(weft: Weft, runner: Runner, tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    is_one_error(weft("run", path), str(path), says)
+
+
+def test_a_bad_machine_file_is_one_line(weft: Weft, runner: Runner, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"name": "mine"}')
+    is_one_error(weft("run", "llama3-8b", "--machine", path), str(path), "missing")
+
+
+def test_too_few_gpus_names_how_many_there_are(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "gpu_count", lambda: 2)
+    is_one_error(weft("run", "llama3-8b", "--device", "cuda", "--ranks", "4"), "2 GPUs were found", "--ranks 2", "--device cpu")
+
+
+def test_auto_falls_back_to_the_cpu_for_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "gpu_count", lambda: 2)
+    assert choices.choose_device("auto", 4) == ("cpu", 4)
+    assert choices.choose_device("auto", None) == ("cuda", 2)
+
+
+def test_outputs_are_tried_before_the_work_and_left_as_they_were(weft: Weft, runner: Runner, tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("mine")
+    is_one_error(weft("run", "llama3-8b", "--json", kept, "--trace", tmp_path / "no" / "trace.json"), "--trace")
+    is_one_error(weft("run", "llama3-8b", "--json", new, "--trace", tmp_path / "no" / "trace.json"), "--trace")
+    assert kept.read_text() == "mine"
+    assert not new.exists()
+
+
+def test_a_name_from_a_file_is_not_taken_for_markup(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
+    path = tmp_path / "[bold]x.json"
+    path.write_text(json.dumps({"n_embd": 64, "n_head": 4, "model_type": "gpt2"}))
+    status, out, _ = weft("run", path)
+    assert status == 0
+    assert "[bold]x: 4 sites" in out
+
+
+# --- weft plan, machines, doctor, schedules ------------------------------------------------------------------------------
+
+
+def test_plan_shows_candidates_choice_and_why(weft: Weft, planner: None) -> None:
+    status, out, err = weft("plan", "llama3-8b", "--tp", "4", "--tokens", "2048")
+    assert (status, err) == (0, "")
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["hetero_fused_1d:8"])
+    assert row.split()[1:] == ["100*"] * 4
+    assert "4 ranks, 2048 tokens, bfloat16" in out
+    assert "attention QKV: the chunks hide behind the matmul." in out
+
+
+def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
+    status, out, _ = weft("plan", "mixtral-8x7b", "--machine", "h200x8", "--json")
+    data = json.loads(out)
+    assert status == 0
+    assert [site["site"] for site in data["sites"]] == ["attention QKV", "attention out"]
+    plan = codec.load(Plan, data["sites"][0]["plan"])
+    assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
+    assert len(data["skipped"]) == 2
+
+
+def test_machines_lists_every_profile(weft: Weft) -> None:
+    status, out, _ = weft("machines")
+    assert status == 0
+    assert all(f"{name}: " in out for name in names())
+    assert [machine["name"] for machine in json.loads(weft("machines", "--json")[1])] == list(names())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["plan", "-h"]])
+def test_help_ends_well(weft: Weft, arguments: Sequence[str]) -> None:
+    status, out, err = weft(*arguments)
+    assert (status, err) == (0, "")
+    assert "Usage: weft" in out
+
+
+def test_gantt_draws_to_scale() -> None:
+    problem = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
+    chart = gantt(make_plan(problem, type("M", (), {"name": "m"})).spans, rank=0, width=29).plain.splitlines()
+    assert chart[0] == "compute  |###########..|#####"
+    assert chart[1] == "copy       |===========      "
+    assert chart[2].endswith("100 us")
+
+
+# --- the real thing, in processes of its own ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["--version"], ["machines"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"]]
+)
+def test_commands_that_do_not_run_never_import_torch(command: list[str]) -> None:
+    code = "import sys; from weft.cli import main; s = main(sys.argv[1:]); sys.exit(s or ('torch' in sys.modules) * 77)"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_reader_that_goes_away_is_no_traceback() -> None:
+    code = "import sys; from weft.cli import main; sys.exit(main(['machines', '--json']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+
+
+def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
+    status, out, _ = weft("schedules", "--op", "matmul_reduce_scatter")
+    assert status == 0
+    assert all(name in out for name in NAMES)
+    assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
