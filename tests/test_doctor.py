@@ -1,4 +1,4 @@
-"""The doctor: right about this machine, and about others. No GPU is needed: a stand-in for torch has as many as a test wants."""
+"""The doctor: right about this machine, and about others. A stand-in for torch has as many GPUs as a test wants."""
 
 from __future__ import annotations
 
