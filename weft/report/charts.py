@@ -30,7 +30,8 @@ KIND_COLOURS: dict[str, str] = {
 BAR_COLOURS: dict[str, str] = {"sequential": "#8c8c8c", "overlapped": "#0072b2", "ideal": "#009e73"}
 FAINT = frozenset({"wait", "signal"})
 SHOWN_RANKS = 2
-LANE_PX, BAR_PX, MARGIN_PX = 26, 24, 96
+LANE_PX, BAR_PX = 26, 24
+TOP_PX, BOTTOM_PX = 28, 84
 
 
 def bars(sites: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure:
@@ -50,28 +51,21 @@ def bars(sites: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure:
         }
         for name, values in series.items()
     ]
-    height = MARGIN_PX + BAR_PX * (len(series) + 1) * len(sites)
-    return {"data": data, "layout": _layout([_label(s) for s in sites], len(sites), height), "all": None}
+    layout = _layout([_label(s) for s in sites], len(sites), BAR_PX * (len(series) + 1) * len(sites))
+    return {"data": data, "layout": layout, "all": None}
 
 
 def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
     """Spans by rank and lane over time; marks: named times to draw a line at. Ranks after the first few start hidden."""
-    items = sorted(spans, key=lambda s: (s.rank, s.start_us))
+    items = list(spans)
     lanes = lanes_of(items)
-    ranks = sorted({rank for rank, _ in lanes})
-    first = set(ranks[:SHOWN_RANKS])
+    first = set(sorted({rank for rank, _ in lanes})[:SHOWN_RANKS])
     shown = sum(rank in first for rank, _ in lanes)
-    groups = [(kind, early) for early in (True, False) for kind in get_args(Kind)]
-    data = [
-        _kind_trace(kind, chosen, lanes, visible=early)
-        for kind, early in groups
-        if (chosen := [s for s in items if s.kind == kind and (s.rank in first) == early])
-    ]
-    _one_legend_entry_each(data)
-    layout = _layout([_label(f"rank {rank} {lane}") for rank, lane in lanes], shown, MARGIN_PX + LANE_PX * shown)
+    layout = _layout([_label(f"rank {rank} {lane}") for rank, lane in lanes], shown, LANE_PX * shown)
     layout.update(barmode="overlay", shapes=[_line(x) for x in marks.values()], annotations=_names(marks))
-    more = {"range": [len(lanes) - 0.5, -0.5], "height": MARGIN_PX + LANE_PX * len(lanes)} if shown < len(lanes) else None
-    return {"data": data, "layout": layout, "all": more}
+    layout["xaxis"]["range"] = [0, 1.02 * max((*marks.values(), *(s.end_us for s in items)), default=1.0)]
+    every = {"range": [len(lanes) - 0.5, -0.5], "height": TOP_PX + LANE_PX * len(lanes) + BOTTOM_PX}
+    return {"data": _kind_traces(items, lanes, first), "layout": layout, "all": every if shown < len(lanes) else None}
 
 
 def lanes_of(spans: Iterable[Span]) -> list[tuple[int, str]]:
@@ -83,7 +77,19 @@ def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(digits or 0), words) for words, digits in re.findall(r"(\D*)(\d*)", text)]
 
 
-def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str]], *, visible: bool) -> Figure:
+def _kind_traces(spans: Sequence[Span], lanes: Sequence[tuple[int, str]], first: set[int]) -> list[Figure]:
+    """A trace a kind for the first ranks and a hidden one for the others, with one entry in the legend for both."""
+    out: list[Figure] = []
+    for early in (True, False):
+        for kind in get_args(Kind):
+            chosen = [s for s in spans if s.kind == kind and (s.rank in first) == early]
+            if chosen:
+                listed = any(trace["name"] == kind for trace in out)
+                out.append(_kind_trace(kind, chosen, lanes) | {"visible": early, "showlegend": not listed})
+    return out
+
+
+def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str]]) -> Figure:
     """One trace for all spans of a kind: a trace for each span would take minutes to draw."""
     place = {lane: index for index, lane in enumerate(lanes)}
     faint = kind in FAINT
@@ -93,7 +99,6 @@ def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str
         "orientation": "h",
         "name": kind,
         "legendgroup": kind,
-        "visible": visible,
         "y": [place[s.rank, s.lane] for s in spans],
         "base": [round(s.start_us, 3) for s in spans],
         "x": [round(s.duration_us, 3) for s in spans],
@@ -106,26 +111,19 @@ def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str
 
 def _outline(colour: str, *, faint: bool) -> Figure:
     """Keeps in sight what is shorter than a pixel (a signal has no length at all), and neighbours apart."""
-    return {"color": colour, "width": 1} if faint else {"color": "rgba(0, 0, 0, 0.5)", "width": 0.5}
+    return {"color": colour, "width": 1} if faint else {"color": "rgba(0, 0, 0, 0.35)", "width": 0.5}
 
 
-def _one_legend_entry_each(data: Sequence[Figure]) -> None:
-    seen: set[str] = set()
-    for trace in data:
-        trace["showlegend"] = trace["name"] not in seen
-        seen.add(trace["name"])
-
-
-def _layout(labels: Sequence[str], shown: int, height: int) -> Figure:
-    """Rows from the top, one a label, of which the first `shown` are in view; time to the right."""
+def _layout(labels: Sequence[str], shown: int, rows_px: int) -> Figure:
+    """Rows from the top, one a label, of which the first `shown` are in view; time to the right; the legend at the foot."""
     rows = {"tickvals": list(range(len(labels))), "ticktext": list(labels), "range": [shown - 0.5, -0.5], "automargin": True}
     return {
-        "height": height,
-        "margin": {"l": 8, "r": 16, "t": 24, "b": 64},
+        "height": TOP_PX + rows_px + BOTTOM_PX,
+        "margin": {"l": 8, "r": 64, "t": TOP_PX, "b": BOTTOM_PX},
         "xaxis": {"title": {"text": "µs", "standoff": 4}, "rangemode": "tozero", "zeroline": False},
         "yaxis": {**rows, "showgrid": False, "zeroline": False, "fixedrange": True},
         "bargap": 0.25,
-        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        "legend": {"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"},
         "hovermode": "closest",
     }
 
@@ -144,8 +142,10 @@ def _line(x: float) -> Figure:
 
 
 def _names(marks: Mapping[str, float]) -> list[Figure]:
-    place = {"yref": "paper", "y": 0, "yanchor": "bottom", "xanchor": "right", "textangle": -90, "showarrow": False}
-    return [{"text": name, "x": x, **place} for name, x in marks.items()]
+    """The lines' names above the rows: the earliest left of its line and the others right, so that close ones do not meet."""
+    place = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
+    ordered = sorted(marks.items(), key=lambda item: item[1])
+    return [{"text": name, "x": x, "xanchor": "left" if i else "right", **place} for i, (name, x) in enumerate(ordered)]
 
 
 def _label(text: str) -> str:
