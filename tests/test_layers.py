@@ -19,10 +19,10 @@ FRONT_DOOR = "weft"
 OUTER = 7
 
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(["codec", "errors", "machine", "problem", "span"], 0),
+    **dict.fromkeys(["codec", "errors", "machine", "problem", "span", "version"], 0),
     **dict.fromkeys(["check", "schedule", "schedules", "timeline"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
-    **dict.fromkeys(["kernels", "memory"], 3),
+    **dict.fromkeys(["kernels", "memory", "team"], 3),
     **dict.fromkeys(["controls", "transports"], 4),
     **dict.fromkeys(["execute"], 5),
     **dict.fromkeys(["doctor", "nn", "ops", "planner.tune", "run"], 6),

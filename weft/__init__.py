@@ -1,0 +1,77 @@
+"""weft hides communication behind computation on several GPUs, at a grain finer than the shard.
+
+Importing it touches no GPU, patches nothing and starts no process; what needs torch is loaded when it is first named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from weft.version import __version__
+
+if TYPE_CHECKING:
+    from weft.check import ScheduleError, check
+    from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+    from weft.machine import Machine
+    from weft.ops import all_gather_matmul, close, matmul_reduce_scatter
+    from weft.planner import plan
+    from weft.problem import Problem
+    from weft.schedule import Schedule
+    from weft.schedules import build
+    from weft.sim import simulate
+    from weft.span import Span
+    from weft.timeline import timeline
+
+
+_HOMES = {
+    "PeerLost": "errors",
+    "Machine": "machine",
+    "Problem": "problem",
+    "RankMismatch": "errors",
+    "Schedule": "schedule",
+    "ScheduleError": "check",
+    "Span": "span",
+    "WaitTimeout": "errors",
+    "WeftError": "errors",
+    "all_gather_matmul": "ops",
+    "build": "schedules",
+    "check": "check",
+    "close": "ops",
+    "matmul_reduce_scatter": "ops",
+    "plan": "planner",
+    "simulate": "sim",
+    "timeline": "timeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_HOMES, "__version__"])
+
+
+__all__ = [
+    "Machine",
+    "PeerLost",
+    "Problem",
+    "RankMismatch",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "WaitTimeout",
+    "WeftError",
+    "__version__",
+    "all_gather_matmul",
+    "build",
+    "check",
+    "close",
+    "matmul_reduce_scatter",
+    "plan",
+    "simulate",
+    "timeline",
+]

@@ -10,6 +10,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
@@ -40,7 +41,9 @@ class Problem:
     op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction).
     dtype: of inputs and result; partial results are summed in float32. world_size: ranks that share the work.
     return_gathered: all_gather_matmul also hands back the gathered a_MK. reduce_op: of matmul_reduce_scatter.
-    Raises ValueError for an unknown name or an extent below zero (k and world_size: below one).
+    row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
+    b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives.
+    Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 
     op: Op
@@ -51,6 +54,8 @@ class Problem:
     dtype: DType = "bfloat16"
     return_gathered: bool = False
     reduce_op: Literal["sum", "avg"] = "sum"
+    row_multiple: int = 1
+    b_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -59,10 +64,21 @@ class Problem:
             raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
         if self.reduce_op not in ("sum", "avg"):
             raise ValueError(f"reduce_op is {self.reduce_op!r}; use 'sum' or 'avg'")
-        for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1)):
+        for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+        if self.m % self.row_multiple:
+            raise ValueError(f"m is {self.m}; it must be a multiple of row_multiple, {self.row_multiple}")
+        if self.b_sizes:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        name, whole = ("n", self.n) if self.op == "all_gather_matmul" else ("k", self.k)
+        if len(self.b_sizes) != self.world_size or min(self.b_sizes) < 0 or sum(self.b_sizes) != whole:
+            sizes = f"{self.world_size} sizes of at least 0 that add up to {name}, {whole}"
+            raise ValueError(f"b_sizes is {self.b_sizes}; it must be {sizes}")
 
     @property
     def itemsize(self) -> int:
@@ -72,26 +88,35 @@ class Problem:
     @property
     def shards(self) -> tuple[Span1D, ...]:
         """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter)."""
-        return split(self.m, self.world_size)
+        unit = self.row_multiple
+        return tuple((low * unit, high * unit) for low, high in split(self.m // unit, self.world_size))
+
+    @property
+    def b_shards(self) -> tuple[Span1D, ...]:
+        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for matmul_reduce_scatter."""
+        if not self.b_sizes:
+            return split(self.n if self.op == "all_gather_matmul" else self.k, self.world_size)
+        ends = tuple(accumulate(self.b_sizes))
+        return tuple((end - size, end) for end, size in zip(ends, self.b_sizes, strict=True))
 
     def columns(self, rank: int) -> int:
         """all_gather_matmul: columns of b, and of the result, on `rank`. matmul_reduce_scatter: all N."""
         if self.op == "matmul_reduce_scatter":
             return self.n
-        low, high = split(self.n, self.world_size)[rank]
+        low, high = self.b_shards[rank]
         return high - low
 
     def inner(self, rank: int) -> int:
         """Contraction length on `rank`: all K for all_gather_matmul, its shard for matmul_reduce_scatter."""
         if self.op == "all_gather_matmul":
             return self.k
-        low, high = split(self.k, self.world_size)[rank]
+        low, high = self.b_shards[rank]
         return high - low
 
     @property
     def flops(self) -> int:
         """Floating-point operations of the largest rank's matmul."""
-        return 2 * self.m * self.columns(0) * self.inner(0)
+        return 2 * self.m * max(self.columns(r) * self.inner(r) for r in range(self.world_size))
 
     @property
     def shard_bytes(self) -> int:

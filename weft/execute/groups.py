@@ -1,0 +1,206 @@
+"""What weft keeps for each process group: its team, its programs by problem, and the schedules chosen.
+
+State of a group lives from its first call to `close`. GROUPS is the one registry: torch's custom operators name a group by
+a string, so the way from that string to the state has to be global.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from weft import codec, machine, schedules
+from weft.check import check
+from weft.execute.host import HostProgram, HostSpace
+from weft.planner import plan
+from weft.problem import Op, Problem, split
+from weft.schedule import Schedule
+from weft.span import Span
+from weft.team import Team
+from weft.version import __version__
+
+PROGRAMS_PER_GROUP = 128
+"""Programs kept; the least recently used goes first. Each holds a few KiB of flags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One operator call on this rank, before ranks have agreed. rows: of the whole M."""
+
+    op: Op
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    rows: int
+    row_multiple: int
+    schedule: str
+    return_gathered: bool = False
+    reduce_op: Literal["sum", "avg"] = "sum"
+    spans: list[Span] | None = field(default=None, compare=False)
+
+    @property
+    def b_size(self) -> int:
+        """This rank's part of b's sharded dimension."""
+        return sum(b.shape[1] for b in self.bs) if self.op == "all_gather_matmul" else int(self.bs[0].shape[0])
+
+    def describe(self) -> str:
+        """What every rank must have in common, a line each."""
+        common = f"K: {self.a.shape[1]}" if self.op == "all_gather_matmul" else f"N: {self.bs[0].shape[1]}"
+        lines = (
+            f"op: {self.op}",
+            f"M: {self.rows}",
+            f"row_multiple: {self.row_multiple}",
+            common,
+            f"number of b: {len(self.bs)}",
+            f"dtype: {self.a.dtype}",
+            f"device: {self.a.device.type}",
+            f"schedule: {self.schedule}",
+            f"return_gathered: {self.return_gathered}",
+            f"reduce_op: {self.reduce_op}",
+            f"weft: {__version__}",
+        )
+        return "\n".join(lines)
+
+    def problem(self, b_sizes: tuple[int, ...]) -> Problem:
+        total = sum(b_sizes)
+        regular = tuple(high - low for low, high in split(total, len(b_sizes))) == b_sizes
+        gather = self.op == "all_gather_matmul"
+        return Problem(
+            op=self.op,
+            m=self.rows,
+            n=total if gather else int(self.bs[0].shape[1]),
+            k=int(self.a.shape[1]) if gather else total,
+            world_size=len(b_sizes),
+            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            return_gathered=self.return_gathered,
+            reduce_op=self.reduce_op,
+            row_multiple=self.row_multiple,
+            b_sizes=() if regular else b_sizes,
+        )
+
+
+class RankProgram(Protocol):
+    """A checked schedule bound to one rank of a team, on some device."""
+
+    schedule: Schedule
+
+    def run(
+        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
+    ) -> dict[str, list[torch.Tensor]]: ...
+
+    def close(self) -> None: ...
+
+
+class GroupState:
+    """One group's team, space and programs on this rank."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.team = Team(group)
+        self.space = HostSpace(self.team)
+        self.lock = threading.Lock()
+        self._programs: OrderedDict[tuple[Problem, str, str], RankProgram] = OrderedDict()
+
+    def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
+        with self.lock:
+            problem = call.problem(self.team.enter(call.describe(), call.b_size))
+            key = (problem, call.schedule, call.a.device.type)
+            # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
+            chosen = None if key in self._programs else self._checked(problem, call, kept)
+            try:
+                if chosen is not None:
+                    self._keep(key, self._bind(chosen, call.a.device))
+                self._programs.move_to_end(key)
+                return self._programs[key].run(call.a, call.bs, spans=call.spans)
+            except BaseException as error:
+                # Peers wait for this rank: whatever ends its call must end theirs, with the reason.
+                raise self.team.fail(error) from error.__cause__
+
+    @staticmethod
+    def _checked(problem: Problem, call: Call, kept: dict[str, Schedule]) -> Schedule:
+        schedule = choose(problem, call.schedule, call.a.device, kept)
+        check(schedule)
+        return schedule
+
+    def _keep(self, key: tuple[Problem, str, str], program: RankProgram) -> None:
+        self._programs[key] = program
+        if len(self._programs) > PROGRAMS_PER_GROUP:
+            self._programs.popitem(last=False)[1].close()
+
+    def _bind(self, schedule: Schedule, device: torch.device) -> RankProgram:
+        return HostProgram(self.space, schedule)
+
+    def schedules(self) -> list[Schedule]:
+        """What has been chosen so far, oldest use first."""
+        return [program.schedule for program in self._programs.values()]
+
+    def close(self) -> None:
+        for program in self._programs.values():
+            program.close()
+        self.space.close()
+        self.team.close()
+
+
+class Groups:
+    """Every group's state, by the group's name."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
+        self._kept: dict[str, Schedule] = {}
+        self._lock = threading.Lock()
+
+    def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
+        return self.state(name).run(call, self._kept)
+
+    def state(self, name: str) -> GroupState:
+        """The group's state, made at its first use. Collective then."""
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        with self._lock:
+            known = self._states.get(name)
+            if known is not None and known[0] is not group:
+                # The process group was destroyed and another one got its name.
+                known[1].close()
+                known = None
+            if known is None:
+                known = self._states[name] = (group, GroupState(group))
+            return known[1]
+
+    def keep(self, schedule: Schedule) -> str:
+        """Remember a Schedule value; the string that names it in calls, the same on every rank."""
+        digest = hashlib.sha256(codec.dumps(schedule).encode()).hexdigest()[:16]
+        spec = f"value:{schedule.name}:{digest}"
+        self._kept[spec] = schedule
+        return spec
+
+    def close(self, name: str) -> None:
+        known = self._states.pop(name, None)
+        if known is not None:
+            known[1].close()
+
+
+GROUPS = Groups()
+
+
+def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
+    """The schedule that `spec` asks for. Raises ValueError if a kept value is for another problem."""
+    if spec in kept:
+        schedule = kept[spec]
+        if schedule.problem != problem:
+            raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
+        return schedule
+    if spec != "auto":
+        return schedules.build(problem, *schedules.parse(spec))
+    best = plan(problem, machine.load(machine_for(device))).chosen
+    return schedules.build(problem, best.schedule, best.chunks)
+
+
+def machine_for(device: torch.device) -> str:
+    """The shipped profile that is nearest to a device; h200x8 where none is."""
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else ""
+    return next((m for m in machine.names() if m.split("x8")[0] and m.split("x8")[0] in name), "h200x8")

@@ -1,0 +1,316 @@
+"""The host executor: a Schedule on CPUs, one process a rank.
+
+Symmetric buffers are POSIX shared memory that every rank maps; a peer's region is a tensor over the peer's segment. Flags
+are words in the same memory, stored with release and loaded with acquire. The compute lane runs on the caller's thread;
+every other lane is a thread, so that a copy lane really runs beside the matmuls (torch lets go of the interpreter lock).
+
+    caller's thread (compute)       thread (copy)
+    steps ...                       steps ...
+    signal made  ---------------->  wait made
+    join  <-----------------------  end                 a call returns when all lanes of the rank have ended
+
+Memory, by rank: one data segment for all schedules of the team, grown when one needs more; one segment of flags a
+schedule. Schedules share the data segment: `Team.enter` of a call shows that every peer has ended the call before, so no
+peer still reads what another schedule put there.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from weft.errors import PeerLost
+from weft.execute.interpret import Bindings, Program, Where
+from weft.memory import Segment
+from weft.schedule import Collective, Flag, Lane, Schedule, advances
+from weft.span import Kind, Span
+from weft.team import Team
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ALIGN = 256
+
+
+@cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matmuls of its own for `dtype`; if not, torch's are a hundred times slower than float32's."""
+    if dtype == torch.float32:
+        return True
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return bool(getattr(torch.ops.mkldnn, name)())
+
+
+class LaneThread:
+    """A thread that runs one lane's steps, call after call."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"weft-{name}", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:
+                self._results.put(error)
+            else:
+                self._results.put(None)
+
+    def start(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def join(self) -> BaseException | None:
+        """Wait for the started task; the exception that it raised, if any."""
+        return self._results.get()
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Byte offsets of a schedule's symmetric buffers in every rank's data segment, and of what collectives stage."""
+
+    offsets: dict[tuple[str, int], int]
+    staging: int
+    nbytes: int
+
+
+def _layout(schedule: Schedule) -> _Layout:
+    offsets: dict[tuple[str, int], int] = {}
+    ends = []
+    for rank in range(schedule.problem.world_size):
+        at = 0
+        for buffer in schedule.buffers:
+            if buffer.kind == "symmetric":
+                offsets[buffer.name, rank] = at
+                itemsize = 4 if buffer.float32 else schedule.problem.itemsize
+                at += -(-buffer.rows[rank] * buffer.cols[rank] * itemsize // _ALIGN) * _ALIGN
+        ends.append(at)
+    collectives = [step for _, _, _, step in schedule if isinstance(step, Collective)]
+    staged = max((step.src.size * schedule.problem.itemsize for step in collectives), default=0)
+    return _Layout(offsets, max(ends), max(ends) + staged)
+
+
+class HostSpace:
+    """What the schedules of one team share on this rank: the data segments, scratch, and lane threads."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.data: list[Segment] = []
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._threads: dict[str, LaneThread] = {}
+
+    def reserve(self, nbytes: int) -> None:
+        """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
+        if not self.data or self.data[0].nbytes < nbytes:
+            grown = self.team.allocate(nbytes)
+            for segment in self.data:
+                segment.close()
+            self.data = grown
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local rows x cols matrix that keeps its memory from call to call."""
+        nbytes = rows * cols * dtype.itemsize
+        if name not in self._scratch or self._scratch[name].numel() < nbytes:
+            self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
+
+    def thread(self, lane: str) -> LaneThread:
+        if lane not in self._threads:
+            self._threads[lane] = LaneThread(f"{lane}-{self.team.rank}")
+        return self._threads[lane]
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+        for segment in self.data:
+            segment.close()
+        self._threads, self.data, self._scratch = {}, [], {}
+
+
+class HostProgram:
+    """A checked schedule on one rank of a team. Collective: every rank constructs it for the same schedule."""
+
+    def __init__(self, space: HostSpace, schedule: Schedule) -> None:
+        self.team, self.space, self.schedule = space.team, space, schedule
+        self.rank = self.team.rank
+        self._layout = _layout(schedule)
+        self._slots = _flag_slots(schedule)
+        self._writers = _flag_writers(schedule)
+        slots = max(self._slots.values(), default=0) + 2
+        self._segments = self.team.allocate(8 * slots)
+        self._words = [segment.words(0, slots) for segment in self._segments]
+        self._program = Program(schedule, self)
+        self._epoch = 0
+        self._meetings = 0
+        self._spans: list[Span] | None = None
+        self._inner = DTYPES[schedule.problem.dtype]
+        if not multiplies(self._inner):
+            self._inner = torch.float32
+
+    def run(
+        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
+    ) -> dict[str, list[torch.Tensor]]:
+        """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
+        self.space.reserve(self._layout.nbytes)
+        self._spans = spans
+        bindings, outputs = self._bind(a, bs)
+        self._program.run(self._epoch, bindings)
+        self._epoch += 1
+        return outputs
+
+    def _bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Bindings, dict[str, list[torch.Tensor]]]:
+        bindings, outputs = Bindings(), {}
+        dtype = DTYPES[self.schedule.problem.dtype]
+        bindings.bind("a", self.rank, a)
+        bindings.bind("b", self.rank, *(b.to(self._inner) for b in bs))
+        for buffer in self.schedule.buffers:
+            rows, cols = buffer.rows[self.rank], buffer.cols[self.rank]
+            if buffer.kind == "output":
+                widths = [b.shape[1] for b in bs] if buffer.name == "out" else [cols]
+                outputs[buffer.name] = [torch.empty(rows, width, dtype=dtype) for width in widths]
+                bindings.bind(buffer.name, self.rank, *outputs[buffer.name])
+            elif buffer.kind == "local":
+                kept = torch.float32 if buffer.float32 else dtype
+                bindings.bind(buffer.name, self.rank, self.space.scratch(buffer.name, rows, cols, kept))
+            elif buffer.kind == "symmetric":
+                for rank, segment in enumerate(self.space.data):
+                    offset = self._layout.offsets[buffer.name, rank]
+                    bindings.bind(buffer.name, rank, segment.matrix(offset, buffer.rows[rank], buffer.cols[rank], dtype))
+        return bindings, outputs
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+
+    # What the interpreter asks of a device.
+
+    def wait(self, flag: Flag, value: int, where: Where) -> None:
+        words, slot = self._words[flag.rank], self._slots[flag]
+        self.team.until(
+            lambda: words.load(slot) >= value,
+            lambda: (
+                f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self._writers.get(flag, 'nobody')} raises it"
+            ),
+        )
+
+    def signal(self, flag: Flag, value: int) -> None:
+        self._words[flag.rank].store(self._slots[flag], value)
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        if a.dtype != b.dtype:
+            a = a.to(b.dtype)
+        if out.dtype == a.dtype and not accumulate:
+            torch.mm(a, b, out=out)
+        elif accumulate:
+            out += torch.mm(a, b)
+        else:
+            out.copy_(torch.mm(a, b))
+
+    def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
+        """Every rank stages its source in shared memory, meets the others, reads theirs, and meets them again."""
+        staged = [self._staged(step, rank) for rank in range(self.team.world_size)]
+        staged[self.rank].copy_(src)
+        self._meet(where)
+        mine = self.schedule.problem.shards
+        if step.op == "all_gather":
+            for (low, high), shard in zip(mine, staged, strict=True):
+                dst[low:high].copy_(shard)
+        else:
+            rows = slice(*mine[self.rank])
+            total = staged[0][rows].to(torch.float32, copy=True)
+            for partial in staged[1:]:
+                total += partial[rows]
+            dst.copy_(total / step.divide_by if step.divide_by != 1 else total)
+        self._meet(where)
+
+    def _staged(self, step: Collective, rank: int) -> torch.Tensor:
+        """Where a rank puts its source: its own shard's rows for an all-gather, all rows for a reduce-scatter."""
+        low, high = self.schedule.problem.shards[rank]
+        rows = high - low if step.op == "all_gather" else step.src.shape[0]
+        return self.space.data[rank].matrix(self._layout.staging, rows, step.src.shape[1], DTYPES[self.schedule.problem.dtype])
+
+    def _meet(self, where: Where) -> None:
+        """Wait until every rank is here: a barrier on a word of each."""
+        self._meetings += 1
+        last = self._words[self.rank].count - 1
+        self._words[self.rank].store(last, self._meetings)
+        for rank, words in enumerate(self._words):
+            self.team.until(
+                lambda w=words: w.load(last) >= self._meetings,  # type: ignore[misc]
+                lambda r=rank, w=words: (  # type: ignore[misc]
+                    f"{where}: meet[0]@{r}: expected {self._meetings}, seen {w.load(last)}; rank {r} raises it"
+                ),
+            )
+
+    def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
+        """The compute lane here, the others on their threads; returns when all have ended, raises the first error."""
+        lanes = sorted(lanes, key=lambda item: item[0].kind != "compute")
+        started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
+        for thread, (_, work) in zip(started, lanes[1:], strict=True):
+            thread.start(self._guarded(work))
+        errors: list[BaseException | None] = []
+        try:
+            for _, work in lanes[:1]:
+                self._guarded(work)()
+        except BaseException as error:
+            errors.append(error)
+        errors += [thread.join() for thread in started]
+        raised = [error for error in errors if error is not None]
+        if raised:
+            # A lane that stopped because another one failed only repeats the reason: raise the reason itself.
+            raise next((e for e in raised if e is self.team.broken), raised[0])
+
+    def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except PeerLost:
+                raise
+            except BaseException as error:
+                raise self.team.fail(error) from None
+
+        return run
+
+    def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:
+        if self._spans is None:
+            work()
+            return
+        start = time.perf_counter_ns()
+        work()
+        end = time.perf_counter_ns()
+        span = Span(
+            rank=self.rank,
+            lane=where.lane,
+            kind=kind,
+            name=str(where.step),
+            start_us=start / 1e3,
+            end_us=end / 1e3,
+            flops=flops,
+            bytes=nbytes,
+        )
+        self._spans.append(span)
+
+
+def _flag_slots(schedule: Schedule) -> dict[Flag, int]:
+    """A word for every flag, counted on each rank from 0."""
+    slots: dict[Flag, int] = {}
+    used = [0] * schedule.problem.world_size
+    for flag in schedule.flags:
+        slots[flag] = used[flag.rank]
+        used[flag.rank] += 1
+    return slots
+
+
+def _flag_writers(schedule: Schedule) -> dict[Flag, str]:
+    """Who advances each flag, in words."""
+    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}

@@ -1,0 +1,171 @@
+"""Rank processes of our own: started once, given work many times, watched, and never left behind.
+
+`weft run` and the tests use this; under torchrun the user's processes are the ranks. Work is a top-level function and its
+arguments; every rank runs it inside one process group (gloo on CPU, NCCL on CUDA).
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import WeftError
+
+_START_S = 120.0
+_GRACE_S = 15.0
+
+
+class RankFailed(WeftError):
+    """A rank raised, or died. `failures`: (rank, text) of each, in the order in which they were seen."""
+
+    def __init__(self, failures: list[tuple[int, str]], summary: str) -> None:
+        self.failures = failures
+        super().__init__(summary)
+
+
+def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
+    """The life of a rank process: join the group, then run what arrives until told to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    options: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if device == "cuda" else {}
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_START_S), **options
+    )
+    pipe.send(("ready", None))
+    while (task := pipe.recv()) is not None:
+        function, args = task
+        try:
+            answer = ("done", function(*args))
+        except BaseException as error:
+            answer = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
+        pipe.send(answer)
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`world_size` rank processes on this host. A context manager; `close` always ends them.
+
+    device: "cpu" or "cuda" (rank r takes GPU r). environment: set in every rank before anything else.
+    """
+
+    def __init__(self, world_size: int, *, device: str = "cpu", environment: dict[str, str] | None = None) -> None:
+        self.world_size, self.device = world_size, device
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        context = mp.get_context("spawn")
+        store = str(Path(self._folder.name) / "store")
+        self._pipes: list[Connection] = []
+        self.processes: list[mp.process.BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world_size, store, device, theirs, environment or {}),
+                name=f"weft-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+        try:
+            self._collect(set(range(world_size)), _START_S, "starting")
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
+        """`function(*args)` on every rank; their results by rank. Raises RankFailed if a rank raises, dies or is late."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        return self._collect(set(range(self.world_size)), timeout_s, function.__name__)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """As `run`, without waiting; `finish` collects."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def finish(self, *, timeout_s: float = 600.0) -> list[Any]:
+        return self._collect(set(range(self.world_size)), timeout_s, "work")
+
+    def _collect(self, pending: set[int], timeout_s: float, what: str) -> list[Any]:
+        """Answers of all ranks. Once one has failed, the others have a grace period to say so too."""
+        results: list[Any] = [None] * self.world_size
+        failures: list[tuple[int, str, str]] = []
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            ready = wait([self._pipes[r] for r in pending], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures += [(r, f"no answer within {timeout_s:g} s while {what}", "") for r in sorted(pending)]
+                break
+            for rank in [r for r in sorted(pending) if self._pipes[r] in ready]:
+                failure = self._receive(rank, results)
+                pending.discard(rank)
+                if failure:
+                    failures.append((rank, *failure))
+                    timeout_s = min(timeout_s, _GRACE_S)
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failures:
+            self._raise(failures)
+        return results
+
+    def _receive(self, rank: int, results: list[Any]) -> tuple[str, str] | None:
+        try:
+            kind, answer = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(timeout=5)
+            return f"died with exit code {self.processes[rank].exitcode}", ""
+        if kind == "failed":
+            message, trace = answer
+            return message, trace
+        results[rank] = answer
+        return None
+
+    @staticmethod
+    def _raise(failures: list[tuple[int, str, str]]) -> None:
+        lines = [f"rank {rank}: {message}" for rank, message, _ in failures]
+        trace = next((trace for _, _, trace in failures if trace), "")
+        error = RankFailed([(rank, message) for rank, message, _ in failures], "\n".join(lines))
+        if trace:
+            error.add_note(f"first traceback, of rank {next(r for r, _, t in failures if t)}:\n{trace}")
+        raise error
+
+    def close(self, *, grace_s: float = 10.0) -> None:
+        """Ask every rank to end; kill those that do not within the grace period."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                continue
+        deadline = time.monotonic() + grace_s
+        for process in self.processes:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(grace_s=10.0 if exc[0] is None else 1.0)

@@ -1,0 +1,140 @@
+"""Shared memory between the ranks of one host: segments of bytes, and words that are read and written atomically.
+
+A segment is POSIX shared memory, readable by its user alone, with a name that tells its creator (process and start time)
+and cannot be guessed. It is unlinked as soon as every rank has mapped it, so that nothing stays behind however a rank
+ends; what a creator left that died in between is removed by `reap_stale`, which every team calls when it starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+SHM = Path("/dev/shm")
+PREFIX = "weft-"
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if there is none, or only its zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class Segment:
+    """Bytes that ranks share. The creator calls `create`, the others `open`; both `close`."""
+
+    def __init__(self, name: str, mapping: mmap.mmap) -> None:
+        self.name, self.nbytes, self._mapping = name, len(mapping), mapping
+
+    @classmethod
+    def create(cls, label: str, nbytes: int) -> Segment:
+        """A new zeroed segment of at least `nbytes`. Raises ValueError if shared memory is too small for it."""
+        nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        name = f"{PREFIX}{os.getpid()}-{process_start(os.getpid())}-{os.urandom(8).hex()}-{label}"
+        descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Reserve the pages now: a full /dev/shm is then an error here, not a SIGBUS at the first write.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return cls(name, mmap.mmap(descriptor, nbytes))
+        except OSError as error:
+            unlink(name)
+            free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+            raise ValueError(
+                f"shared memory: {nbytes} bytes asked, {free} free in {SHM} ({error}); enlarge it (--shm-size)"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def open(cls, name: str) -> Segment:
+        """Map a segment that another rank created."""
+        descriptor = os.open(SHM / name, os.O_RDWR)
+        try:
+            return cls(name, mmap.mmap(descriptor, 0))
+        finally:
+            os.close(descriptor)
+
+    def words(self, offset: int = 0, count: int | None = None) -> Words:
+        """8-byte words from byte `offset` on."""
+        return Words(self._mapping, offset, (self.nbytes - offset) // 8 if count is None else count)
+
+    def matrix(self, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A rows x cols tensor over the bytes from `offset` on."""
+        if rows * cols == 0:
+            return torch.empty(rows, cols, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=rows * cols, offset=offset).view(rows, cols)
+
+    def read_text(self, offset: int, size: int) -> str:
+        return self._mapping[offset : offset + size].rstrip(b"\0").decode(errors="replace")
+
+    def write_text(self, offset: int, size: int, text: str) -> None:
+        self._mapping[offset : offset + size] = text.encode()[:size].ljust(size, b"\0")
+
+    def close(self) -> None:
+        """Drop this mapping; it goes once no tensor over it is left."""
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def _atomic_accessors(mapping: mmap.mmap) -> tuple[Callable[[int], int], Callable[[int, int], None]]:
+    """(load-acquire, store-release) of the 8-byte word at a byte offset."""
+    try:
+        from atomicshm import ACQUIRE, RELEASE, AtomicView
+    except ImportError:
+        return _plain_accessors(mapping)
+    view = AtomicView(mapping)
+    return lambda at: view.load_u64(at, ACQUIRE), lambda at, value: view.store_u64(at, value, RELEASE)
+
+
+def _plain_accessors(mapping: mmap.mmap) -> tuple[Callable[[int], int], Callable[[int, int], None]]:
+    """Without the atomics package: on x86-64 an aligned 8-byte move is atomic, loads acquire and stores release."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise ValueError(f"flags need atomics on {platform.machine()}: pip install atomicshm")
+    words = np.frombuffer(mapping, dtype=np.uint64)
+    return lambda at: int(words[at >> 3]), lambda at, value: words.__setitem__(at >> 3, value)
+
+
+class Words:
+    """8-byte unsigned words of a segment, with load-acquire and store-release."""
+
+    def __init__(self, mapping: mmap.mmap, offset: int, count: int) -> None:
+        assert offset % 8 == 0
+        assert offset + 8 * count <= len(mapping)
+        self._load, self._store = _atomic_accessors(mapping)
+        self._offset, self.count = offset, count
+
+    def load(self, index: int) -> int:
+        return self._load(self._offset + 8 * index)
+
+    def store(self, index: int, value: int) -> None:
+        self._store(self._offset + 8 * index, value)
+
+
+def unlink(name: str) -> None:
+    """Remove a segment's name; no error if it is gone."""
+    (SHM / name).unlink(missing_ok=True)
+
+
+def reap_stale() -> list[str]:
+    """Remove segments of this user whose creator is dead; their names."""
+    reaped = []
+    for path in SHM.glob(f"{PREFIX}*"):
+        pid, start = [*path.name.removeprefix(PREFIX).split("-"), "", ""][:2]
+        try:
+            mine = path.stat().st_uid == os.getuid()
+        except OSError:
+            continue
+        if mine and pid.isdigit() and str(process_start(int(pid))) != start:
+            path.unlink(missing_ok=True)
+            reaped.append(path.name)
+    return reaped

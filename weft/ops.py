@@ -1,0 +1,221 @@
+"""The operators: what a PyTorch user calls in place of a collective and a matmul.
+
+    all_gather_matmul(a, b)        replaces   dist.all_gather_into_tensor(a_full, a); a_full @ b
+    matmul_reduce_scatter(a, b)    replaces   c = a @ b; dist.reduce_scatter_tensor(out, c)
+
+Legend: M N K full extents, m n k a rank's part. All ranks of the group call the same operator in the same order.
+
+Each is a torch.library custom operator (weft::...) with a fake implementation, so that it traces under torch.compile. The
+first call of a group builds its Team; the first call of a problem plans, checks and binds a schedule; later calls run it.
+Every call, ranks agree on what they call before anything moves (RankMismatch shows the difference).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft import schedules
+from weft.execute.groups import GROUPS, Call
+from weft.problem import split
+from weft.schedule import Schedule
+
+_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_gathered: bool = False,
+    gather_dim: int = 0,
+    rows: int | None = None,
+) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
+    """all_gather(a, dim=gather_dim) @ b, with the gather hidden behind the matmul.
+
+    Replaces
+        dist.all_gather_into_tensor(a_full, a, group); out = a_full @ b
+
+    a: [m, ..., K], this rank's shard; any strides. b: [K, n], or several of them that share one gather (Q, K and V, say).
+    group: any process group whose ranks are on one host; default: the whole world.
+    schedule: "auto", a name of `weft schedules`, "name:chunks", or a Schedule value.
+    return_gathered: also return the gathered a. gather_dim: the dimension that is gathered (not the last).
+    rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
+    would give this rank.
+
+    Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a).
+    Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
+    WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
+    """
+    bs = [b] if isinstance(b, torch.Tensor) else list(b)
+    _check_operands(a, bs, len(bs))
+    group_name, rank, world_size = _group(group)
+    dim = _dimension(a, gather_dim, "gather_dim")
+    moved = a.movedim(dim, 0)
+    total = world_size * moved.shape[0] if rows is None else rows
+    _check_rows(rows, moved.shape[0], rank, world_size)
+    unit = _per_entry(moved)
+    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1])
+    results = torch.ops.weft.all_gather_matmul(flat, bs, group_name, total * unit, unit, _spec(schedule), return_gathered)
+    shaped = [r.view(total, *moved.shape[1:-1], r.shape[1]).movedim(0, dim) for r in results]
+    outs = shaped[: len(bs)]
+    out = outs[0] if isinstance(b, torch.Tensor) else outs
+    return (out, shaped[-1]) if return_gathered else out
+
+
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    op: str = "sum",
+    scatter_dim: int = 0,
+) -> torch.Tensor:
+    """reduce_scatter(a @ b, dim=scatter_dim), with the exchange hidden behind the matmul.
+
+    Replaces
+        c = a @ b; dist.reduce_scatter_tensor(out, c, op, group)
+
+    a: [M, ..., k], any strides. b: [k, N]. op: "sum" or "avg". scatter_dim: the dimension that is scattered (not the last).
+    group, schedule: as for all_gather_matmul. Partial products are rounded to the dtype, summed in float32 in the order of
+    ranks, and rounded once.
+
+    Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
+    shorter or empty. Raises as all_gather_matmul does.
+    """
+    _check_operands(a, [b], 1)
+    if op not in ("sum", "avg"):
+        raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
+    group_name, rank, world_size = _group(group)
+    dim = _dimension(a, scatter_dim, "scatter_dim")
+    moved = a.movedim(dim, 0)
+    unit = _per_entry(moved)
+    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1])
+    out = torch.ops.weft.matmul_reduce_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule), op)
+    low, high = split(moved.shape[0], world_size)[rank]
+    shaped: torch.Tensor = out.view(high - low, *moved.shape[1:-1], b.shape[1]).movedim(0, dim)
+    return shaped
+
+
+def close(group: dist.ProcessGroup | None = None) -> None:
+    """Give back what weft holds for a group: segments, threads, programs. The next call starts anew. Not collective.
+
+    After an error, every rank of the group calls this before the group is used again.
+    """
+    GROUPS.close(_group(group)[0])
+
+
+@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
+def _all_gather_matmul(
+    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
+) -> list[torch.Tensor]:
+    call = Call(
+        op="all_gather_matmul",
+        a=a,
+        bs=bs,
+        rows=rows,
+        row_multiple=unit,
+        schedule=schedule,
+        return_gathered=return_gathered,
+    )
+    outputs = GROUPS.run(group, call)
+    return outputs["out"] + outputs.get("gathered", [])
+
+
+@_all_gather_matmul.register_fake
+def _(
+    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
+) -> list[torch.Tensor]:
+    return [a.new_empty(rows, b.shape[1]) for b in bs] + [a.new_empty(rows, a.shape[1])] * return_gathered
+
+
+@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
+def _matmul_reduce_scatter(
+    a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
+) -> torch.Tensor:
+    call = Call(op="matmul_reduce_scatter", a=a, bs=[b], rows=a.shape[0], row_multiple=unit, schedule=schedule, reduce_op=op)  # type: ignore[arg-type]
+    return GROUPS.run(group, call)["out"][0]
+
+
+@_matmul_reduce_scatter.register_fake
+def _(
+    a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
+) -> torch.Tensor:
+    low, high = split(a.shape[0] // unit, world_size)[rank]
+    return a.new_empty((high - low) * unit, b.shape[1])
+
+
+def _group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
+    """(name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
+    if not dist.is_initialized():
+        raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
+    group = dist.group.WORLD if group is None else group
+    rank = dist.get_rank(group)
+    if group is None or rank < 0:
+        raise ValueError("group: this rank is not in it; call the operator on the group's ranks only")
+    return group.group_name, rank, dist.get_world_size(group)
+
+
+def _spec(schedule: str | Schedule) -> str:
+    """A schedule as a string that the operator takes; values are kept and named by their content."""
+    if isinstance(schedule, Schedule):
+        return GROUPS.keep(schedule)
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
+    if schedule != "auto":
+        schedules.parse(schedule)
+    return schedule
+
+
+def _per_entry(moved: torch.Tensor) -> int:
+    """Rows of the flat matrix for one entry of the first dimension: the product of the middle dimensions."""
+    unit = 1
+    for extent in moved.shape[1:-1]:
+        unit *= extent
+    return unit
+
+
+def _dimension(a: torch.Tensor, dim: int, name: str) -> int:
+    found = dim + a.dim() if dim < 0 else dim
+    if not 0 <= found < a.dim() - 1:
+        raise ValueError(f"{name} is {dim}; for a of {a.dim()} dimensions it must be in 0 to {a.dim() - 2}")
+    return found
+
+
+def _check_rows(rows: int | None, mine: int, rank: int, world_size: int) -> None:
+    if rows is None:
+        return
+    low, high = split(rows, world_size)[rank]
+    if mine != high - low:
+        raise ValueError(
+            f"rows is {rows}: torch.chunk over {world_size} ranks gives rank {rank} {high - low} rows, but a has {mine}"
+        )
+
+
+def _check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int) -> None:
+    """One predicate for what both operators need of their inputs."""
+    if not isinstance(a, torch.Tensor) or a.dim() < 2:
+        raise ValueError(f"a is {_shape(a)}; it must be a tensor of at least 2 dimensions")
+    if not bs:
+        raise ValueError("b is an empty list; pass one matrix or several")
+    if a.dtype not in _DTYPES:
+        raise ValueError(f"a is {a.dtype}; weft takes {', '.join(_DTYPES.values())}")
+    for i, b in enumerate(bs):
+        name = "b" if count == 1 else f"b[{i}]"
+        if not isinstance(b, torch.Tensor) or b.dim() != 2:
+            raise ValueError(f"{name} is {_shape(b)}; it must be a matrix")
+        if b.shape[0] != a.shape[-1]:
+            raise ValueError(
+                f"{name} has {b.shape[0]} rows, a has {a.shape[-1]} columns ({_shape(a)} @ {_shape(b)}); they must agree"
+            )
+        if b.dtype != a.dtype or b.device != a.device:
+            raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+def _shape(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

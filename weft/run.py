@@ -1,0 +1,287 @@
+"""`weft run`: every distributed site of a model, planned, run on real ranks of this machine, checked, and timed.
+
+Each rank draws its inputs from (seed, site, rank). The reference is the sequential program in float32 over
+torch.distributed, which shares nothing with weft's executors. Times are medians over interleaved rounds, of the slowest
+rank; computation and communication alone are the two steps of the sequential schedule, as measured.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from weft import schedules
+from weft.execute.groups import GROUPS, Call
+from weft.execute.ranks import Ranks
+from weft.machine import Machine
+from weft.models import Model, Site, sites
+from weft.planner import plan
+from weft.planner.values import Plan
+from weft.problem import ITEMSIZE, OPS, DType, Problem
+from weft.results import Run, SiteRun, Skipped
+from weft.schedule import Schedule
+from weft.span import Span
+from weft.version import __version__
+
+Progress = Callable[[str, int, int], None]
+ROUNDS = {"cpu": 3, "cuda": 20}
+_BLOCK = 4096
+
+
+def run_model(
+    model: Model,
+    *,
+    ranks: int,
+    device: str,
+    tokens: int,
+    op: str | None,
+    schedule: str,
+    machine: Machine,
+    machine_ranks: int,
+    machine_tokens: int,
+    dtype: str,
+    seed: int,
+    progress: Progress,
+) -> Run:
+    """Run, check and time the sites of `model` on `ranks` processes of this machine.
+
+    device: "cpu" or "cuda". op: only sites of this operator. schedule: "auto" or as schedules.parse takes it.
+    machine, machine_ranks, machine_tokens: what is predicted beside. progress(what, done, total) is called as work goes on.
+    Raises ValueError for what cannot be run, RankFailed if a rank is lost.
+    """
+    _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
+    element = cast(DType, dtype)
+    found = sites(model)
+    chosen = [s for s in found if isinstance(s, Site) and op in (None, s.op)]
+    done: list[SiteRun] = []
+    with Ranks(ranks if chosen else 0, device=device) as pool:
+        for index, site in enumerate(chosen):
+            progress(f"{site.name}: planning", 2 * index, 2 * len(chosen))
+            problem = site.problem(tokens, ranks, element)
+            built = _choose(problem, schedule, machine)
+            spec = built.name if built.chunks == 1 else f"{built.name}:{built.chunks}"
+            there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
+            progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))
+            measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device)
+            done.append(_site_run(site.name, built, measured, there))
+        progress("done", 2 * len(chosen), 2 * len(chosen))
+    return Run(
+        model=model.name,
+        device=device,
+        world_size=ranks,
+        tokens=tokens,
+        dtype=dtype,
+        seed=seed,
+        machine=machine.name,
+        machine_ranks=machine_ranks,
+        machine_tokens=machine_tokens,
+        sites=tuple(done),
+        skipped=tuple(s for s in found if isinstance(s, Skipped)),
+        versions=versions(device),
+    )
+
+
+def _check_request(*, ranks: int, device: str, tokens: int, op: str | None, schedule: str, dtype: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; use cpu or cuda")
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}; it must be at least 1")
+    if op is not None and op not in OPS:
+        raise ValueError(f"op is {op!r}; weft has {', '.join(OPS)}")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype is {dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
+    if schedule != "auto":
+        schedules.parse(schedule)
+    gpus = torch.cuda.device_count() if device == "cuda" else ranks
+    if ranks > gpus:
+        raise ValueError(
+            f"ranks is {ranks}, but this machine has {gpus} GPUs; use --ranks {gpus} or --device cpu"
+            if gpus
+            else f"ranks is {ranks} with --device cuda, but this machine has no GPU; use --device cpu"
+        )
+
+
+def _choose(problem: Problem, schedule: str, machine: Machine) -> Schedule:
+    """The planner's choice for this many ranks of the named machine, or what was asked for."""
+    if schedule != "auto":
+        return schedules.build(problem, *schedules.parse(schedule))
+    best = plan(problem, machine).chosen
+    return schedules.build(problem, best.schedule, best.chunks)
+
+
+def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:
+    if schedule == "auto":
+        return plan(problem, machine)
+    name, chunks = schedules.parse(schedule)
+    return plan(problem, machine, only=name, chunks=chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank saw of a site. Times in us."""
+
+    max_error: float
+    sequential_us: float
+    overlapped_us: float
+    sequential_spans: tuple[Span, ...]
+    spans: tuple[Span, ...]
+
+
+def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measured:
+    """One rank's part: draw inputs, check the result, time the schedule against the sequential one."""
+    rank = dist.get_rank()
+    on = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    a, b = _inputs(problem, rank, seed, on)
+    out = _run(problem, spec, a, b)
+    error = _error(problem, a, b, out, rank)
+    times: dict[str, list[float]] = {"sequential": [], spec: []}
+    for round_ in range(ROUNDS[device] + 1):
+        for name in times:
+            elapsed = _timed(lambda name=name: _run(problem, name, a, b), on)  # type: ignore[misc]
+            if round_:
+                times[name].append(elapsed)
+    spans = {name: _spans(problem, name, a, b) for name in times}
+    return Measured(
+        max_error=error,
+        sequential_us=statistics.median(times["sequential"]),
+        overlapped_us=statistics.median(times[spec]),
+        sequential_spans=spans["sequential"],
+        spans=spans[spec],
+    )
+
+
+def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's a and b, normally distributed, b scaled so that results are of order one."""
+    generator = torch.Generator(device=on).manual_seed((seed * 1009 + rank) % 2**62)
+    dtype = getattr(torch, problem.dtype)
+    low, high = problem.shards[rank]
+    rows = high - low if problem.op == "all_gather_matmul" else problem.m
+    a = torch.randn(rows, problem.inner(rank), generator=generator, device=on).to(dtype)
+    b = torch.randn(problem.inner(rank), problem.columns(rank), generator=generator, device=on) * problem.k**-0.5
+    return a, b.to(dtype)
+
+
+def _run(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor, spans: list[Span] | None = None) -> torch.Tensor:
+    call = Call(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
+    return GROUPS.run(dist.group.WORLD.group_name, call)["out"][0]  # type: ignore[union-attr]
+
+
+def _timed(work: Callable[[], object], on: torch.device) -> float:
+    """Microseconds of `work`, from a common start of all ranks."""
+    dist.barrier()
+    if on.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+    begin = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _spans(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor) -> tuple[Span, ...]:
+    found: list[Span] = []
+    dist.barrier()
+    _run(problem, spec, a, b, found)
+    return tuple(found)
+
+
+def _error(problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rank: int) -> float:
+    """Largest difference from the sequential program in float32, relative to the reference's largest element."""
+    if problem.op == "all_gather_matmul":
+        full = _gathered(problem, a).float()
+        rows = slice(0, problem.m)
+    else:
+        full = a.float()
+        rows = slice(*problem.shards[rank])
+    worst = torch.zeros((), dtype=torch.float64)
+    largest = torch.zeros((), dtype=torch.float64)
+    for low in range(0, out.shape[1], _BLOCK):
+        expected = full @ b[:, low : low + _BLOCK].float()
+        if problem.op == "matmul_reduce_scatter":
+            expected = expected.cpu()
+            dist.all_reduce(expected)
+        expected, got = expected[rows].cpu(), out[:, low : low + _BLOCK].float().cpu()
+        if expected.numel():
+            difference = (got - expected).abs().max().double()
+            worst = torch.maximum(worst, torch.nan_to_num(difference, nan=float("inf")))
+            largest = torch.maximum(largest, expected.abs().max().double())
+    return float(worst / largest) if largest > 0 else float(worst)
+
+
+def _gathered(problem: Problem, a: torch.Tensor) -> torch.Tensor:
+    """all_gather of a over torch.distributed; shards may be uneven, so each is broadcast."""
+    pieces = []
+    for rank, (low, high) in enumerate(problem.shards):
+        piece = (
+            a.contiguous() if rank == dist.get_rank() else torch.empty(high - low, problem.k, dtype=a.dtype, device=a.device)
+        )
+        dist.broadcast(piece, src=rank)
+        pieces.append(piece)
+    return torch.cat(pieces)
+
+
+def tolerance(schedule: Schedule) -> float:
+    """What rounding allows, relative to the largest element: one rounding to the dtype for the result, one for each partial
+    product that is summed outside a matmul, and float32 accumulation over K within it."""
+    problem = schedule.problem
+    unit = torch.finfo(getattr(torch, problem.dtype)).eps / 2
+    partials = problem.world_size if problem.op == "matmul_reduce_scatter" else 0
+    if problem.op == "all_gather_matmul" and schedule.name == "uniform_fused_2d":
+        partials = schedule.chunks
+    return float((1 + partials) * unit + 4 * problem.k**0.5 * torch.finfo(torch.float32).eps)
+
+
+def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan) -> SiteRun:
+    alone = [s for m in measured for s in m.sequential_spans]
+    return SiteRun(
+        site=name,
+        problem=built.problem,
+        schedule=built.name,
+        chunks=built.chunks,
+        max_error=max(m.max_error for m in measured),
+        tolerance=tolerance(built),
+        sequential_us=max(m.sequential_us for m in measured),
+        overlapped_us=max(m.overlapped_us for m in measured),
+        computation_us=max((s.duration_us for s in alone if s.kind == "gemm"), default=0.0),
+        communication_us=_collective_us(alone),
+        plan=there,
+        spans=_from_zero([s for m in measured for s in m.spans]),
+    )
+
+
+def _collective_us(spans: list[Span]) -> float:
+    """A collective alone: from the moment that the last rank starts it."""
+    collectives = [s for s in spans if s.kind == "collective"]
+    return max(0.0, max(s.end_us for s in collectives) - max(s.start_us for s in collectives)) if collectives else 0.0
+
+
+def _from_zero(spans: list[Span]) -> tuple[Span, ...]:
+    """Spans of all ranks on one clock that starts with the first of them."""
+    zero = min((s.start_us for s in spans), default=0.0)
+    return tuple(replace(s, start_us=s.start_us - zero, end_us=s.end_us - zero) for s in spans)
+
+
+def versions(device: str) -> dict[str, str]:
+    """Of all that took part in a run."""
+    found = {"weft": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if device == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        found["gpu"] = torch.cuda.get_device_name(0)
+    else:
+        found["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}"
+    return found
