@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -101,6 +103,14 @@ def test_status_is_1_only_if_something_is_missing(
     assert json.loads(capsys.readouterr().out) == [{"what": "thing", "state": state, "detail": "seen", "cure": "do this"}]
 
 
+def test_the_doctor_starts_where_everything_is_missing() -> None:
+    gone = [package.name for package in software.PACKAGES if package.name not in ("rich", "typer")]
+    code = f"import sys; sys.modules.update(dict.fromkeys({gone})); from weft.cli import main; sys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines()[-1].startswith("Missing: torch (tensors, matmuls, collectives), triton (kernels), numpy")
+
+
 # --- what is missing -------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +151,7 @@ def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_without_gpu_it_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch", fake_torch(cuda=None))
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda=None))
     monkeypatch.setattr(gpus, "_has_driver", lambda: False)
     (found,) = gpus.gpu_findings()
     assert found.state == "warn"
@@ -153,7 +163,7 @@ def test_without_gpu_it_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None
 def test_links_are_counted_by_kind() -> None:
     assert gpus.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
     found = gpus.links_finding(TOPOLOGY)
-    assert (found.state, found.detail) == ("warn", "NV18 between 1 pairs, SYS between 2 pairs")
+    assert (found.state, found.detail) == ("warn", "NV18 between 1 pair, SYS between 2 pairs")
     assert gpus.links_finding(TOPOLOGY.replace("SYS", "NV12")).state == "ok"
     assert gpus.links_finding(None).state == "warn"
 
@@ -198,7 +208,7 @@ def test_no_direct_access_and_failing_copies(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch", fake_torch(count=2))
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(count=2))
     monkeypatch.setattr(gpus, "PATTERN", 1000)
     monkeypatch.setattr(gpus, "_topology", lambda: "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n")
     monkeypatch.setattr(gpus, "_driver", lambda: None)
@@ -211,7 +221,7 @@ def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch", fake_torch(count=1))
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(count=1))
     monkeypatch.setattr(gpus, "_driver", lambda: None)
     assert gpus.gpu_findings()[-1].state == "warn"
     assert all(finding.state != "missing" for finding in gpus.gpu_findings())

@@ -4,7 +4,8 @@ Exit status: 0, done. 1, a result was wrong, or the doctor found something missi
 standard error that begins with "weft: error:". 3, a rank failed while it ran. 130, interrupted. 141, the reader of the
 output went away.
 
-Commands import what they need when they run, so that --help, plan, machines and schedules never load PyTorch.
+Commands import what they need when they run: --help, plan, machines and schedules never load PyTorch, and the doctor needs
+nothing but typer and rich.
 """
 
 from __future__ import annotations

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import typing
+from typing import TYPE_CHECKING
 
 from weft.models import Model, Site, load_model, sites
 from weft.problem import ITEMSIZE, OPS, DType, Op
-from weft.results import Skipped
+
+if TYPE_CHECKING:
+    from weft.results import Skipped
 
 CPU_RANKS = 4
 DEVICES = ("auto", "cpu", "cuda")
@@ -18,7 +21,7 @@ def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...], tu
     model = load_model(name)
     everything = sites(model)
     found = tuple(s for s in everything if isinstance(s, Site) and only in (None, s.op))
-    skipped = tuple(s for s in everything if isinstance(s, Skipped))
+    skipped = tuple(s for s in everything if not isinstance(s, Site))
     if not found:
         why = "; ".join(map(str, skipped)) or f"it has no {only}"
         raise ValueError(f"model {model.name} has nothing that weft can overlap: {why}")

@@ -10,11 +10,11 @@ import typer
 
 from weft import codec
 from weft.cli import choices, options, output, tables
-from weft.models import Model
-from weft.results import Skipped
 
 if TYPE_CHECKING:
     from weft.machine import Machine
+    from weft.models import Model
+    from weft.results import Skipped
 
 
 def command(

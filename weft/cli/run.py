@@ -12,10 +12,10 @@ import typer
 
 from weft import codec
 from weft.cli import choices, options, output, tables
-from weft.results import Run
 
 if TYPE_CHECKING:
     from weft.machine import Machine
+    from weft.results import Run
 
 CPU_TOKENS, GPU_TOKENS = 512, 8192
 Progress = Callable[[str, int, int], None]

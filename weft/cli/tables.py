@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -10,11 +11,14 @@ from rich.text import Text
 
 from weft.cli.gantt import gantt
 from weft.cli.output import share, table, us
-from weft.planner.values import Plan
-from weft.problem import Problem
-from weft.results import Run, SiteRun, Skipped
 
-SitePlan = tuple[str, Plan]
+if TYPE_CHECKING:
+    from weft.planner.values import Plan
+    from weft.problem import Problem
+    from weft.results import Run, SiteRun, Skipped
+
+    SitePlan = tuple[str, Plan]
+
 ON_CPU = "Times are of processes on this host's CPU: they show that it runs and is right, not that it is fast."
 
 

@@ -70,7 +70,7 @@ def links_finding(topology: str | None) -> Finding:
     kinds = link_kinds(topology) if topology else {}
     if not kinds:
         return Finding(what="links", state="warn", detail="not known", cure="nvidia-smi topo -m would tell; is it installed?")
-    detail = ", ".join(f"{kind} between {count} pairs" for kind, count in sorted(kinds.items()))
+    detail = ", ".join(f"{kind} between {count} pair{'s' * (count > 1)}" for kind, count in sorted(kinds.items()))
     slow = [kind for kind in kinds if not kind.startswith("NV")]
     cure = f"{' and '.join(sorted(slow))} go over PCIe: expect less than a tenth of NVLink's rate" if slow else ""
     return Finding(what="links", state="warn" if slow else "ok", detail=detail, cure=cure)

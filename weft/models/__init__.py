@@ -19,12 +19,15 @@ import difflib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft import codec
 from weft.models.config import read_config
 from weft.models.values import Model
 from weft.problem import DType, Op, Problem
-from weft.results import Skipped
+
+if TYPE_CHECKING:
+    from weft.results import Skipped
 
 __all__ = ["Model", "Site", "load_model", "preset_names", "sites"]
 
@@ -54,14 +57,14 @@ def sites(model: Model) -> tuple[Site | Skipped, ...]:
     """
     found: list[Site | Skipped] = []
     if model.tables:
-        found.append(Skipped(site="embedding + All-to-All", reason=_lacks("embedding_bag_all_to_all")))
+        found.append(_skipped("embedding + All-to-All", "embedding_bag_all_to_all"))
     if model.heads:
         found += _attention(model)
     if model.intermediate:
         found += _mlp(model, "shared expert" if model.experts else "MLP")
     if model.experts:
-        found.append(Skipped(site="expert dispatch + gate/up", reason=_lacks("all_to_all_matmul")))
-        found.append(Skipped(site="expert down + combine", reason=_lacks("matmul_all_to_all")))
+        found.append(_skipped("expert dispatch + gate/up", "all_to_all_matmul"))
+        found.append(_skipped("expert down + combine", "matmul_all_to_all"))
     return tuple(found)
 
 
@@ -95,8 +98,11 @@ def _unknown(name: str) -> str:
     return f"model is {name!r}{hint} weft knows {', '.join(preset_names())}, or takes the path of a Hugging Face config.json"
 
 
-def _lacks(op: str) -> str:
-    return f"needs {op}, which weft does not have yet"
+def _skipped(site: str, op: str) -> Skipped:
+    # Put off, since results bring the planner and its packages along: `weft doctor` has to start without them.
+    from weft.results import Skipped
+
+    return Skipped(site=site, reason=f"needs {op}, which weft does not have yet")
 
 
 def _attention(model: Model) -> list[Site]:
