@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 from report_run import HOSTILE, LANES, make_run, site
 
+from weft.codec import dumps, loads
 from weft.report import write_report
 from weft.report.charts import SHOWN_RANKS, timeline
+from weft.report.html import json_script
+from weft.report.page import page as render
 from weft.results import Run
 from weft.span import Span
 
@@ -113,6 +117,12 @@ def test_what_ran_and_what_did_not_is_said(read: Reader) -> None:
     assert ["moe <dispatch>", "all_to_all & experts"] in read.rows
 
 
+def test_data_for_the_script_cannot_end_it() -> None:
+    text = json_script("data", {"name": f"</script>{HOSTILE}"})
+    assert Reader(text).scripts == 1
+    assert json.loads(text.partition(">")[2].removesuffix("</script>")) == {"name": f"</script>{HOSTILE}"}
+
+
 @pytest.mark.parametrize(("device", "said"), [("cpu", True), ("cuda", False)])
 def test_cpu_times_are_not_called_fast(device: str, said: bool, tmp_path: Path) -> None:
     text = write_report(make_run(site("a", error=0), device=device), tmp_path).read_text(encoding="utf-8")
@@ -122,6 +132,10 @@ def test_cpu_times_are_not_called_fast(device: str, said: bool, tmp_path: Path) 
 def test_a_run_without_sites_has_a_page(tmp_path: Path) -> None:
     text = "".join(Reader(write_report(make_run(), tmp_path).read_text(encoding="utf-8")).texts)
     assert "no site ran" in text
+
+
+def test_a_run_read_back_from_json_has_the_same_page(run: Run) -> None:
+    assert render(loads(Run, dumps(run))) == render(run)
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
