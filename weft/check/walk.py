@@ -22,7 +22,7 @@ _WAIT, _SIGNAL, _WORK = Do.WAIT, Do.SIGNAL, Do.WORK
 
 
 class _Lane:
-    """Where a lane is. left, joined: of its kernel, how many parts are open, and all that its finished parts had behind them."""
+    """Where a lane is. left, joined: of its kernel, open parts, and all that its finished parts had behind them."""
 
     __slots__ = ("call", "index", "joined", "left", "mask", "ops", "position", "rank", "start")
 

@@ -1,0 +1,118 @@
+"""Memory with numbers in it: the half of the brute-force interpreter that computes. See tests/brute.py.
+
+Numbers are integers modulo a prime, so that sums and averages are exact and nothing is right by rounding; an element that
+was never written is poison. Values are drawn anew for each call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.problem import split
+from weft.schedule import Collective, Gemm, Reduce, Region, Schedule, Step
+
+PRIME = 2_147_483_647
+
+
+class Wrong(Exception):
+    """What is wrong."""
+
+
+@dataclass(eq=False)
+class Access:
+    """A copy, a part of a kernel or a rank's collective: what it reads and writes, element by element."""
+
+    rank: int
+    step: Step
+    part: int
+    reads: list[Region]
+    write: Region
+    number: int = 0
+
+
+class Values:
+    """Memory with numbers in it, and the sequential program's results."""
+
+    def __init__(self, schedule: Schedule, calls: int) -> None:
+        self.schedule, self.problem = schedule, schedule.problem
+        rng = np.random.default_rng(7)
+        problem = self.problem
+        self.a = rng.integers(1, PRIME, (calls, problem.m, problem.k))
+        self.b = rng.integers(1, PRIME, (calls, problem.k, problem.n))
+        self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+        self.numbers, self.known = {}, {}
+        for buffer in schedule.buffers:
+            for rank in range(problem.world_size):
+                self.numbers[buffer.name, rank] = np.zeros((buffer.rows[rank], buffer.cols[rank]), np.int64)
+                self.known[buffer.name, rank] = np.zeros((buffer.rows[rank], buffer.cols[rank]), bool)
+
+    def begin(self, rank: int, call: int) -> None:
+        """The caller writes the inputs."""
+        p = self.problem
+        rows, inner, cols = (slice(*split(extent, p.world_size)[rank]) for extent in (p.m, p.k, p.n))
+        gather = p.op == "all_gather_matmul"
+        a, b = (self.a[call][rows], self.b[call][:, cols]) if gather else (self.a[call][:, inner], self.b[call][inner])
+        for name, value in (("a", a), ("b", b)):
+            self.numbers[name, rank][:] = value
+            self.known[name, rank][:] = True
+
+    def end(self, rank: int, call: int) -> None:
+        """The caller reads the outputs."""
+        p = self.problem
+        rows, cols = slice(*split(p.m, p.world_size)[rank]), slice(*split(p.n, p.world_size)[rank])
+        full = matmul(self.a[call], self.b[call])
+        if p.op == "all_gather_matmul":
+            wanted = {"out": full[:, cols]} | ({"gathered": self.a[call]} if p.return_gathered else {})
+        else:
+            wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
+        for name, value in wanted.items():
+            if not self.known[name, rank].all():
+                raise Wrong(f"rank {rank}, call {call}: {name} is not written everywhere")
+            if not np.array_equal(self.numbers[name, rank], value):
+                raise Wrong(f"rank {rank}, call {call}: {name} is wrong")
+
+    def read(self, region: Region) -> np.ndarray:
+        place = slice(*region.rows), slice(*region.cols)
+        if not self.known[region.buffer, region.rank][place].all():
+            raise Wrong(f"{region} is read before it is written")
+        return self.numbers[region.buffer, region.rank][place]
+
+    def write(self, region: Region, value: np.ndarray) -> None:
+        place = slice(*region.rows), slice(*region.cols)
+        self.known[region.buffer, region.rank][place] = True
+        self.numbers[region.buffer, region.rank][place] = value
+
+    def work(self, access: Access) -> None:
+        """A copy or a part."""
+        found = [self.read(region) for region in access.reads]
+        if isinstance(access.step, Gemm):
+            if found:
+                old = found[2] if access.step.accumulate else 0
+                self.write(access.write, (matmul(found[0], found[1]) + old) % PRIME)
+        elif isinstance(access.step, Reduce):
+            self.write(access.write, sum(found) % PRIME * pow(access.step.divide_by, -1, PRIME) % PRIME)
+        else:
+            self.write(access.write, found[0].copy())
+
+    def meet(self, access: Access, meeting: tuple[int, int]) -> None:
+        self.sent.setdefault(meeting, {})[access.rank] = self.read(access.reads[0]).copy()
+
+    def part(self, access: Access, meeting: tuple[int, int]) -> None:
+        """What a rank has of a collective once it ends."""
+        sent, step = [self.sent[meeting][r] for r in range(self.problem.world_size)], access.step
+        assert isinstance(step, Collective)
+        if step.op == "all_gather":
+            self.write(step.dst, np.concatenate(sent))
+        else:
+            total = sum(sent) % PRIME * pow(step.divide_by, -1, PRIME) % PRIME
+            self.write(step.dst, total[slice(*self.problem.shards[access.rank])])
+
+
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b modulo the prime, without overflow."""
+    total = np.zeros((a.shape[0], b.shape[1]), np.int64)
+    for k in range(a.shape[1]):
+        total = (total + a[:, k : k + 1] * b[k : k + 1] % PRIME) % PRIME
+    return total

@@ -1,0 +1,358 @@
+"""Ways to damage a schedule, each a function of (schedule, random source) -> schedule, or None where it does not apply."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+from weft.problem import OPS, Problem
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedules import FAMILIES, build
+
+Place = tuple[int, int, int]
+Damage = Callable[[Schedule, random.Random], Schedule | None]
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    """A small valid schedule: any operator, family and size, also of extents that divide by nothing or leave ranks empty."""
+    op, world_size = rng.choice(OPS), rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 4))
+    problem = Problem(
+        op=op,
+        m=rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8)),
+        n=rng.choice((0, 1, 2, 3, 4, 5)),
+        k=rng.choice((1, 2, 3, 4, 5, 6)),
+        world_size=world_size,
+        return_gathered=op == "all_gather_matmul" and rng.random() < 0.3,
+        reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
+    )
+    return build(problem, rng.choice(tuple(FAMILIES)), rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2)))
+
+
+def places(schedule: Schedule, wanted: Callable[[Step], bool]) -> list[Place]:
+    """Rank, lane and position of the steps that are wanted."""
+    return [
+        (rank, index, position)
+        for rank, lanes in enumerate(schedule.ranks)
+        for index, lane in enumerate(lanes)
+        for position, step in enumerate(lane.steps)
+        if wanted(step)
+    ]
+
+
+def with_steps(schedule: Schedule, rank: int, index: int, steps: list[Step]) -> Schedule:
+    """The schedule with other steps on one lane."""
+    lanes = list(schedule.ranks[rank])
+    lanes[index] = dataclasses.replace(lanes[index], steps=tuple(steps))
+    return with_lanes(schedule, rank, lanes)
+
+
+def with_lanes(schedule: Schedule, rank: int, lanes: list[Lane]) -> Schedule:
+    ranks = list(schedule.ranks)
+    ranks[rank] = tuple(lanes)
+    return dataclasses.replace(schedule, ranks=tuple(ranks))
+
+
+def with_step(schedule: Schedule, place: Place, *steps: Step) -> Schedule:
+    """The schedule with the step at `place` replaced."""
+    rank, index, position = place
+    old = list(schedule.ranks[rank][index].steps)
+    return with_steps(schedule, rank, index, [*old[:position], *steps, *old[position + 1 :]])
+
+
+def step_at(schedule: Schedule, place: Place) -> Any:
+    return schedule.ranks[place[0]][place[1]].steps[place[2]]
+
+
+def _dropper(kind: type) -> Damage:
+    def drop(schedule: Schedule, rng: random.Random) -> Schedule | None:
+        found = places(schedule, lambda step: isinstance(step, kind))
+        return with_step(schedule, rng.choice(found)) if found else None
+
+    return drop
+
+
+def _drop_pair(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """A signal and all waits for its flag, so that nobody waits in vain."""
+    found = places(schedule, lambda step: isinstance(step, Signal))
+    if not found:
+        return None
+    flag = step_at(schedule, rng.choice(found)).flag
+    return _map_steps(schedule, lambda step: _without(step, flag))
+
+
+def _without(step: Any, flag: Flag) -> Step | None:
+    if isinstance(step, (Signal, Wait)):
+        return None if step.flag == flag else step
+    return _map_parts(step, lambda part: _part_without(part, flag))
+
+
+def _part_without(part: Any, flag: Flag) -> Any:
+    gates = tuple(gate for gate in part.gates if gate.flag != flag)
+    return dataclasses.replace(part, gates=gates, count=None if part.count == flag else part.count)
+
+
+def _map_steps(schedule: Schedule, change: Callable[[Any], Step | None]) -> Schedule:
+    def lane(old: Lane) -> Lane:
+        return dataclasses.replace(old, steps=tuple(new for step in old.steps if (new := change(step)) is not None))
+
+    return dataclasses.replace(schedule, ranks=tuple(tuple(map(lane, lanes)) for lanes in schedule.ranks))
+
+
+def _map_parts(step: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(step, (Gemm, Reduce)):
+        return step
+    return dataclasses.replace(step, parts=tuple(map(change, step.parts)))
+
+
+def _change_part(wanted: Callable[[Any], bool], change: Callable[[Any, random.Random], Any]) -> Damage:
+    """Change, or drop (None), one part of a kernel."""
+
+    def damage(schedule: Schedule, rng: random.Random) -> Schedule | None:
+        found = [(p, i) for p in places(schedule, _is_kernel) for i, q in enumerate(step_at(schedule, p).parts) if wanted(q)]
+        if not found:
+            return None
+        place, number = rng.choice(found)
+        step = step_at(schedule, place)
+        new = change(step.parts[number], rng)
+        parts = (*step.parts[:number], *([new] if new else []), *step.parts[number + 1 :])
+        return with_step(schedule, place, *([dataclasses.replace(step, parts=parts)] if parts else []))
+
+    return damage
+
+
+def _is_kernel(step: Step) -> bool:
+    return isinstance(step, (Gemm, Reduce))
+
+
+def _drop_gate(part: Any, rng: random.Random) -> Any:
+    gone = rng.randrange(len(part.gates))
+    return dataclasses.replace(part, gates=part.gates[:gone] + part.gates[gone + 1 :])
+
+
+def _gate_at_least(part: Any, rng: random.Random) -> Any:
+    at = rng.randrange(len(part.gates))
+    gate = dataclasses.replace(part.gates[at], at_least=rng.choice((0, 1, 2)))
+    return dataclasses.replace(part, gates=(*part.gates[:at], gate, *part.gates[at + 1 :]))
+
+
+def _region_of_part(part: Any, rng: random.Random) -> Any:
+    if hasattr(part, "a"):
+        rows = rng.random() < 0.5
+        change = _changer(rng, rows=True)
+        if rows:
+            return dataclasses.replace(part, a=change(part.a), out=change(part.out))
+        name = rng.choice(("a", "out"))
+        return dataclasses.replace(part, **{name: _changer(rng)(getattr(part, name))})
+    change = _changer(rng)
+    if rng.random() < 0.4:
+        return dataclasses.replace(part, srcs=tuple(map(change, part.srcs)), out=change(part.out))
+    at = rng.randrange(len(part.srcs) + 1)
+    if at == len(part.srcs):
+        return dataclasses.replace(part, out=change(part.out))
+    return dataclasses.replace(part, srcs=(*part.srcs[:at], change(part.srcs[at]), *part.srcs[at + 1 :]))
+
+
+def _changer(rng: random.Random, *, rows: bool | None = None) -> Callable[[Region], Region]:
+    """Shift a region, or move one of its edges, by one."""
+    low, high = rng.choice(((1, 1), (-1, -1), (1, 0), (0, -1), (0, 1), (-1, 0)))
+    axis = "rows" if (rng.random() < 0.5 if rows is None else rows) else "cols"
+
+    def change(region: Region) -> Region:
+        old = getattr(region, axis)
+        return dataclasses.replace(region, **{axis: (old[0] + low, old[1] + high)})
+
+    return change
+
+
+def _region_of_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    found = places(schedule, lambda step: isinstance(step, Copy))
+    if not found:
+        return None
+    place, change, kind = rng.choice(found), _changer(rng), rng.choice(("src", "dst", "both"))
+    step = step_at(schedule, place)
+    src = change(step.src) if kind != "dst" else step.src
+    dst = change(step.dst) if kind != "src" else step.dst
+    return with_step(schedule, place, Copy(src, dst))
+
+
+def _swap(schedule: Schedule, rng: random.Random, *, near: bool = True) -> Schedule | None:
+    """Two steps of a lane, neighbours or any two."""
+    found = [p for p in places(schedule, lambda step: True) if p[2] + 1 < len(schedule.ranks[p[0]][p[1]].steps)]
+    if not found:
+        return None
+    rank, index, at = rng.choice(found)
+    steps = list(schedule.ranks[rank][index].steps)
+    other = at + 1 if near else rng.randrange(len(steps))
+    steps[at], steps[other] = steps[other], steps[at]
+    return with_steps(schedule, rank, index, steps)
+
+
+def _cross_ranks(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Swap steps on two ranks, each on its own lane."""
+    once = _swap(schedule, rng, near=False)
+    return _swap(once, rng, near=False) if once else None
+
+
+def _reuse_flag(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Give all signals of one flag, and its waits, another flag of the same rank."""
+    pairs = [(f, g) for f in schedule.flags for g in schedule.flags if f != g and f.rank == g.rank]
+    if not pairs:
+        return None
+    old, new = rng.choice(pairs)
+
+    def change(part: Any) -> Any:
+        gates = tuple(dataclasses.replace(g, flag=new) if g.flag == old else g for g in part.gates)
+        return dataclasses.replace(part, gates=gates, count=new if part.count == old else part.count)
+
+    def step(one: Any) -> Any:
+        if isinstance(one, (Signal, Wait)):
+            return dataclasses.replace(one, flag=new) if one.flag == old else one
+        return _map_parts(one, change)
+
+    return _map_steps(schedule, step)
+
+
+def _signal_other(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Swap the flags of two signals."""
+    found = places(schedule, lambda step: isinstance(step, Signal))
+    if len(found) < 2:
+        return None
+    one, two = rng.sample(found, 2)
+    first, second = step_at(schedule, one), step_at(schedule, two)
+    return with_step(with_step(schedule, one, second), two, first)
+
+
+def _at_least(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    found = places(schedule, lambda step: isinstance(step, Wait))
+    if not found:
+        return None
+    place = rng.choice(found)
+    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), at_least=rng.choice((0, 1, 2))))
+
+
+def _repeat(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Do a step twice."""
+    found = places(schedule, lambda step: True)
+    if not found:
+        return None
+    place = rng.choice(found)
+    step = step_at(schedule, place)
+    return with_step(schedule, place, step, dataclasses.replace(step))
+
+
+def _split_lane(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Put the later steps of a lane on a lane of their own, beside it."""
+    found = [p for p in places(schedule, lambda step: True) if p[2] and len(schedule.ranks[p[0]]) < 4]
+    if not found:
+        return None
+    rank, index, at = rng.choice(found)
+    lanes = list(schedule.ranks[rank])
+    lane = lanes[index]
+    lanes[index] = dataclasses.replace(lane, steps=lane.steps[:at])
+    return with_lanes(schedule, rank, [*lanes, Lane(f"{lane.name}{len(lanes)}", lane.kind, lane.steps[at:])])
+
+
+def _split_in_order(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """The same, but the second lane waits for a flag that the first one raises at its end, or (a fault) one step early."""
+    split = _split_lane(schedule, rng)
+    if split is None:
+        return None
+    rank = next(r for r, lanes in enumerate(split.ranks) if len(lanes) > len(schedule.ranks[r]))
+    lanes = list(split.ranks[rank])
+    name = next(old.name for old, new in zip(schedule.ranks[rank], lanes, strict=False) if old.steps != new.steps)
+    index, flag = next(i for i, lane in enumerate(lanes) if lane.name == name), Flag("split", rank)
+    early = rng.choice((0, 0, 1))
+    steps = list(lanes[index].steps)
+    steps.insert(len(steps) - early, Signal(flag))
+    lanes[index] = dataclasses.replace(lanes[index], steps=tuple(steps))
+    at = rng.choice((0, 0, 1))
+    late = list(lanes[-1].steps)
+    late.insert(at, Wait(flag))
+    lanes[-1] = dataclasses.replace(lanes[-1], steps=tuple(late))
+    return with_lanes(split, rank, lanes)
+
+
+DAMAGES: dict[str, Damage] = {
+    "drop a wait": _dropper(Wait),
+    "drop a signal": _dropper(Signal),
+    "drop a signal and its waits": _drop_pair,
+    "drop a copy": _dropper(Copy),
+    "drop a part": _change_part(lambda part: True, lambda part, rng: None),
+    "drop a gate": _change_part(lambda part: bool(part.gates), _drop_gate),
+    "drop a count": _change_part(lambda part: bool(part.count), lambda part, rng: dataclasses.replace(part, count=None)),
+    "change a region of a part": _change_part(lambda part: True, _region_of_part),
+    "change a region of a copy": _region_of_copy,
+    "swap neighbours": _swap,
+    "swap any two": lambda schedule, rng: _swap(schedule, rng, near=False),
+    "swap on two ranks": _cross_ranks,
+    "reuse a flag": _reuse_flag,
+    "swap two signals": _signal_other,
+    "change at_least": _at_least,
+    "change a gate's at_least": _change_part(lambda part: bool(part.gates), _gate_at_least),
+    "do a step twice": _repeat,
+    "split a lane": _split_lane,
+    "split a lane, in order": _split_in_order,
+}
+
+
+def random_sync(rng: random.Random) -> Schedule:
+    """Steps without data: kernels with gates and counts, copies within a rank, signals and waits, on lanes at random.
+
+    Nothing is computed (the problem has no rows), so that such a schedule is right if and only if it cannot deadlock.
+    """
+    size = rng.choice((1, 1, 2, 2, 3))
+    problem = Problem(op="all_gather_matmul", m=0, n=0, k=1, world_size=size)
+    names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 2, 3)))]
+    flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(2)] for lane in names}
+    lanes: list[list[Lane]] = [[] for _ in range(size)]
+    for rank, index in names:
+        kind = rng.choice(("compute", "compute", "compute", "copy", "blocks"))
+        heard = [f for found in flags.values() for f in found if f.rank == rank]
+        steps = [s for _ in range(rng.randrange(1, 5)) for s in _sync_steps(rng, rank, kind, flags[rank, index], heard)]
+        lanes[rank].append(Lane(f"{kind}{index}", kind, tuple(steps)))
+    schedule = dataclasses.replace(build(problem, "sequential"), ranks=tuple(map(tuple, lanes)))
+    return _only_possible(_with_collective(schedule, rng) if rng.random() < 0.3 else schedule)
+
+
+def _with_collective(schedule: Schedule, rng: random.Random) -> Schedule:
+    """An all-gather of nothing somewhere on every rank, where all have a lane for it."""
+    for rank, lanes in enumerate(schedule.ranks):
+        able = [i for i, lane in enumerate(lanes) if lane.kind != "copy"]
+        if not able:
+            return schedule
+        index = rng.choice(able)
+        steps = list(lanes[index].steps)
+        nothing = [Region(name, rank, (0, 0), (0, 1)) for name in ("a", "a_full")]
+        steps.insert(rng.randrange(len(steps) + 1), Collective("all_gather", nothing[0], nothing[1]))
+        schedule = with_steps(schedule, rank, index, steps)
+    return schedule
+
+
+def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], heard: list[Flag]) -> list[Step]:
+    nothing, b = Region("a_full", rank, (0, 0), (0, 1)), Region("b", rank, (0, 1), (0, 0))
+    what = rng.choice(("wait", "signal", "signal", "copy", "kernel", "kernel"))
+    if what == "wait" and heard:
+        return [Wait(rng.choice(heard), rng.choice((1, 1, 2)))]
+    if what == "kernel" and kind != "copy":
+        parts = []
+        for count in rng.sample([*mine, None], rng.choice((1, 2))):
+            gates = tuple(Wait(rng.choice(heard)) for _ in range(rng.choice((0, 1, 1)))) if heard else ()
+            parts.append(Part(nothing, Region("out", rank, (0, 0), (0, 0)), gates, count))
+        return [Gemm(b, tuple(parts))]
+    return [Copy(nothing, nothing)] if what == "copy" else [Signal(rng.choice(mine))]
+
+
+def _only_possible(schedule: Schedule) -> Schedule:
+    """Without the waits for more signals than there are."""
+
+    def part(old: Any) -> Any:
+        return dataclasses.replace(old, gates=tuple(g for g in old.gates if schedule.signals_per_call[g.flag] >= g.at_least))
+
+    def step(old: Any) -> Any:
+        if isinstance(old, Wait):
+            return old if schedule.signals_per_call[old.flag] >= old.at_least else None
+        return _map_parts(old, part)
+
+    return _map_steps(schedule, step)
