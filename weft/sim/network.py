@@ -54,7 +54,7 @@ class Network:
     usage: dict[Resource, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._flows: list[Flow] = []
+        self.flows: list[Flow] = []
         self._updated = 0
         self._dirty = False
         self._version = 0
@@ -92,7 +92,7 @@ class Network:
             flow.done.succeed()
             return flow.done
         self._advance()
-        self._flows.append(flow)
+        self.flows.append(flow)
         for resource in resources:
             self.usage.setdefault(resource, Usage()).bytes += size
         self._touch()
@@ -121,7 +121,7 @@ class Network:
         """Move what has flowed since the last change of rates."""
         elapsed = self.env.now - self._updated
         if elapsed:
-            for flow in self._flows:
+            for flow in self.flows:
                 flow.left -= flow.rate * elapsed
             self._updated = int(self.env.now)
 
@@ -130,8 +130,8 @@ class Network:
         self._advance()
         self._fill()
         self._version += 1
-        if self._flows:
-            wait = max(1, min(math.ceil((flow.left - DONE) / flow.rate) for flow in self._flows))
+        if self.flows:
+            wait = max(1, min(math.ceil((flow.left - DONE) / flow.rate) for flow in self.flows))
             timer = self.env.timeout(wait, self._version)
             assert timer.callbacks is not None
             timer.callbacks.append(self._finish)
@@ -140,8 +140,8 @@ class Network:
         if timer.value != self._version:
             return
         self._advance()
-        ended = [flow for flow in self._flows if flow.left <= DONE]
-        self._flows = [flow for flow in self._flows if flow.left > DONE]
+        ended = [flow for flow in self.flows if flow.left <= DONE]
+        self.flows = [flow for flow in self.flows if flow.left > DONE]
         for flow in ended:
             flow.done.succeed()
         self._touch()
@@ -149,7 +149,7 @@ class Network:
     def _fill(self) -> None:
         """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
         members: dict[Resource, list[Flow]] = {}
-        for flow in self._flows:
+        for flow in self.flows:
             flow.rate = 0.0
             for resource in flow.resources:
                 members.setdefault(resource, []).append(flow)

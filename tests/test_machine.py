@@ -1,0 +1,109 @@
+"""Machine profiles: complete, each number with its source, strict when read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine_tiny import tiny
+
+from weft import codec, machine
+
+PROFILES = Path(machine.__file__).with_name("machines")
+
+
+@pytest.mark.parametrize("name", machine.names())
+def test_profile_is_complete(name: str) -> None:
+    loaded = machine.load(name)
+    assert loaded.name == name
+    paths = {path for path, _ in machine.numbers(loaded)}
+    assert paths == set(loaded.sources)
+    known = ("measured 20", "assumed", "NVIDIA", "AMD", "CUDA", "T3, arXiv", "FiCCO, arXiv", "fused computation")
+    assert [s for s in loaded.sources.values() if not s.startswith(known)] == []
+
+
+@pytest.mark.parametrize("name", machine.names())
+def test_json_both_ways(name: str) -> None:
+    loaded = machine.load(name)
+    assert codec.loads(machine.Machine, codec.dumps(loaded)) == loaded
+
+
+def test_names() -> None:
+    assert machine.names() == ("a100x8", "h200x8", "mi210x4", "mi300x8", "t3_ring16", "t3_ring8")
+    with pytest.raises(ValueError, match=r"machine is 'h100'; weft has a100x8, .*path of a JSON file"):
+        machine.load("h100")
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"cannot read missing\.json"):
+        machine.load("missing.json")
+
+
+def _changed(tmp_path: Path, path: str, value: Any) -> Path:
+    """h200x8 with the number at `path` replaced, or removed for None."""
+    data = json.loads((PROFILES / "h200x8.json").read_text())
+    *parents, last = path.split(".")
+    at = data
+    for key in parents:
+        at = at[key]
+    if value is None:
+        del at[last]
+    else:
+        at[last] = value
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data))
+    return file
+
+
+BAD = [
+    ("gpu.sms", 0, r"gpu\.sms is 0; it must be above zero"),
+    ("gpu.hbm_gbps", -1.0, r"gpu\.hbm_gbps is -1\.0; it must be above zero"),
+    ("gpu.tflops", {"bfloat16": 0, "float16": 1, "float32": 1}, r"gpu\.tflops\.bfloat16 is 0\.0"),
+    ("gpu.tiles", [], r"gpu\.tiles is empty"),
+    ("launch_us", None, r"launch_us is missing from Machine"),
+    ("copies.gbps", None, r"copies\.gbps is missing from CopyEngines"),
+    ("copies.engines", 1.5, r"copies\.engines is 1\.5; it must be a whole number"),
+    ("links.topology", "torus", r"links\.topology is 'torus'; it must be one of 'switch'"),
+    ("links.topology", "pcie", r"links\.host_gbps is missing"),
+    ("stores.gbps", [[8, 1.0], [4, 2.0]], r"stores\.gbps has \[8, 4\] in its first column"),
+    ("stores.sms", 132, r"stores\.sms is 132; it must be below gpu\.sms, 132"),
+    ("collectives.all_gather", None, r"sources\.collectives\.all_gather\.points is about no number"),
+    ("collectives.all_gather.points", [[1, -2.0]], r"collectives\.all_gather\.points is -2\.0"),
+    ("sources", {}, r"sources\.collectives\.all_gather\.points is missing; say where"),
+    ("typo", 1, r"typo is not a field of Machine"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BAD)
+def test_bad_files_are_refused_by_file_and_field(tmp_path: Path, path: str, value: Any, message: str) -> None:
+    file = _changed(tmp_path, path, value)
+    with pytest.raises(ValueError, match=message) as error:
+        machine.load(file)
+    assert str(error.value).startswith(f"{file}: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_source_that_is_blank() -> None:
+    good = tiny()
+    data = codec.dump(good)
+    data["sources"]["launch_us"] = " "
+    with pytest.raises(ValueError, match=r"sources\.launch_us is empty"):
+        codec.load(machine.Machine, data)
+
+
+def test_store_rate_between_points() -> None:
+    stores = machine.load("h200x8").stores
+    assert [stores.rate(sms) for sms in (2, 4, 6, 16, 132, 200)] == [57.5, 115.0, 162.5, 245.0, 274.0, 274.0]
+
+
+def test_require() -> None:
+    tiny(world_size=2).require(2)
+    with pytest.raises(ValueError, match=r"world_size is 3; machine tiny has 2 GPUs: use at most that many"):
+        tiny(world_size=2).require(3)
+
+
+def test_dtype_without_a_rate() -> None:
+    with pytest.raises(ValueError, match=r"dtype is 'float32'; machine tiny has rates for bfloat16"):
+        tiny().tflops("float32")

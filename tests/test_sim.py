@@ -1,0 +1,240 @@
+"""The simulator: exact event logs of small stories, conservation of bytes, fair links, and every family everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine_tiny import tiny
+
+from weft.machine import Machine, Topology, load
+from weft.problem import OPS, Op, Problem
+from weft.schedule import Copy, Flag, Lane, Region, Schedule, Signal, Step, Wait
+from weft.schedules import NAMES, build
+from weft.sim import Outcome, run, simulate
+from weft.sim.kernels import Blocks
+from weft.sim.network import Network
+from weft.span import Span
+
+GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
+SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=8, k=8, world_size=2)
+TOPOLOGIES: tuple[Topology, ...] = ("switch", "mesh", "ring", "pcie")
+
+
+def log(spans: tuple[Span, ...], rank: int = 0) -> list[str]:
+    return [f"{s.lane}: {s.name} {s.start_us:g} {s.end_us:g}" for s in spans if s.rank == rank]
+
+
+def test_story_shard_by_shard() -> None:
+    """64 bytes at 64 a us, after 2 us of fixed cost; each GEMM is one tile of 1.5 us, after a launch of 3."""
+    assert log(simulate(build(GATHER, "shard_p2p"), tiny())) == [
+        "compute: gemm 4x4x8 0 4.5",
+        "copy: wait free[1] 0 0.5",
+        "copy: copy a[0:4] -> 1 0.5 3.5",
+        "copy: signal arrived[0]@1 3.5 4",
+        "compute: wait arrived[1] 4.5 5",
+        "compute: gemm 4x4x8 5 9.5",
+        "compute: signal free[0]@1 9.5 10",
+    ]
+
+
+def test_story_gate_opens_late() -> None:
+    """The peer's rows are in at 6.5, signalled at 7 and seen at 7.25: the second tile ends at 8.75, without a launch."""
+    assert log(simulate(build(GATHER, "flag_gated", 1), tiny(link_gbps=0.016))) == [
+        "compute: gemm 8x4x8 in 2 parts 0 8.75",
+        "copy: wait free[1] 0 0.5",
+        "copy: copy a[0:4] -> 1 0.5 6.5",
+        "copy: signal arrived[0]@1 6.5 7",
+        "compute: signal free[0]@1 8.75 9.25",
+    ]
+
+
+def test_story_stores_to_the_owner() -> None:
+    """Two tiles of 1 us, stretched by half a us of stalls, end at 4.5; their 64 bytes land at 5.5; own tiles end then, too."""
+    assert log(simulate(build(SCATTER, "direct_store", 1), tiny())) == [
+        "compute: gemm 8x8x4 in 2 parts 0 5.5",
+        "compute: reduce 2 x 4x8 5.5 8.5",
+        "compute: signal free[0]@1 8.5 9",
+    ]
+
+
+def test_story_sequential() -> None:
+    """The collective: 5 us, a step of 1, and 64 bytes at 64 a us. Then two tiles on two SMs."""
+    assert log(simulate(build(GATHER, "sequential"), tiny())) == [
+        "compute: all_gather 0 7",
+        "compute: gemm 8x4x8 7 11.5",
+    ]
+
+
+def pushes(steps: list[list[Step]], chunks: int = 1) -> Schedule:
+    """A schedule of copy lanes alone: steps by rank."""
+    size = len(steps)
+    problem = Problem(op="all_gather_matmul", m=4 * size, n=8, k=8, world_size=size)
+    buffers = build(problem, "shard_p2p").buffers
+    lanes = tuple((Lane("copy", "copy", tuple(s)),) for s in steps)
+    return Schedule(problem=problem, name="pushes", buffers=buffers, ranks=lanes, chunks=chunks)
+
+
+def push(src: int, dst: int) -> Copy:
+    return Copy(Region("a", src, (0, 4), (0, 8)), Region("a_full", dst, (4 * src, 4 * src + 4), (0, 8)))
+
+
+@pytest.mark.parametrize(("topology", "end_us"), [("switch", 4.0), ("mesh", 3.0), ("pcie", 4.0), ("ring", 3.0)])
+def test_two_copies_to_one_peer_share_its_port(topology: Topology, end_us: float) -> None:
+    spans = simulate(pushes([[push(0, 2)], [push(1, 2)], []]), tiny(world_size=3, topology=topology))
+    assert [s.end_us for s in spans] == [end_us, end_us]
+    assert [s.bytes for s in spans] == [64, 64]
+
+
+def test_a_freed_link_speeds_up_who_stays() -> None:
+    """0 sends 64 bytes to 2 while 1 sends two such: shared for 2 us, then rank 1's second copy has the port alone."""
+    spans = simulate(pushes([[push(0, 2)], [push(1, 2), push(1, 2)], []]), tiny(world_size=3))
+    assert [(s.rank, s.start_us, s.end_us) for s in spans] == [(0, 0.0, 4.0), (1, 0.0, 4.0), (1, 4.0, 7.0)]
+
+
+def test_ring_takes_the_shorter_way_over_every_link_between() -> None:
+    outcome = run(pushes([[push(0, 2)], [push(1, 2)], [], []]), tiny(world_size=4, topology="ring"))
+    carried = {key: usage.bytes for key, usage in outcome.usage.items() if key[0] == "link"}
+    assert carried == {("link", 0, 1): 64, ("link", 1, 2): 128}
+
+
+def test_several_engines_send_chunks_to_all_peers_at_once() -> None:
+    arrived = [Flag("arrived", peer, 0) for peer in range(3)]
+    steps: list[Step] = [push(0, 1), Signal(arrived[1]), push(0, 2), Signal(arrived[2])]
+    schedule = pushes([steps, [], []], chunks=2)
+    mesh = tiny(world_size=3, topology="mesh", engines=2)
+    assert [(s.kind, s.start_us, s.end_us) for s in simulate(schedule, mesh)] == [
+        ("copy", 0.0, 3.0),
+        ("copy", 0.0, 3.0),
+        ("signal", 3.0, 3.5),
+        ("signal", 3.0, 3.5),
+    ]
+    whole = dataclasses.replace(schedule, chunks=1)
+    assert [s.end_us for s in simulate(whole, mesh)] == [3.0, 3.5, 6.5, 7.0]
+
+
+def test_blocks_take_tiles_as_they_come_free() -> None:
+    blocks = Blocks(2, 0)
+    assert blocks.take(3, 0, 10) == (10, 20)
+    assert blocks.take(1, 0, 10) == (20, 20)
+    assert blocks.take(3, 25, 10) == (35, 45)
+
+
+def test_a_schedule_that_never_ends_is_refused() -> None:
+    schedule = pushes([[Wait(Flag("never", 0))], []])
+    with pytest.raises(ValueError, match=r"pushes never ends on tiny: rank 0, lane copy stays in wait never\[0\]@0>=1"):
+        simulate(schedule, tiny())
+
+
+def test_more_ranks_than_gpus() -> None:
+    with pytest.raises(ValueError, match=r"world_size is 3; machine tiny has 2 GPUs"):
+        simulate(pushes([[], [], []]), tiny())
+
+
+def uneven(op: Op, world_size: int = 4) -> Problem:
+    return Problem(op=op, m=70, n=90, k=33, world_size=world_size)
+
+
+def assert_conserved(schedule: Schedule, outcome: Outcome, machine: Machine) -> None:
+    """Every copy's bytes have crossed its engine, once, and no port or link ever carried more than it can."""
+    copies = [(r, s) for r, lane, _, s in schedule if isinstance(s, Copy) and lane.kind == "copy" and s.src.rank != s.dst.rank]
+    for rank in range(len(schedule.ranks)):
+        engine = outcome.usage.get(("engine", rank))
+        expected = sum(s.src.size * schedule.problem.itemsize for r, s in copies if r == rank)
+        assert (engine.bytes if engine else 0) == expected
+    for key, usage in outcome.usage.items():
+        if key[0] in ("out", "in", "link"):
+            assert usage.peak_gbps <= machine.links.gbps * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
+    machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
+    schedule = build(uneven(op), name, 3)
+    outcome = run(schedule, machine)
+    wanted = sorted((rank, lane.name) for rank, lane, _, _ in schedule)
+    assert sorted((s.rank, s.lane) for s in outcome.spans) == wanted
+    assert_conserved(schedule, outcome, machine)
+    assert simulate(schedule, machine) == outcome.spans
+    if machine.copies.engines == 1:
+        for rank, lane in set(wanted):
+            spans = [s for s in outcome.spans if (s.rank, s.lane) == (rank, lane)]
+            assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "sequential"])
+@pytest.mark.parametrize("op", OPS)
+def test_faster_links_are_never_slower(op: Op, name: str) -> None:
+    machine = load("h200x8")
+    problem = Problem(op=op, m=2048, n=4096, k=4096, world_size=4)
+    times = []
+    for factor in (0.25, 0.5, 1.0, 2.0):
+        copies = dataclasses.replace(machine.copies, gbps=factor * machine.copies.gbps)
+        links = dataclasses.replace(machine.links, gbps=factor * machine.links.gbps)
+        stores = dataclasses.replace(machine.stores, gbps=tuple((n, factor * rate) for n, rate in machine.stores.gbps))
+        changed = dataclasses.replace(machine, copies=copies, links=links, stores=stores)
+        times.append(run(build(problem, name), changed).total_us)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    topology=st.sampled_from(TOPOLOGIES),
+    moves=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(1, 10_000)), min_size=1, max_size=12),
+)
+def test_rates_are_max_min_fair(topology: Topology, moves: list[tuple[int, int, int]]) -> None:
+    """Each flow crosses a full resource on which no other flow is faster: nobody can gain but from someone slower."""
+    env = simpy.Environment()
+    network = Network(env, tiny(world_size=5, topology=topology), 5)
+    moves = [(src, dst, size) for src, dst, size in moves if src != dst]
+    events = [network.transfer(size, network.path(src, dst)) for src, dst, size in moves]
+    env.run(until=1)
+    for flow in network.flows:
+        assert flow.rate > 0
+        assert any(
+            sum(rates) >= 0.064 * (1 - 1e-9) and flow.rate >= max(rates) * (1 - 1e-9)
+            for rates in ([f.rate for f in network.flows if r in f.resources] for r in flow.resources)
+        )
+    env.run()
+    assert all(event.processed for event in events)
+    assert all(usage.peak_gbps <= 0.064 * (1 + 1e-9) for usage in network.usage.values())
+
+
+def test_whole_shards_leave_a_mesh_idle() -> None:
+    """FiCCO, arXiv 2512.10236: peer to peer loses up to 3.9x to chunks for all peers on a full mesh of MI300X."""
+    mesh, switch = load("mi300x8"), load("h200x8")
+    problem = Problem(op="all_gather_matmul", m=16384, n=8192, k=8192, world_size=8)
+    ratio = {
+        m.name: run(build(problem, "shard_p2p"), m).total_us / run(build(problem, "flag_gated"), m).total_us
+        for m in (mesh, switch)
+    }
+    assert ratio["mi300x8"] > 3
+    assert ratio["h200x8"] < 1.1
+
+
+def test_one_gated_kernel_loses_less_than_many() -> None:
+    """Decomposition: on links that cost nothing, pieces as GEMMs of their own take longer than one kernel with gates."""
+    machine = load("t3_ring8")
+    problem = Problem(op="all_gather_matmul", m=8192, n=16384, k=4096, world_size=8)
+    one, many = (max(run(build(problem, name), machine).kernel_us) for name in ("flag_gated", "hetero_unfused_1d"))
+    alone = run(build(problem, "sequential"), machine).kernel_us[0]
+    assert one == pytest.approx(alone, rel=0.01)
+    assert many > 1.5 * alone
+
+
+def test_flops_and_bytes_are_all_there() -> None:
+    problem = Problem(op="all_gather_matmul", m=64, n=32, k=16, world_size=4)
+    for name in NAMES:
+        spans = simulate(build(problem, name), tiny(world_size=4))
+        assert sum(s.flops for s in spans) == 2 * 64 * 32 * 16
+        remote = sum(
+            s.bytes for s in spans if s.kind == "collective" or (s.kind == "copy" and "->" in s.name and s.name[-1].isdigit())
+        )
+        assert remote == 3 * 64 * 16 * 2

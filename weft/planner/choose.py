@@ -1,0 +1,121 @@
+"""Choose a schedule: candidates -> predict each -> the fastest. Pure functions of the problem and the machine.
+
+Contract: `plan` is deterministic, so ranks that plan alone agree. Each candidate is simulated whole; the least predicted
+time wins, and of equal times the simpler schedule: earlier in `weft.schedules.NAMES`, then fewer chunks. The sequential
+program is always among them, so nothing is chosen that is predicted to lose to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from weft.machine import Machine
+from weft.planner.explain import Option, explain
+from weft.planner.values import Candidate, Plan
+from weft.problem import Problem
+from weft.schedule import Schedule
+from weft.schedules import FAMILIES, NAMES, build, candidates
+from weft.sim import Outcome, run
+from weft.sim.cost import whole_collective_us, whole_gemm_us
+
+COARSE = (1, 2)
+"""Chunks a shard that are considered beside those of `weft.schedules.candidates`: where a copy's fixed cost is high, a whole
+shard is the best chunk (7 us a copy on 8 x H200, where a chunk of an eighth may take 3 us to move)."""
+
+
+def plan(
+    problem: Problem,
+    machine: Machine,
+    *,
+    schedules: Sequence[Schedule] | None = None,
+    only: str | None = None,
+    chunks: int | None = None,
+) -> Plan:
+    """The fastest predicted schedule for `problem` on `machine`, all candidates, and why.
+
+    schedules: candidates instead of the default ones; the sequential program joins them. only: candidates of this family
+    alone, so that it is chosen even if it loses; `sequential_us` is there to compare. chunks: with only, this count alone.
+    Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
+    for an unknown family, and for a schedule of another problem.
+    """
+    machine.require(problem.world_size)
+    machine.tflops(problem.dtype)
+    considered = _considered(problem, schedules, only, chunks)
+    sequential = build(problem, "sequential")
+    ideal_us = max(whole_gemm_us(machine, problem), whole_collective_us(machine, problem))
+    options, best = _predict(considered, machine, ideal_us)
+    sequential_us = next((o.predicted_us for o in options if o.schedule.name == "sequential"), None)
+    if sequential_us is None:
+        sequential_us = run(sequential, machine).total_us
+    return Plan(
+        problem=problem,
+        machine=machine.name,
+        candidates=tuple(option.candidate for option in options),
+        sequential_us=sequential_us,
+        computation_us=whole_gemm_us(machine, problem),
+        communication_us=whole_collective_us(machine, problem),
+        why=explain(problem, machine, options, sequential_us, asked=only is not None),
+        spans=best.spans,
+    )
+
+
+def _considered(problem: Problem, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None) -> list[Schedule]:
+    if only is None and chunks is not None:
+        raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
+    if only is not None and only not in FAMILIES:
+        raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
+    if only is not None and (chunks is not None or not FAMILIES[only].chunked):
+        return [build(problem, only, chunks)]
+    for schedule in schedules or ():
+        if schedule.problem != problem:
+            raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
+    if schedules is None:
+        schedules = _with_coarse(problem)
+    found = [schedule for schedule in schedules if only in (None, schedule.name)]
+    if only is None and all(schedule.name != "sequential" for schedule in found):
+        found.insert(0, build(problem, "sequential"))
+    if not found:
+        raise ValueError(f"schedules has none of family {only}")
+    return found
+
+
+def _with_coarse(problem: Problem) -> list[Schedule]:
+    """The default candidates and those with COARSE chunks, but none whose steps another one has, too."""
+    found = candidates(problem)
+    for name in (family.name for family in FAMILIES.values() if family.chunked):
+        for count in COARSE:
+            schedule = build(problem, name, max(1, min(count, problem.shards[0][1])))
+            if all(schedule.ranks != other.ranks for other in found):
+                found.append(schedule)
+    return found
+
+
+def _predict(schedules: Iterable[Schedule], machine: Machine, ideal_us: float) -> tuple[list[Option], Outcome]:
+    """All options, fastest first, and the fastest one's outcome; the others' spans are not kept."""
+    options: list[Option] = []
+    best: tuple[Option, Outcome] | None = None
+    for schedule in schedules:
+        outcome = run(schedule, machine)
+        option = Option(schedule, _candidate(schedule, outcome, ideal_us))
+        options.append(option)
+        if best is None or _order(option) < _order(best[0]):
+            best = option, outcome
+    assert best is not None, "plan: there is always the sequential schedule"
+    return sorted(options, key=_order), best[1]
+
+
+def _candidate(schedule: Schedule, outcome: Outcome, ideal_us: float) -> Candidate:
+    return Candidate(
+        schedule=schedule.name,
+        chunks=schedule.chunks,
+        predicted_us=outcome.total_us,
+        computation_us=max(outcome.kernel_us),
+        communication_us=max(outcome.transfer_us),
+        exposed_us=max(0.0, outcome.total_us - ideal_us),
+    )
+
+
+def _order(option: Option) -> tuple[float, int, int]:
+    """Fastest first, then simplest."""
+    name = option.schedule.name
+    return option.predicted_us, NAMES.index(name) if name in NAMES else len(NAMES), option.schedule.chunks

@@ -1,0 +1,119 @@
+"""Why a schedule was chosen: one or two sentences in plain words, with the numbers that decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.machine import Machine
+from weft.planner.values import Candidate
+from weft.problem import Problem
+from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, Signal, Wait
+from weft.sim.cost import whole_collective_us, whole_gemm_us
+
+BALANCED = 1.1
+"""Computation and communication within this factor of each other bind together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A schedule and what is predicted of it."""
+
+    schedule: Schedule
+    candidate: Candidate
+
+    @property
+    def predicted_us(self) -> float:
+        return self.candidate.predicted_us
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """The steps of rank 0 that cost time whatever their size, and that time."""
+
+    kernels: int
+    copies: int
+    flags: int
+    us: float
+
+    def __str__(self) -> str:
+        words = (
+            (self.kernels, "launch", "launches"),
+            (self.copies, "copy", "copies"),
+            (self.flags, "wait or signal", "waits and signals"),
+        )
+        return ", ".join(f"{count} {one if count == 1 else more}" for count, one, more in words if count)
+
+
+def explain(problem: Problem, machine: Machine, options: Sequence[Option], sequential_us: float, *, asked: bool) -> str:
+    """Say why options[0] was chosen; options are fastest first. asked: the family was given, not chosen."""
+    chosen = options[0]
+    if problem.world_size == 1:
+        return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {chosen.predicted_us:.0f} us."
+    bound = _bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
+    if asked:
+        return f"{bound} {chosen.candidate.spec} was asked for and {_against(chosen.predicted_us, sequential_us)}."
+    rivals = [option for option in options if option.schedule.name != chosen.schedule.name]
+    if chosen.schedule.name == "sequential":
+        return f"{bound} {_stays(chosen, rivals, machine)}"
+    hidden = f"{chosen.candidate.spec} {_against(chosen.predicted_us, sequential_us)}"
+    left = f" and leaves {chosen.candidate.exposed_us:.0f} us exposed"
+    return f"{bound} {hidden}{left}{_runner_up(chosen, rivals, machine)}."
+
+
+def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
+    collective = "all-gather" if problem.op == "all_gather_matmul" else "reduce-scatter"
+    times = f"the GEMM alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
+    if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
+        return f"Balanced: {times}"
+    return f"{'Computation' if computation_us > communication_us else 'Communication'}-bound: {times}"
+
+
+def _against(predicted_us: float, sequential_us: float) -> str:
+    more = "less" if predicted_us <= sequential_us else "more"
+    return f"takes {predicted_us:.0f} us, {abs(sequential_us - predicted_us):.0f} {more} than sequential"
+
+
+def _stays(chosen: Option, rivals: Sequence[Option], machine: Machine) -> str:
+    if not rivals:
+        return "Only the sequential program was considered."
+    rival = rivals[0]
+    more = rival.predicted_us - chosen.predicted_us
+    took = f"the best overlap, {rival.candidate.spec}, would take {rival.predicted_us:.0f} us, {more:.0f} more"
+    return f"It stays sequential: {took}, since {_reason(rival, chosen, machine)}."
+
+
+def _runner_up(chosen: Option, rivals: Sequence[Option], machine: Machine) -> str:
+    if not rivals:
+        return ""
+    rival = rivals[0]
+    slower = rival.predicted_us / chosen.predicted_us - 1
+    if slower < 0.001:
+        return f"; {rival.candidate.spec} would do as well"
+    return f"; the runner-up, {rival.candidate.spec}, is {slower:.1%} slower, since {_reason(rival, chosen, machine)}"
+
+
+def _reason(slow: Option, fast: Option, machine: Machine) -> str:
+    """What costs `slow` most beyond what `fast` pays: its kernels, its transfers, or fixed costs."""
+    if slow.schedule.name == "sequential":
+        return "it hides nothing"
+    paid, base = _fixed(slow.schedule, machine), _fixed(fast.schedule, machine)
+    kernels = slow.candidate.computation_us - fast.candidate.computation_us
+    transfers = slow.candidate.communication_us - fast.candidate.communication_us
+    most = max(kernels, transfers, paid.us - base.us)
+    if most < 0.5:
+        return "less of its communication is hidden"
+    if most == kernels:
+        return f"its kernels work {slow.candidate.computation_us:.0f} us, not {fast.candidate.computation_us:.0f}"
+    if most == transfers:
+        return f"its data is under way for {slow.candidate.communication_us:.0f} us, not {fast.candidate.communication_us:.0f}"
+    return f"a rank pays {paid.us:.0f} us of fixed costs, not {base.us:.0f} ({paid})"
+
+
+def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
+    kinds = Counter(type(step) for lane in schedule.ranks[0] for step in lane.steps)
+    kernels = kinds[Gemm] + kinds[Reduce] + kinds[Collective]
+    flags = kinds[Wait] + kinds[Signal]
+    us = kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us
+    return _Fixed(kernels, kinds[Copy], flags, us)
