@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weft import codec
-from weft.cli import choices, main
+from weft.cli import choices, main, output
 from weft.cli.gantt import gantt
 from weft.errors import WeftError
 from weft.machine import names
@@ -300,6 +300,17 @@ def test_a_name_from_a_file_is_not_taken_for_markup(weft: Weft, runner: Runner, 
     assert "[bold]x: 4 sites" in out
 
 
+def test_a_narrow_terminal_loses_nothing(
+    weft: Weft, runner: Runner, without_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PIPE_WIDTH", 80)
+    out = weft("run", "llama3-405b")[1]
+    assert max(map(len, out.splitlines())) <= 80
+    measured = out[out.index("Measured on") :]
+    for cell in ("attention QKV", "flag_gated:4", "106496x16384", "3,000", "2,000", "1,500", "75%"):
+        assert cell in measured
+
+
 # --- weft plan, machines, doctor, schedules ------------------------------------------------------------------------------
 
 
@@ -364,6 +375,21 @@ def test_reader_that_goes_away_is_no_traceback() -> None:
     assert process.stderr is not None
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 141
+
+
+@pytest.mark.ranks
+def test_a_small_model_runs_for_real(tmp_path: Path) -> None:
+    config, found = tmp_path / "tiny.json", tmp_path / "run.json"
+    sizes = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    config.write_text(json.dumps(sizes))
+    command = [sys.executable, "-c", "import sys; from weft.cli import main; sys.exit(main())", "run", str(config)]
+    command += ["--ranks", "2", "--device", "cpu", "--tokens", "24", "--machine-tokens", "512", "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    run = codec.read(Run, found)
+    assert [site.site for site in run.sites] == ["attention QKV", "attention out", "MLP gate/up", "MLP down"]
+    assert run.ok
+    assert "All results are right." in done.stdout
 
 
 def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:

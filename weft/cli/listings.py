@@ -53,11 +53,12 @@ def machines(
         print(json.dumps(codec.dump(found), indent=2, allow_nan=False))
         return
     out = output.console()
-    columns = ("machine", "GPUs", "topology", "matrix TFLOP/s", "link GB/s", "a copy us", "copy GB/s", "launch us")
-    listed = output.table("Machines", *columns)
+    columns = ("machine", "GPUs", "topology", "matrix\nTFLOP/s", "link\nGB/s", "a copy\nus", "copy\nGB/s", "launch\nus")
+    listed = output.table(*columns)
     for machine in found:
         listed.add_row(*_row(machine))
     out.print(listed)
+    out.print()
     for machine in found:
         out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.", soft_wrap=True)
     out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines --json.")

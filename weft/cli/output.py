@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 PIPE_WIDTH = 160
 """Columns when the output is no terminal: wide enough for every table to stay on one line a row."""
@@ -21,16 +20,9 @@ def console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
-def table(title: str, *columns: str, left: int = 1, caption: str | None = None) -> Table:
+def table(*columns: str, left: int = 1) -> Table:
     """An empty table; its first `left` columns are words, the others numbers that stay on one line."""
-    made = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        caption=Text(caption) if caption else None,
-        caption_justify="left",
-    )
+    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, name in enumerate(columns):
         made.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
     return made

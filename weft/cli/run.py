@@ -101,9 +101,9 @@ def _show(run: Run, machine: Machine) -> None:
     plans = [(site.site, site.plan) for site in run.sites]
     title = f"Predicted on {machine.words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
     out.print()
-    out.print(tables.prediction_table(title, plans))
-    out.print(tables.prediction_chart(plans, out.width))
-    out.print(tables.measured_table(run))
+    tables.print_predictions(out, title, plans)
+    tables.print_chart(out, plans)
+    tables.print_measured(out, run)
     tables.print_skipped(out, run.skipped)
     wrong = [site.site for site in run.sites if not site.ok]
     out.print(f"WRONG results at {', '.join(wrong)}" if wrong else "All results are right.")

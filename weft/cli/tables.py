@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,56 +19,36 @@ if TYPE_CHECKING:
 
     SitePlan = tuple[str, Plan]
 
+    SiteRow = tuple[str, str, Problem, Sequence[str | Text]]
+    """site, schedule, problem, and a cell for each further column."""
+
 ON_CPU = "Times are of processes on this host's CPU: they show that it runs and is right, not that it is fast."
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+BROKEN = {"sequential": "sequen-\ntial", "overlapped": "over-\nlapped"}
 
 
-def shape(problem: Problem) -> tuple[str, str, str]:
-    return str(problem.m), str(problem.n), str(problem.k)
-
-
-def prediction_table(title: str, plans: Sequence[SitePlan]) -> Table:
+def print_predictions(out: Console, title: str, plans: Sequence[SitePlan]) -> None:
     """One row a site: the chosen schedule and what it is predicted to reach."""
-    columns = ("site", "schedule", "M", "N", "K", "sequential us", "overlapped us", "ideal us", "of ideal", "speed-up")
-    made = table(title, *columns, left=2)
-    for site, plan in plans:
-        best = plan.chosen.predicted_us
-        made.add_row(
-            site,
-            plan.chosen.spec,
-            *shape(plan.problem),
-            us(plan.sequential_us),
-            us(best),
-            us(plan.ideal_us),
-            share(plan.share_of_ideal),
-            f"{plan.sequential_us / best:.2f}x" if best else "",
-        )
-    return made
+    heads = ("sequential us", "overlapped us", "ideal us", "of ideal", "speed-up")
+    _print_sites(out, title, heads, [(site, plan.chosen.spec, plan.problem, _predicted(plan)) for site, plan in plans])
 
 
-def prediction_chart(plans: Sequence[SitePlan], width: int) -> Group:
+def print_measured(out: Console, run: Run) -> None:
+    """One row a site: checked, timed, and beside it the prediction for the named machine."""
+    title = f"Measured on {run.world_size} {DEVICES[run.device]} ranks: {run.tokens} tokens, {run.dtype}"
+    heads = ("max error", "sequential us", "overlapped us", "ideal us", "of ideal", f"{run.machine} us")
+    _print_sites(out, title, heads, [(site.site, _spec(site), site.problem, _measured(site)) for site in run.sites])
+    out.print(f"{run.machine} us is the prediction above, for {run.machine_ranks} ranks and {run.machine_tokens} tokens.")
+    if run.device == "cpu":
+        out.print(ON_CPU)
+
+
+def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:
     """The predicted timeline of the site with the most work, on rank 0."""
     site, plan = max(plans, key=lambda item: item[1].problem.flops)
-    title = f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}"
-    return Group(Text(title, style="bold"), gantt(plan.spans, rank=0, width=min(width, 120)), Text())
-
-
-def measured_table(run: Run) -> Table:
-    """One row a site: checked, timed, and beside it the prediction for the named machine."""
-    columns = ("site", "schedule", "M", "N", "K", "max error", "sequential us", "overlapped us", "ideal us", "of ideal")
-    made = table(_measured_title(run), *columns, f"{run.machine} us", left=2, caption=ON_CPU if run.device == "cpu" else None)
-    for site in run.sites:
-        made.add_row(
-            site.site,
-            f"{site.schedule}:{site.chunks}" if site.chunks > 1 else site.schedule,
-            *shape(site.problem),
-            _error(site),
-            us(site.sequential_us),
-            us(site.overlapped_us),
-            us(site.ideal_us),
-            share(site.share_of_ideal),
-            us(site.plan.chosen.predicted_us),
-        )
-    return made
+    out.print(f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
+    out.print(gantt(plan.spans, rank=0, width=min(out.width, 120)))
+    out.print()
 
 
 def print_skipped(out: Console, skipped: Sequence[Skipped]) -> None:
@@ -77,9 +57,9 @@ def print_skipped(out: Console, skipped: Sequence[Skipped]) -> None:
         out.print(str(site))
 
 
-def candidates_table(plans: Sequence[SitePlan]) -> Table:
+def print_candidates(out: Console, plans: Sequence[SitePlan]) -> None:
     """Every candidate's predicted time, a column a site; the chosen one is marked."""
-    made = table("Candidates, predicted us (* chosen)", "schedule", *(site for site, _ in plans))
+    made = table("schedule", *(site for site, _ in plans))
     times = [{c.spec: c.predicted_us for c in plan.candidates} for _, plan in plans]
     for spec in dict.fromkeys(c.spec for _, plan in plans for c in plan.candidates):
         cells = [
@@ -87,12 +67,52 @@ def candidates_table(plans: Sequence[SitePlan]) -> Table:
             for found, (_, plan) in zip(times, plans, strict=True)
         ]
         made.add_row(spec, *cells)
-    return made
+    out.print("Predicted us of every candidate (* chosen)", style="bold")
+    out.print(made)
+    out.print()
 
 
-def _measured_title(run: Run) -> str:
-    return f"Measured on {run.world_size} {run.device} ranks: {run.tokens} tokens, {run.dtype}"
+def _predicted(plan: Plan) -> Sequence[str]:
+    best = plan.chosen.predicted_us
+    gain = f"{plan.sequential_us / best:.2f}x" if best else ""
+    return us(plan.sequential_us), us(best), us(plan.ideal_us), share(plan.share_of_ideal), gain
+
+
+def _measured(site: SiteRun) -> Sequence[str | Text]:
+    times = us(site.sequential_us), us(site.overlapped_us), us(site.ideal_us)
+    return _error(site), *times, share(site.share_of_ideal), us(site.plan.chosen.predicted_us)
 
 
 def _error(site: SiteRun) -> Text:
     return Text(f"{site.max_error:.1e}") if site.ok else Text(f"{site.max_error:.1e} WRONG", style="bold red")
+
+
+def _spec(site: SiteRun) -> str:
+    from weft.schedules import FAMILIES
+
+    return f"{site.schedule}:{site.chunks}" if FAMILIES[site.schedule].chunked else site.schedule
+
+
+def _print_sites(out: Console, title: str, heads: Sequence[str], rows: Sequence[SiteRow]) -> None:
+    """A row a site on one line; on two or three lines where the console is too narrow for that."""
+    made = _wide(heads, rows)
+    if out.measure(made, options=out.options.update(max_width=1000)).maximum > out.width:
+        made = _narrow(heads, rows)
+    out.print(title, style="bold")
+    out.print(made)
+    out.print()
+
+
+def _wide(heads: Sequence[str], rows: Sequence[SiteRow]) -> Table:
+    made = table("site", "schedule", "M", "N", "K", *heads, left=2)
+    for site, schedule, problem, cells in rows:
+        made.add_row(site, schedule, str(problem.m), str(problem.n), str(problem.k), *cells)
+    return made
+
+
+def _narrow(heads: Sequence[str], rows: Sequence[SiteRow]) -> Table:
+    folded = ["\n".join(BROKEN.get(word, word) for word in head.split()) for head in heads]
+    made = table("site\nschedule", "M\nN x K", *folded)
+    for site, schedule, problem, cells in rows:
+        made.add_row(f"{site}\n{schedule}", f"{problem.m}\n{problem.n}x{problem.k}", *cells)
+    return made
