@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.problem import Problem
+from weft.schedules import FAMILIES
 
 
 def us(value: float) -> str:
@@ -20,8 +21,13 @@ def percent(share: float) -> str:
 
 
 def spec(schedule: str, chunks: int) -> str:
-    """A schedule as the command line takes it."""
-    return f"{schedule}:{chunks}" if chunks > 1 else schedule
+    """A schedule as the command line takes it. Without a count it would stand for world_size chunks.
+
+    >>> spec("flag_gated", 1), spec("sequential", 1)
+    ('flag_gated:1', 'sequential')
+    """
+    chunked = schedule in FAMILIES and FAMILIES[schedule].chunked
+    return f"{schedule}:{chunks}" if chunked or chunks > 1 else schedule
 
 
 def sizes(problem: Problem) -> str:
