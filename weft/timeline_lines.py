@@ -1,0 +1,183 @@
+"""The lines of a timeline and the rows they stand in: every step of every rank as text, in an order that could run.
+
+A row is a topological level of one call. A kernel of several parts has a line for itself and, in any order, one for each
+part. Used by `weft.timeline`, which draws the lines.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait, advances
+
+Column = tuple[int, str]
+"""Rank and lane."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of a lane's column. meeting: the number of a collective. part: of a kernel; neighbours run beside each other."""
+
+    column: Column
+    text: str
+    waits: tuple[Wait, ...] = ()
+    signals: tuple[Flag, ...] = ()
+    meeting: int = -1
+    part: bool = False
+    row: int = -1
+
+
+@dataclass(slots=True)
+class OpenLane:
+    """Lines still to be placed, and the first row that is free."""
+
+    lines: list[Line]
+    next_row: int = 0
+    open: list[Line] = field(default_factory=list)
+
+    def candidates(self) -> list[Line]:
+        """What may be placed next: any part of the kernel under way, or the next line."""
+        if not self.open and self.lines:
+            self.open = [self.lines.pop(0)]
+            while self.open[0].part and self.lines and self.lines[0].part:
+                self.open.append(self.lines.pop(0))
+        return self.open
+
+
+class Placer:
+    """Gives every line of every rank its row, in an order in which the steps could run. shown: ranks with columns."""
+
+    def __init__(self, schedule: Schedule, shown: frozenset[int]) -> None:
+        self.shown, self.size = shown, len(schedule.ranks)
+        self.owners = owners(schedule)
+        self.lanes = [
+            OpenLane(_lines(schedule, rank, lane.name, lane.steps))
+            for rank, lanes in enumerate(schedule.ranks)
+            for lane in lanes
+        ]
+        self.signalled: dict[Flag, list[int]] = defaultdict(list)
+        self.met: dict[int, list[int]] = defaultdict(list)
+        self.foreign_rows: set[int] = set()
+
+    def run(self) -> tuple[list[Line], list[Line]]:
+        """Placed lines, and those that wait in vain."""
+        placed = []
+        while found := [(row, i, line) for i, lane in enumerate(self.lanes) for line, row in self._ready(lane)]:
+            row, number, line = min(found, key=lambda f: f[:2])
+            self._place(self.lanes[number], line, row)
+            placed.append(line)
+        return placed, [line for lane in self.lanes for line in (*lane.open, *lane.lines)]
+
+    def _ready(self, lane: OpenLane) -> Iterable[tuple[Line, int]]:
+        for line in lane.candidates():
+            rows = [lane.next_row]
+            for wait in line.waits:
+                if wait.at_least > 0:
+                    reached = self.signalled[wait.flag][wait.at_least - 1 : wait.at_least]
+                    rows += reached or [-1]
+            if line.meeting >= 0:
+                rows += self._meet(line)
+            if min(rows) >= 0:
+                yield line, self._free_row(max(rows), line)
+
+    def _meet(self, line: Line) -> list[int]:
+        """The row of a collective: that of the last rank to come to it; -1 if one has not come."""
+        if line.meeting in self.met:
+            return self.met[line.meeting]
+        here = [lane.next_row for lane in self.lanes if any(c.meeting == line.meeting for c in lane.candidates())]
+        return here if len(here) == self.size else [-1]
+
+    def _free_row(self, row: int, line: Line) -> int:
+        """The first row from `row` on where the last column is free, if the line needs it."""
+        while self._is_foreign(line) and row in self.foreign_rows:
+            row += 1
+        return row
+
+    def _conditions(self, line: Line) -> str:
+        """Of a part: gates and count between ranks that have columns; the others go to the last column."""
+        gates = [f"wait {words(wait)}" for wait in line.waits if self.owners.get(wait.flag, (-1,))[0] in self.shown]
+        counts = [f"count {flag.name}[{flag.index}]" for flag in line.signals if flag.rank in self.shown]
+        return ", ".join([*gates, *counts]) + ": " * bool(gates or counts)
+
+    def _is_foreign(self, line: Line) -> bool:
+        if line.column[0] not in self.shown:
+            return False
+        sources = {self.owners[w.flag][0] for w in line.waits if w.flag in self.owners}
+        return not sources | {f.rank for f in line.signals} <= self.shown
+
+    def _place(self, lane: OpenLane, line: Line, row: int) -> None:
+        line.row, lane.next_row = row, row + 1
+        if line.text.split()[0] not in ("wait", "signal"):
+            line.text = f"{'  ' * line.part}{self._conditions(line)}{line.text.strip()}"
+        lane.open.remove(line)
+        if self._is_foreign(line):
+            self.foreign_rows.add(row)
+        for flag in line.signals:
+            self.signalled[flag].append(row)
+        if line.meeting >= 0:
+            self.met[line.meeting] = [row]
+
+
+def owners(schedule: Schedule) -> dict[Flag, Column]:
+    """Which lane advances each flag."""
+    found: dict[Flag, Column] = {}
+    for rank, lane, _, step in schedule:
+        found.update(dict.fromkeys(advances(step), (rank, lane.name)))
+    return found
+
+
+def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> list[Line]:
+    found: list[Line] = []
+    column, meetings = (rank, lane), 0
+    for step in steps:
+        if isinstance(step, Wait):
+            found.append(Line(column, f"wait {words(step)}", waits=(step,)))
+        elif isinstance(step, Signal):
+            found.append(Line(column, f"signal {step.flag.name}[{step.flag.index}]", signals=(step.flag,)))
+        elif isinstance(step, Copy):
+            found.append(Line(column, f"copy {_move(schedule, rank, step.src, step.dst)}"))
+        elif isinstance(step, Collective):
+            found.append(Line(column, f"{step.op} {_move(schedule, rank, step.src, step.dst)}", meeting=meetings))
+            meetings += 1
+        else:
+            found += _kernel(schedule, column, step)
+    return found
+
+
+def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce) -> list[Line]:
+    """A line for a kernel of one part; else a heading, and a line for each part."""
+    parts = [
+        _part(schedule, column[0], part, "=" if isinstance(step, Gemm) and step.accumulate else "-") for part in step.parts
+    ]
+    name = "gemm" if isinstance(step, Gemm) else "reduce"
+    if len(parts) == 1:
+        text, waits, signals = parts[0]
+        return [Line(column, f"{name} {text}", waits, signals)]
+    lines = [Line(column, f"  {text}", waits, signals, part=True) for text, waits, signals in parts]
+    return [Line(column, str(step)), *lines]
+
+
+def _part(schedule: Schedule, rank: int, part: Part | Sum, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+    srcs = [part.a] if isinstance(part, Part) else list(part.srcs)
+    names = list(dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in srcs))
+    src = _region(schedule, rank, srcs[0]) if len(srcs) == 1 else " + ".join(names)
+    text = f"{src} {dash}> {_region(schedule, rank, part.out)}"
+    return text, part.gates, (part.count,) if part.count else ()
+
+
+def words(wait: Wait) -> str:
+    """A wait's flag; its value unless that is one."""
+    return f"{wait.flag.name}[{wait.flag.index}]{'' if wait.at_least == 1 else f'>={wait.at_least}'}"
+
+
+def _move(schedule: Schedule, rank: int, src: Region, dst: Region) -> str:
+    return f"{_region(schedule, rank, src)} -> {_region(schedule, rank, dst)}"
+
+
+def _region(schedule: Schedule, rank: int, region: Region) -> str:
+    """Short: the rank if it is another, the columns if they are not all."""
+    name = region.buffer if region.rank == rank else f"{region.buffer}@{region.rank}"
+    whole = region.cols == (0, schedule.buffer[region.buffer].cols[region.rank])
+    return f"{name}[{region.rows[0]}:{region.rows[1]}{'' if whole else f', {region.cols[0]}:{region.cols[1]}'}]"
