@@ -143,7 +143,7 @@ def test_run_defaults_on_a_machine_without_gpu(weft: Weft, runner: Runner, witho
     expected = {"ranks": 4, "device": "cpu", "tokens": 512, "op": None, "schedule": "auto", "machine_ranks": 8}
     assert {key: runner.asked[key] for key in expected} == expected
     assert (runner.asked["machine"].name, runner.asked["machine_tokens"], runner.asked["seed"]) == ("h200x8", 8192, 0)
-    assert out.splitlines()[0].startswith("llama3-8b: 4 sites of one layer on 4 cpu ranks, 512 tokens, bfloat16")
+    assert out.splitlines()[0].startswith("llama3-8b: 4 sites of one layer on 4 CPU ranks, 512 tokens, bfloat16")
 
 
 def test_run_takes_every_gpu_by_default(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

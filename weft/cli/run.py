@@ -56,7 +56,7 @@ def command(
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
     out = output.console()
     out.print(
-        f"{sizes.name}: {len(sites)} sites of one layer on {ranks} {device} ranks, {tokens} tokens, {dtype}, "
+        f"{sizes.name}: {len(sites)} sites of one layer on {ranks} {tables.DEVICES[device]} ranks, {tokens} tokens, {dtype}, "
         f"schedule {schedule}, seed {seed}; predicted for {target.name}, {target.world_size} ranks, {machine_tokens} tokens"
     )
     for note in sizes.notes:
