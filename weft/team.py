@@ -156,16 +156,15 @@ class Team:
         """Raise if this team failed here (on another lane) or on a peer, or if a peer is dead; not if `ready()` by now."""
         if self.broken:
             raise PeerLost(str(self.broken))
-        for peer in self._others():
-            state = self._words[peer].load(_STATE)
-            if state == 0 and process_start(self.pids[peer]) == self._starts[peer]:
-                continue
-            if ready():
-                return
-            state = self._words[peer].load(_STATE)
-            raise self.fail(PeerLost(self._farewell(peer, state)))
+        dead = [p for p in self._others() if process_start(self.pids[p]) != self._starts[p]]
+        gone = [p for p in self._others() if self._words[p].load(_STATE) != 0]
+        if not (dead or gone) or ready():
+            return
+        # A dead rank is the reason for what other ranks report: name it first.
+        raise self.fail(PeerLost(self._farewell((dead + gone)[0])))
 
-    def _farewell(self, peer: int, state: int) -> str:
+    def _farewell(self, peer: int) -> str:
+        state = self._words[peer].load(_STATE)
         if state == _FAILED:
             return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, _TEXT_BYTES)}"
         return f"rank {peer} {'has left the group' if state == _CLOSED else f'(process {self.pids[peer]}) died'}"

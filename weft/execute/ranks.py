@@ -28,11 +28,11 @@ _GRACE_S = 15.0
 
 
 class RankFailed(WeftError):
-    """A rank raised, or died. `failures`: (rank, text) of each, in the order in which they were seen."""
+    """A rank raised, died or was late. failures: (rank, text) in the order seen. results: what the others answered, by rank."""
 
-    def __init__(self, failures: list[tuple[int, str]], summary: str) -> None:
-        self.failures = failures
-        super().__init__(summary)
+    def __init__(self, failures: list[tuple[int, str]], results: list[Any]) -> None:
+        self.failures, self.results = failures, results
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures))
 
 
 def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
@@ -123,7 +123,7 @@ class Ranks:
                     timeout_s = min(timeout_s, _GRACE_S)
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures:
-            self._raise(failures)
+            self._raise(failures, results)
         return results
 
     def _receive(self, rank: int, results: list[Any]) -> tuple[str, str] | None:
@@ -139,10 +139,9 @@ class Ranks:
         return None
 
     @staticmethod
-    def _raise(failures: list[tuple[int, str, str]]) -> None:
-        lines = [f"rank {rank}: {message}" for rank, message, _ in failures]
+    def _raise(failures: list[tuple[int, str, str]], results: list[Any]) -> None:
         trace = next((trace for _, _, trace in failures if trace), "")
-        error = RankFailed([(rank, message) for rank, message, _ in failures], "\n".join(lines))
+        error = RankFailed([(rank, message) for rank, message, _ in failures], results)
         if trace:
             error.add_note(f"first traceback, of rank {next(r for r, _, t in failures if t)}:\n{trace}")
         raise error

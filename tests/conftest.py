@@ -1,0 +1,61 @@
+"""Rank processes for tests: started once for each world size, thrown away after a failure so that none infects the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.execute.ranks import Ranks
+
+SHORT_BOUND_S = 20.0
+
+
+class RankFixture:
+    """`ranks(n).run(work, ...)` for any n. A rank's traceback is the test's failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Ranks] = {}
+
+    def __call__(self, world_size: int) -> RankFixture.Handle:
+        return RankFixture.Handle(self, world_size)
+
+    class Handle:
+        def __init__(self, owner: RankFixture, world_size: int) -> None:
+            self.owner, self.world_size = owner, world_size
+
+        def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
+            pools = self.owner._pools
+            if self.world_size not in pools:
+                pools[self.world_size] = Ranks(self.world_size, environment={"WEFT_TIMEOUT_S": str(SHORT_BOUND_S)})
+            try:
+                return pools[self.world_size].run(work, *args, timeout_s=timeout_s)
+            except BaseException:
+                pools.pop(self.world_size).close(grace_s=0)
+                raise
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankFixture]:
+    fixture = RankFixture()
+    yield fixture
+    fixture.close()
+
+
+def shared_memory_names() -> list[str]:
+    """Names of weft's segments that lie in POSIX shared memory now."""
+    return sorted(p.name for p in Path("/dev/shm").glob("weft-*"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_shared_memory() -> Iterator[None]:
+    yield
+    mine = [n for n in shared_memory_names() if n.split("-")[1].isdigit() and not os.path.exists(f"/proc/{n.split('-')[1]}")]
+    assert mine == [], "segments of dead processes were left in /dev/shm"

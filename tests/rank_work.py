@@ -1,0 +1,50 @@
+"""What ranks do in several tests: draw inputs alike on every rank, call an operator, compare with the whole product."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.problem import split
+
+
+def whole(m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A_MK, B_KN and their product in float64, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(m, k, generator=generator).to(dtype)
+    b = (torch.randn(k, n, generator=generator) * k**-0.5).to(dtype)
+    return a, b, a.double() @ b.double()
+
+
+def bound(dtype: torch.dtype, k: int, partials: int, reference: torch.Tensor) -> float:
+    """Largest absolute error that rounding explains: the result's own, and one for each partial sum of like size."""
+    scale = float(reference.abs().max()) if reference.numel() else 0.0
+    unit = torch.finfo(dtype).eps / 2
+    return scale * ((1 + partials) * unit + 4 * k**0.5 * torch.finfo(torch.float32).eps)
+
+
+def check_gather(
+    m: int, n: int, k: int, dtype: torch.dtype, spec: str, seed: int, group: dist.ProcessGroup | None = None
+) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    a, b, expected = whole(m, n, k, dtype, seed)
+    (low, high), (left, right) = split(m, size)[rank], split(n, size)[rank]
+    out, gathered = weft.all_gather_matmul(a[low:high], b[:, left:right], group, schedule=spec, rows=m, return_gathered=True)
+    assert torch.equal(gathered, a)
+    assert out.dtype == dtype
+    error = (out.double() - expected[:, left:right]).abs().max().item() if out.numel() else 0.0
+    assert error <= bound(dtype, k, 2 * size, expected), (spec, (m, n, k), error)
+
+
+def check_scatter(
+    m: int, n: int, k: int, dtype: torch.dtype, spec: str, seed: int, group: dist.ProcessGroup | None = None, op: str = "sum"
+) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    a, b, expected = whole(m, n, k, dtype, seed)
+    (low, high), (left, right) = split(m, size)[rank], split(k, size)[rank]
+    out = weft.matmul_reduce_scatter(a[:, left:right], b[left:right], group, schedule=spec, op=op)
+    expected = expected[low:high] / (size if op == "avg" else 1)
+    assert out.shape == expected.shape
+    error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
+    assert error <= bound(dtype, k, 2 * size, a.double() @ b.double()), (spec, (m, n, k), error)

@@ -1,0 +1,177 @@
+"""What happens when a rank dies, stops, sleeps or fails: every other rank ends, soon, with the culprit's name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import shared_memory_names
+from rank_work import check_gather, check_scatter
+
+import weft
+from weft.errors import PeerLost, WaitTimeout
+from weft.execute.ranks import RankFailed, Ranks
+from weft.schedules import NAMES
+
+pytestmark = pytest.mark.ranks
+BOUND_S = 3.0
+
+
+@pytest.fixture
+def fresh() -> Iterator[Ranks]:
+    with Ranks(3, environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as pool:
+        yield pool
+
+
+def _calls_until(victim: int, after_s: float, how: int, names: tuple[str, ...]) -> tuple[str, float]:
+    """Call operators without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
+    check_gather(64, 48, 32, torch.float32, "flag_gated", 0)
+    dist.barrier()
+    struck = time.monotonic() + after_s
+    if dist.get_rank() == victim:
+        threading.Timer(after_s, lambda: os.kill(os.getpid(), how)).start()
+    try:
+        for call in range(1_000_000):
+            check_gather(64, 48, 32, torch.float32, names[call % len(names)], call)
+            check_scatter(64, 48, 32, torch.float32, names[call % len(names)], call)
+    except (PeerLost, WaitTimeout) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - struck
+    raise AssertionError("the calls ended")
+
+
+@pytest.mark.parametrize("after_s", [0.31, 0.5])
+def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) -> None:
+    before = shared_memory_names()
+    fresh.start(_calls_until, 1, after_s, signal.SIGKILL, NAMES)
+    with pytest.raises(RankFailed) as caught:
+        fresh.finish(timeout_s=60)
+    assert [rank for rank, _ in caught.value.failures] == [1]
+    assert "died with exit code -9" in str(caught.value)
+    for rank, answer in enumerate(caught.value.results):
+        if rank != 1:
+            message, seconds = answer
+            assert "PeerLost: rank 1 (process" in message
+            assert "died" in message
+            assert seconds < 10
+    assert shared_memory_names() == before
+    with Ranks(3) as again:
+        again.run(check_gather, 64, 48, 32, torch.float32, "flag_gated", 1)
+
+
+def test_a_stopped_rank_is_named_at_the_bound(fresh: Ranks) -> None:
+    fresh.start(_calls_until, 2, 0.3, signal.SIGSTOP, ("hetero_unfused_1d:2",))
+    with pytest.raises(RankFailed) as caught:
+        fresh.finish(timeout_s=BOUND_S + 8)
+    for message, seconds in caught.value.results[:2]:
+        assert "expected" in message
+        assert "seen" in message
+        assert "rank 2" in message
+        assert seconds < BOUND_S + 5
+
+
+def _sleep_in_a_matmul(name: str) -> str:
+    """Rank 1 sleeps past the bound in the middle of a call."""
+    from weft.execute.host import HostProgram
+
+    check_scatter(64, 48, 32, torch.float32, name, 0)
+    matmul = HostProgram.matmul
+    if dist.get_rank() == 1:
+        HostProgram.matmul = lambda *a, **k: (time.sleep(BOUND_S + 2), matmul(*a, **k))[1]  # type: ignore[method-assign]
+    try:
+        check_scatter(64, 48, 32, torch.float32, name, 1)
+    except (PeerLost, WaitTimeout) as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("a rank slept past the bound and nobody noticed")
+    finally:
+        HostProgram.matmul = matmul  # type: ignore[method-assign]
+    dist.barrier()
+    weft.close()
+    check_scatter(64, 48, 32, torch.float32, name, 2)
+    return message
+
+
+def test_a_sleeping_rank_is_named_with_step_and_flag(fresh: Ranks) -> None:
+    messages = fresh.run(_sleep_in_a_matmul, "track_and_trigger:2")
+    assert "PeerLost: rank " in messages[1] or "rank 1's lane compute raises it" in messages[1]
+    waiting = [m for m in (messages[0], messages[2]) if m.startswith("WaitTimeout")]
+    assert waiting
+    for message in waiting:
+        assert "lane compute, step" in message
+        assert "arrived[" in message
+        assert "expected 2, seen 1" in message
+        assert "rank 1's lane copy raises it" in message
+
+
+def _raise_in_a_copy(name: str) -> str:
+    """Rank 2 raises on a lane's thread; it gets its own error, the others learn whose it was."""
+    from weft.execute.host import HostProgram
+
+    check_gather(64, 48, 32, torch.float32, name, 0)
+    signal_ = HostProgram.signal
+    if dist.get_rank() == 2:
+        HostProgram.signal = _fail  # type: ignore[method-assign, assignment]
+    try:
+        check_gather(64, 48, 32, torch.float32, name, 1)
+    except (MemoryError, PeerLost) as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("a lane failed and nobody noticed")
+    finally:
+        HostProgram.signal = signal_  # type: ignore[method-assign]
+    with pytest.raises(weft.WeftError, match=r"broken .* call weft.close\(group\) on every rank"):
+        check_gather(64, 48, 32, torch.float32, name, 1)
+    dist.barrier()
+    weft.close()
+    check_gather(64, 48, 32, torch.float32, name, 2)
+    return message
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("planted")
+
+
+def test_an_error_on_one_lane_ends_every_rank(fresh: Ranks) -> None:
+    messages = fresh.run(_raise_in_a_copy, "flag_gated:2")
+    assert messages[2] == "MemoryError: planted"
+    assert "PeerLost: rank 2 failed: planted" in messages[0] or "PeerLost: rank 1 failed: rank 2 failed: planted" in messages[0]
+
+
+def _leave_early() -> str:
+    check_gather(8, 6, 4, torch.float32, "flag_gated", 0)
+    if dist.get_rank() == 0:
+        weft.close()
+        return "left"
+    try:
+        check_gather(8, 6, 4, torch.float32, "flag_gated", 1)
+    except PeerLost as error:
+        return str(error)
+    raise AssertionError("a rank left and nobody noticed")
+
+
+def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
+    answers = fresh.run(_leave_early)
+    assert any("rank 0 has left the group" in answer for answer in answers[1:])
+
+
+def test_what_a_dead_creator_left_is_reaped() -> None:
+    from weft.memory import SHM, reap_stale
+
+    stale = SHM / "weft-999999999-1-0123456789abcdef-data"
+    stale.write_bytes(b"x")
+    assert stale.name in reap_stale()
+    assert not stale.exists()
+
+
+def test_a_bound_that_is_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.team import timeout_from_environment
+
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 'soon'"):
+        timeout_from_environment()

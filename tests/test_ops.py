@@ -1,0 +1,301 @@
+"""The operators on real ranks: every schedule, shapes that divide by nothing, dtypes, layouts, groups, and torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_work import check_gather, check_scatter, whole
+
+import weft
+from weft.errors import RankMismatch
+from weft.problem import split
+from weft.schedules import NAMES
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = [(64, 48, 32), (37, 23, 19), (5, 7, 3), (2, 3, 1)]
+"""M, N, K: even; odd; fewer than two rows a rank; some ranks empty."""
+
+
+def _every_schedule(dtype: torch.dtype) -> None:
+    for turn, (m, n, k) in enumerate(SHAPES):
+        for name in NAMES:
+            for repeat in range(2):
+                seed = 100 * turn + repeat
+                check_gather(m, n, k, dtype, name, seed)
+                check_scatter(m, n, k, dtype, name, seed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_schedule_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
+    ranks(world_size).run(_every_schedule, dtype)
+
+
+def _chunk_counts() -> None:
+    for name in NAMES[2:]:
+        for chunks in (1, 2, 5, 40):
+            check_gather(37, 23, 19, torch.float32, f"{name}:{chunks}", chunks)
+            check_scatter(37, 23, 19, torch.float32, f"{name}:{chunks}", chunks, op="avg")
+
+
+def test_any_chunk_count(ranks: RankFixture) -> None:
+    ranks(3).run(_chunk_counts)
+
+
+def _new_data_each_call(delay: str) -> None:
+    """Many calls in a row, new data each, while one lane or one rank is slow: buffers and flags are reused early and late."""
+    import time
+
+    from weft.execute.host import HostProgram
+    from weft.execute.interpret import Bindings
+
+    matmul, view = HostProgram.matmul, Bindings.pieces
+    slow = dist.get_rank() == 1
+    try:
+        if delay == "compute" and slow:
+            HostProgram.matmul = lambda *a, **k: (time.sleep(0.002), matmul(*a, **k))[1]  # type: ignore[method-assign]
+        if delay == "transport" and slow:
+            Bindings.pieces = lambda self, region: (time.sleep(0.0005), view(self, region))[1]  # type: ignore[method-assign]
+        for call in range(6):
+            for name in NAMES:
+                check_gather(37, 23, 19, torch.float32, f"{name}:2" if name in NAMES[2:] else name, 7 * call)
+                check_scatter(37, 23, 19, torch.float32, f"{name}:2" if name in NAMES[2:] else name, 7 * call)
+    finally:
+        HostProgram.matmul, Bindings.pieces = matmul, view  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("delay", ["nothing", "compute", "transport"])
+def test_calls_in_a_row_with_a_slow_rank(ranks: RankFixture, delay: str) -> None:
+    ranks(3).run(_new_data_each_call, delay)
+
+
+def _layouts() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a = torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(3))
+    b = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
+    low, high = split(10, size)[rank]
+    # Batch first, sequence sharded, through a transposed view of b.
+    out = weft.all_gather_matmul(a[:, low:high], b.t().contiguous().t(), gather_dim=1, rows=10, schedule="flag_gated")
+    torch.testing.assert_close(out, a @ b)
+    out = weft.matmul_reduce_scatter(a[..., rank::size], b[rank::size], scatter_dim=1, schedule="hetero_fused_1d")
+    torch.testing.assert_close(out, (a @ b)[:, low:high])
+    # Leading dimensions stay whole: shards are cut between entries of the first one.
+    low, high = split(3, size)[rank]
+    out = weft.all_gather_matmul(a[low:high], b, rows=3, schedule="uniform_fused_1d:2")
+    torch.testing.assert_close(out, a @ b)
+    out = weft.matmul_reduce_scatter(a[..., rank::size], b[rank::size], schedule="track_and_trigger:3")
+    torch.testing.assert_close(out, (a @ b)[low:high])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_leading_dimensions_and_strides(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_layouts)
+
+
+def _several_b() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, _ = whole(12, 30, 8, torch.float32, 5)
+    low, high = split(12, size)[rank]
+    widths = [4 + rank, 2, 3]  # grouped-query attention on uneven ranks: other ranks' widths differ
+    bs = list(b[:, : sum(widths)].split(widths, dim=1))
+    for name in NAMES:
+        outs, gathered = weft.all_gather_matmul(a[low:high], bs, schedule=name, rows=12, return_gathered=True)
+        assert torch.equal(gathered, a)
+        for out, each in zip(outs, bs, strict=True):
+            torch.testing.assert_close(out, a @ each)
+
+
+def test_several_b_share_one_gather(ranks: RankFixture) -> None:
+    ranks(3).run(_several_b)
+
+
+def _subgroups() -> None:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    mine = pairs[0] if rank in (0, 3) else pairs[1]
+    for seed in range(3):
+        check_gather(11, 6, 5, torch.float32, "hetero_unfused_1d:2", 10 * seed + (mine is pairs[1]), mine)
+        check_scatter(11, 6, 5, torch.float32, "direct_store:2", 10 * seed + (mine is pairs[1]), mine)
+        check_gather(11, 6, 5, torch.float32, "flag_gated:2", seed)
+    other = pairs[1] if mine is pairs[0] else pairs[0]
+    with pytest.raises(ValueError, match="group: this rank is not in it"):
+        weft.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), other)
+    for group in (mine, None):
+        weft.close(group)
+
+
+def test_sub_groups_and_the_world_side_by_side(ranks: RankFixture) -> None:
+    ranks(4).run(_subgroups)
+
+
+def _auto_and_values() -> None:
+    check_gather(64, 32, 16, torch.bfloat16, "auto", 0)
+    check_scatter(64, 32, 16, torch.bfloat16, "auto", 0)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, expected = whole(8, 6, 4, torch.float32, 1)
+    problem = weft.Problem(op="all_gather_matmul", m=8, n=6, k=4, world_size=size, dtype="float32")
+    (low, high), (left, right) = split(8, size)[rank], split(6, size)[rank]
+    out = weft.all_gather_matmul(a[low:high], b[:, left:right], schedule=weft.build(problem, "flag_gated", 2))
+    torch.testing.assert_close(out, expected[:, left:right].float())
+    with pytest.raises(ValueError, match=r"schedule is for .* M=8 .*; this call is .* M=16"):
+        weft.all_gather_matmul(torch.cat([a[low:high]] * 2), b[:, left:right], schedule=weft.build(problem, "flag_gated", 2))
+    check_gather(8, 6, 4, torch.float32, "flag_gated", 2)  # a mistake that all ranks share breaks nothing
+
+
+def test_auto_and_schedule_values(ranks: RankFixture) -> None:
+    ranks(2).run(_auto_and_values)
+
+
+def _specials() -> None:
+    """NaN and inf come out where the sequential program has them, whatever the schedule."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, _ = whole(12, 6, 8, torch.float32, 2)
+    a[1, 3], a[7, 0], b[2, 4], b[5, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
+    expected = a @ b
+    (low, high), (left, right), (first, last) = split(12, size)[rank], split(6, size)[rank], split(8, size)[rank]
+    partial_sums = sum((a[:, x:y] @ b[x:y] for x, y in split(8, size)), torch.zeros(12, 6))
+    for name in NAMES:
+        out = weft.all_gather_matmul(a[low:high], b[:, left:right], schedule=name)
+        torch.testing.assert_close(out, expected[:, left:right], equal_nan=True)
+        out = weft.matmul_reduce_scatter(a[:, first:last], b[first:last], schedule=name)
+        torch.testing.assert_close(out, partial_sums[low:high], equal_nan=True)
+
+
+def test_nan_and_inf_travel(ranks: RankFixture) -> None:
+    ranks(3).run(_specials)
+
+
+def _compiled() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, expected = whole(16, 8, 4, torch.float32, 6)
+    rows, cols, inner = split(16, size)[rank], split(8, size)[rank], split(4, size)[rank]
+    group = dist.group.WORLD
+    assert group is not None
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = weft.all_gather_matmul(x, w, schedule="flag_gated")
+        assert isinstance(out, torch.Tensor)
+        return out * 2
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    got = compiled(a[slice(*rows)], b[:, slice(*cols)])
+    torch.testing.assert_close(got, expected[:, slice(*cols)].float() * 2)
+    torch.library.opcheck(
+        torch.ops.weft.all_gather_matmul,
+        (a[slice(*rows)], [b[:, slice(*cols)]], group.group_name, 16, 1, "shard_p2p", True),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    torch.library.opcheck(
+        torch.ops.weft.matmul_reduce_scatter,
+        (a[:, slice(*inner)], b[slice(*inner)], group.group_name, rank, size, 1, "shard_p2p", "sum"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_compiles_as_one_graph(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled)
+
+
+def _resources() -> tuple[int, int, int]:
+    import os
+    from pathlib import Path
+
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident, len(os.listdir("/proc/self/fd")), len(list(Path("/dev/shm").glob("weft-*")))
+
+
+def _many_calls() -> list[tuple[int, int, int]]:
+    seen = []
+    for call in range(240):
+        check_gather(37, 23, 19, torch.float32, NAMES[call % len(NAMES)], call)
+        check_scatter(37, 23, 19, torch.float32, NAMES[call % len(NAMES)], call)
+        if call in (40, 239):
+            seen.append(_resources())
+    return seen
+
+
+def test_two_hundred_calls_grow_nothing(ranks: RankFixture) -> None:
+    for (pages, descriptors, segments), (pages_end, descriptors_end, segments_end) in ranks(3).run(_many_calls):
+        assert descriptors_end == descriptors
+        assert segments_end == segments == 0
+        assert pages_end <= pages + 1024, "resident memory grew by more than 4 MiB"
+
+
+MISTAKES: list[tuple[str, dict[str, Any], str]] = [
+    ("wrong K", {"b": torch.ones(5, 2)}, r"b has 5 rows, a has 4 columns"),
+    ("dtype of b", {"b": torch.ones(4, 2, dtype=torch.float64)}, "b is torch.float64 .* they must agree"),
+    ("dtype", {"a": torch.ones(2, 4, dtype=torch.int32)}, "a is torch.int32; weft takes bfloat16, float16, float32"),
+    ("vector", {"a": torch.ones(4)}, "at least 2 dimensions"),
+    ("b of 3 dimensions", {"b": torch.ones(1, 4, 2)}, "it must be a matrix"),
+    ("no b", {"b": []}, "b is an empty list"),
+    ("schedule", {"schedule": "fast"}, "schedule is 'fast'; use auto, or one of sequential"),
+    ("chunks", {"schedule": "flag_gated:0"}, "a chunk count is a whole number"),
+    ("gather_dim", {"gather_dim": 1}, "gather_dim is 1; for a of 2 dimensions it must be in 0 to 0"),
+    ("rows", {"rows": 7}, r"rows is 7: torch.chunk over 2 ranks gives rank \d 4 rows, but a has 2|gives rank 1 3 rows"),
+]
+
+
+def _mistakes() -> None:
+    for _, change, message in MISTAKES:
+        arguments: dict[str, Any] = {"a": torch.ones(2, 4), "b": torch.ones(4, 2), **change}
+        with pytest.raises(ValueError, match=message):
+            weft.all_gather_matmul(**arguments)
+    with pytest.raises(ValueError, match="op is 'max'; use 'sum' or 'avg'"):
+        weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), op="max")
+    check_gather(8, 6, 4, torch.float32, "flag_gated", 2)
+
+
+def test_mistakes_are_told_and_nothing_is_lost(ranks: RankFixture) -> None:
+    ranks(2).run(_mistakes)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(ValueError, match="is not initialised"):
+        weft.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 2))
+
+
+def _disagree(what: str) -> str:
+    odd = dist.get_rank() == 1
+    rows, dtype, schedule = 4, torch.float32, "flag_gated"
+    if what == "shape" and odd:
+        rows = 3
+    if what == "dtype" and odd:
+        dtype = torch.bfloat16
+    if what == "schedule" and odd:
+        schedule = "shard_p2p"
+    a, b = torch.ones(rows, 4, dtype=dtype), torch.ones(4, 2, dtype=dtype)
+    try:
+        if what == "op" and odd:
+            weft.matmul_reduce_scatter(a, b, schedule=schedule)
+        else:
+            weft.all_gather_matmul(a, b, schedule=schedule)
+    except RankMismatch as error:
+        message = str(error)
+    else:
+        raise AssertionError(f"ranks that disagree on {what} were not told")
+    dist.barrier()
+    weft.close()
+    check_gather(8, 6, 4, torch.float32, "flag_gated", 2)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        ("shape", "M: rank . has (12|9), rank . has (12|9)"),
+        ("dtype", "dtype: rank . has torch.(float32|bfloat16), rank . has torch.(float32|bfloat16)"),
+        ("op", "op: rank . has (all_gather_matmul|matmul_reduce_scatter)"),
+        ("schedule", "schedule: rank . has (flag_gated|shard_p2p)"),
+    ],
+)
+def test_ranks_that_disagree_are_all_told(ranks: RankFixture, what: str, difference: str) -> None:
+    import re
+
+    for message in ranks(3).run(_disagree, what):
+        assert "ranks disagree in call" in message
+        assert re.search(difference, message), message
