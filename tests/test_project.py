@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_namespace_packages
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -70,9 +71,11 @@ def test_entry_point_exists() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_every_package_is_found() -> None:
-    folders = {path.parent for path in tracked() if path.suffix == ".py" and path.is_relative_to(ROOT / "weft")}
-    assert [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").is_file()] == []
+def test_every_package_ships() -> None:
+    found = PROJECT["tool"]["setuptools"]["packages"]["find"]
+    shipped = set(find_namespace_packages(str(ROOT), **found))
+    code = [path.relative_to(ROOT) for path in tracked() if path.suffix == ".py" and path.is_relative_to(ROOT / "weft")]
+    assert {".".join(path.parts[:-1]) for path in code} - shipped == set()
 
 
 def test_every_data_file_ships() -> None:
