@@ -49,6 +49,8 @@ class _Fixed:
 def explain(problem: Problem, machine: Machine, options: Sequence[Option], sequential_us: float, *, asked: bool) -> str:
     """Say why options[0] was chosen; options are fastest first. asked: the family was given, not chosen."""
     chosen = options[0]
+    if not problem.m or not problem.n:
+        return "The result has no elements: there is nothing to do."
     if problem.world_size == 1:
         return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {chosen.predicted_us:.0f} us."
     bound = _bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)

@@ -81,7 +81,10 @@ def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
 
 
 def gemm(world: World, rank: int, step: Gemm) -> Process:
-    """Launch, then each group's tiles once its gates are open; ends when all tiles and stores have."""
+    """Launch, then each group's tiles once its gates are open; ends when all tiles and stores have. Without rows or
+    columns nothing is launched."""
+    if not any(part.out.size for part in step.parts):
+        return
     yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
     cost = _cost(world, rank, step, groups)

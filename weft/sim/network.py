@@ -30,9 +30,16 @@ DONE = 1e-6
 class Flow:
     """A transfer under way. left: bytes."""
 
-    resources: tuple[Resource, ...]
     left: float
     done: simpy.Event
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """All flows over the same resources: they have the same rate, each."""
+
+    resources: tuple[Resource, ...]
+    flows: list[Flow] = field(default_factory=list)
     rate: float = 0.0
 
 
@@ -54,7 +61,7 @@ class Network:
     usage: dict[Resource, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.flows: list[Flow] = []
+        self.streams: dict[tuple[Resource, ...], Stream] = {}
         self._updated = 0
         self._dirty = False
         self._version = 0
@@ -87,12 +94,12 @@ class Network:
 
     def transfer(self, size: float, resources: tuple[Resource, ...]) -> simpy.Event:
         """Start to move `size` bytes over all of `resources`; the event is when they are through."""
-        flow = Flow(resources, float(size), self.env.event())
+        flow = Flow(float(size), self.env.event())
         if size <= 0:
             flow.done.succeed()
             return flow.done
         self._advance()
-        self.flows.append(flow)
+        self.streams.setdefault(resources, Stream(resources)).flows.append(flow)
         for resource in resources:
             self.usage.setdefault(resource, Usage()).bytes += size
         self._touch()
@@ -121,8 +128,10 @@ class Network:
         """Move what has flowed since the last change of rates."""
         elapsed = self.env.now - self._updated
         if elapsed:
-            for flow in self.flows:
-                flow.left -= flow.rate * elapsed
+            for stream in self.streams.values():
+                moved = stream.rate * elapsed
+                for flow in stream.flows:
+                    flow.left -= moved
             self._updated = int(self.env.now)
 
     def _settle(self, _: simpy.Event) -> None:
@@ -130,9 +139,9 @@ class Network:
         self._advance()
         self._fill()
         self._version += 1
-        if self.flows:
-            wait = max(1, min(math.ceil((flow.left - DONE) / flow.rate) for flow in self.flows))
-            timer = self.env.timeout(wait, self._version)
+        if self.streams:
+            wait = min((min(flow.left for flow in s.flows) - DONE) / s.rate for s in self.streams.values())
+            timer = self.env.timeout(max(1, math.ceil(wait)), self._version)
             assert timer.callbacks is not None
             timer.callbacks.append(self._finish)
 
@@ -140,31 +149,41 @@ class Network:
         if timer.value != self._version:
             return
         self._advance()
-        ended = [flow for flow in self.flows if flow.left <= DONE]
-        self.flows = [flow for flow in self.flows if flow.left > DONE]
-        for flow in ended:
-            flow.done.succeed()
+        for stream in list(self.streams.values()):
+            for flow in stream.flows:
+                if flow.left <= DONE:
+                    flow.done.succeed()
+            stream.flows = [flow for flow in stream.flows if flow.left > DONE]
+            if not stream.flows:
+                del self.streams[stream.resources]
         self._touch()
 
     def _fill(self) -> None:
         """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
-        members: dict[Resource, list[Flow]] = {}
-        for flow in self.flows:
-            flow.rate = 0.0
-            for resource in flow.resources:
-                members.setdefault(resource, []).append(flow)
-        left = {resource: self._capacity(resource, len(flows)) for resource, flows in members.items()}
-        open_flows = {resource: len(flows) for resource, flows in members.items()}
-        while open_flows:
-            share = min(left[r] / count for r, count in open_flows.items())
-            tight = [r for r, count in open_flows.items() if left[r] / count <= share * (1 + 1e-12)]
-            for flow in [f for r in tight for f in members[r]]:
-                if flow.rate == 0.0:
-                    flow.rate = share
-                    for resource in flow.resources:
-                        left[resource] -= share
-                        open_flows[resource] -= 1
-            open_flows = {r: count for r, count in open_flows.items() if count}
-        for resource, flows in members.items():
+        members: dict[Resource, list[Stream]] = {}
+        for stream in self.streams.values():
+            stream.rate = 0.0
+            for resource in stream.resources:
+                members.setdefault(resource, []).append(stream)
+        waiting = {resource: sum(len(s.flows) for s in streams) for resource, streams in members.items()}
+        full = {resource: self._capacity(resource, count) for resource, count in waiting.items()}
+        left = dict(full)
+        while waiting:
+            share = min(left[r] / count for r, count in waiting.items())
+            assert share > 0, f"network: nothing is left of a resource that {waiting} wait for"
+            tight = [r for r, count in waiting.items() if left[r] / count <= share * (1 + 1e-12)]
+            for stream in [s for r in tight for s in members[r] if not s.rate]:
+                if not stream.rate:
+                    _give(stream, share, left, waiting)
+            waiting = {r: count for r, count in waiting.items() if count}
+        for resource, capacity in full.items():
             usage = self.usage[resource]
-            usage.peak_gbps = max(usage.peak_gbps, sum(f.rate for f in flows))
+            usage.peak_gbps = max(usage.peak_gbps, capacity - left[resource])
+
+
+def _give(stream: Stream, share: float, left: dict[Resource, float], waiting: dict[Resource, int]) -> None:
+    """Fix the rate of a stream's flows, and take it from what they cross."""
+    stream.rate = share
+    for resource in stream.resources:
+        left[resource] -= share * len(stream.flows)
+        waiting[resource] -= len(stream.flows)
