@@ -15,8 +15,8 @@ from weft.problem import Problem
 if TYPE_CHECKING:
     from weft.machine import Machine
 
-EXAMPLE_RANKS = 2
-"""Ranks, and chunks a shard, of the example: enough to show what waits for what."""
+EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
+"""Of the example. On two ranks a ring would look like any other way."""
 
 
 def schedules(
@@ -27,18 +27,19 @@ def schedules(
     from weft.schedules import FAMILIES, NAMES, build
     from weft.timeline import timeline
 
-    problem = Problem(op=choices.choose_op(op), m=8, n=8, k=8, world_size=EXAMPLE_RANKS)
+    problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     out = output.console()
     for family in FAMILIES.values():
         if name in (None, family.name):
-            schedule = build(problem, family.name, EXAMPLE_RANKS)
+            schedule = build(problem, family.name, EXAMPLE_CHUNKS)
             out.print(family.name, style="bold")
             out.print(f"{family.words} [{family.source}]")
-            out.print(timeline(schedule), soft_wrap=True)
+            out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
             out.print()
-    out.print(f"Example: {problem}, {EXAMPLE_RANKS} chunks a shard where chunks are free.")
+    out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
+    out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
     out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
 
 
