@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
 from rich.text import Text
 
 from weft import codec
@@ -32,7 +33,7 @@ def _show(found: Sequence[Finding]) -> None:
     for finding in found:
         out.print(Text.assemble((f"{finding.state:<8}", STYLES[finding.state]), f"{finding.what}: {finding.detail}"))
         if finding.cure:
-            out.print(f"{'':<8}-> {finding.cure}")
+            out.print(Padding(f"-> {finding.cure}", (0, 0, 0, 8)))
     out.print(_verdict(found))
 
 

@@ -139,10 +139,10 @@ def _progress() -> Iterator[Progress]:
     from rich import progress as bars
     from rich.console import Console
 
-    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.MofNCompleteColumn())
+    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.TaskProgressColumn())
     console = Console(stderr=True)
     with bars.Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("starting", total=None)
+        task = bar.add_task("starting ranks", total=None)
 
         def update(text: str, done: int, total: int) -> None:
             bar.update(task, description=text, completed=done, total=total)
