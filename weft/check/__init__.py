@@ -9,10 +9,14 @@ flag. What it proves, for any number of calls in a row and any speed of lanes, r
     no race       any two accesses to one element, of which one writes, are ordered by lanes, flags, collectives or calls
     the result    every element of the outputs is the whole sum, each k once, of the right rows and columns, of this call
 
-It refuses nothing else, but for two kinds of step that would come out right by luck: sums of float32 partial results in a
-narrower buffer, and kernels on copy lanes. The proof is one walk through two calls (`weft.check.walk`) and costs a few
-microseconds a step; it allocates nothing per element. How far the two agree, checker and a brute-force interpreter that
-tries directed interleavings of small schedules, is held by tests/test_check_damage.py.
+Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/test_check_damage.py holds it,
+in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
+has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
+copy touches the rank that runs it, and nothing narrower than float32 is added to. The one thing left open is a schedule
+whose kernels share the SMs of a rank in more orders than `weft.check.starvation` tries; it is refused, and told so.
+
+The proof is one walk through two calls (`weft.check.walk`). It costs about ten microseconds a step, and does no work per
+element: 8 ranks x 64 chunks take some 25 ms, whatever M, N and K are.
 """
 
 from __future__ import annotations

@@ -1,0 +1,244 @@
+"""What the checker says, how fast it is, and the kinds of fault one by one. That it misses none: test_check_damage.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import pytest
+from brute import verdict
+from damage import places, step_at, with_lanes, with_step
+
+from weft.check import ScheduleError, check
+from weft.problem import OPS, Problem
+from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Wait
+from weft.schedules import NAMES, build
+
+GATHER = Problem(op="all_gather_matmul", m=8, n=4, k=6, world_size=2)
+SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=4, k=6, world_size=2)
+
+
+def refused(schedule: Schedule, *words: str) -> str:
+    """The checker's message, which holds all the words in this order."""
+    with pytest.raises(ScheduleError, match=".*".join(map(re.escape, words))) as error:
+        check(schedule)
+    return str(error.value)
+
+
+def first(schedule: Schedule, kind: Any, rank: int = 0) -> tuple[int, int, int]:
+    return next(p for p in places(schedule, lambda step: isinstance(step, kind)) if p[0] == rank)
+
+
+def change(schedule: Schedule, kind: Any, **fields: Any) -> Schedule:
+    """The first such step of rank 0 with other fields."""
+    place = first(schedule, kind)
+    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), **fields))
+
+
+def change_part(schedule: Schedule, kind: Any, number: int, **fields: Any) -> Schedule:
+    step = step_at(schedule, first(schedule, kind))
+    parts = list(step.parts)
+    parts[number] = dataclasses.replace(parts[number], **fields)
+    return change(schedule, kind, parts=tuple(parts))
+
+
+def region(name: str, rank: int, rows: tuple[int, int], cols: tuple[int, int]) -> Region:
+    return Region(name, rank, rows, cols)
+
+
+def test_a_dropped_wait_is_a_race_between_two_named_steps() -> None:
+    schedule = build(GATHER, "shard_p2p")
+    place = next(p for p in places(schedule, lambda step: step == Wait(Flag("arrived", 0, 1))))
+    message = refused(with_step(schedule, place), "rank 0, lane compute, step 1 (gemm 4x2x6)", "a_full@0[4:8, 0:6]")
+    assert "no write of all of it is ordered before" in message or "nothing orders the two" in message
+
+
+def test_a_dropped_wait_for_free_races_with_the_call_before() -> None:
+    schedule = build(GATHER, "shard_p2p")
+    message = refused(
+        with_step(schedule, first(schedule, Wait)),
+        "rank 0, lane copy, step 0 (copy a@0[0:4, 0:6] -> a_full@1[0:4, 0:6])",
+        "touches a_full@1[0:4, 0:6]",
+        "rank 1, lane compute, step 2 (gemm 4x2x6) of the call before reads",
+    )
+    assert message.endswith("nothing orders the two")
+
+
+def test_a_circle_of_waits_names_who_waits_for_whom() -> None:
+    schedule = build(GATHER, "shard_p2p")
+    for rank in (0, 1):
+        lane = next(i for i, lane in enumerate(schedule.ranks[rank]) if lane.name == "copy")
+        steps = schedule.ranks[rank][lane].steps
+        late = Wait(Flag("arrived", rank, 1 - rank))
+        lanes = list(schedule.ranks[rank])
+        lanes[lane] = dataclasses.replace(lanes[lane], steps=(late, *steps))
+        schedule = with_lanes(schedule, rank, lanes)
+    refused(
+        schedule,
+        "deadlock: rank 0, lane copy, step 0 (wait arrived[1]@0>=1) waits for a signal of arrived[1]@0, which needs rank 1",
+        "rank 1, lane copy, step 0 (wait arrived[0]@1>=1) waits for a signal of arrived[0]@1, which needs rank 0",
+    )
+
+
+def test_wrong_rows_are_named_with_what_they_hold() -> None:
+    schedule = change(
+        build(GATHER, "shard_p2p"), Copy, src=region("a", 0, (0, 2), (0, 6)), dst=region("a_full", 1, (2, 4), (0, 6))
+    )
+    refused(schedule, "rank 1, lane compute, step 2", "a_full@1[0:4, 0:6]", "no write of all of it")
+    schedule = change_part(
+        build(GATHER, "flag_gated", 1), Gemm, 0, a=region("a_full", 0, (4, 8), (0, 6)), gates=(Wait(Flag("arrived", 0, 1)),)
+    )
+    refused(schedule, "leaves out@0[0:4, 0:2] with (A @ B)[4:8, 0:2] over K of 0:6; the result there is (A @ B)[0:4, 0:2]")
+
+
+def test_a_missing_or_doubled_share_of_k_is_named() -> None:
+    schedule = build(SCATTER, "track_and_trigger", 1)
+    part = step_at(schedule, first(schedule, Reduce)).parts[0]
+    short = change_part(schedule, Reduce, 0, srcs=part.srcs[:1])
+    refused(short, "rank 0, lane compute", "leaves out@0", "over K of 0:3; the result there is (A @ B)[0:4, 0:4] over K of 0:6")
+    twice = change_part(schedule, Reduce, 0, srcs=(*part.srcs, part.srcs[0]))
+    refused(twice, "leaves out@0", "K summed twice")
+    refused(change(schedule, Reduce, divide_by=2), "leaves out@0", "divided by 2; the result there is")
+
+
+def test_an_unwritten_output_is_named() -> None:
+    schedule = build(dataclasses.replace(GATHER, return_gathered=True), "shard_p2p")
+    own = next(p for p in places(schedule, lambda s: isinstance(s, Copy) and s.dst.buffer == "gathered"))
+    refused(with_step(schedule, own), "rank 0: 24 elements of gathered@0[0:8, 0:6] are never written")
+
+
+STRUCTURE: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("shard_p2p", Copy, {"src": region("x", 0, (0, 1), (0, 6))}, "x@0[0:1, 0:6] is in no declared buffer; there are a, b"),
+    ("shard_p2p", Copy, {"src": region("a", 7, (0, 1), (0, 6))}, "a@7[0:1, 0:6] lies on no rank; ranks are 0 to 1"),
+    ("shard_p2p", Copy, {"src": region("a", 0, (1, 5), (0, 6))}, "a@0[1:5, 0:6] does not lie within a@0[0:4, 0:6]"),
+    ("shard_p2p", Copy, {"src": region("a", 0, (2, 1), (0, 6))}, "a@0[2:1, 0:6] does not lie within"),
+    ("shard_p2p", Copy, {"src": region("a", 0, (0, 3), (0, 6))}, "a copy needs them equal"),
+    ("shard_p2p", Copy, {"src": region("a", 1, (0, 4), (0, 6))}, "buffer a is input; peers may only touch symmetric buffers"),
+    ("shard_p2p", Copy, {"dst": region("a", 0, (0, 4), (0, 6))}, "is an input of the caller; no step may write it"),
+    ("shard_p2p", Copy, {"src": region("a_full", 1, (4, 8), (0, 6))}, "neither a_full@1[4:8, 0:6] nor a_full@1[0:4, 0:6]"),
+    ("shard_p2p", Wait, {"flag": Flag("free", 1, 0)}, "is waited for from rank 0; only rank 1 may wait for it"),
+    ("shard_p2p", Wait, {"at_least": -1}, "at_least is -1 for free[1]@0; it must be at least 0"),
+    ("shard_p2p", Wait, {"at_least": 2}, "it waits for 2 signals of free[1]@0; a call has 1"),
+    ("shard_p2p", Signal, {"flag": Flag("arrived", 5)}, "arrived[0]@5 lies on no rank"),
+    ("shard_p2p", Signal, {"flag": Flag("free", 0, 1)}, "free[1]@0 is advanced by rank"),
+    ("shard_p2p", Gemm, {"b": region("b", 0, (0, 5), (0, 2))}, "has 6 columns but b@0[0:5, 0:2] has 5 rows"),
+    ("shard_p2p", Gemm, {"b": region("b", 0, (0, 6), (0, 1))}, "out@0[0:4, 0:2] has shape (4, 2); the product"),
+    ("shard_p2p", Gemm, {"accumulate": True}, "out@0[0:4, 0:2] is added to but is not a float32 buffer"),
+    ("uniform_fused_2d", Reduce, {"divide_by": 0}, "divide_by is 0; it must be at least 1"),
+    ("sequential", Collective, {"dst": region("a_full", 0, (0, 7), (0, 6))}, "all_gather on rank 0 needs (8, 6)"),
+    ("sequential", Collective, {"divide_by": 2}, "all_gather divides nothing"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "fields", "message"), STRUCTURE)
+def test_structure(name: str, kind: Any, fields: dict[str, Any], message: str) -> None:
+    said = refused(change(build(GATHER, name, 2), kind, **fields), message)
+    assert re.match(r"rank \d, lane (compute|copy), step \d+ \(", said)
+
+
+def test_structure_of_sums_and_counts() -> None:
+    schedule = build(SCATTER, "track_and_trigger", 2)
+    refused(change_part(schedule, Reduce, 0, srcs=()), "has no source; it needs at least one")
+    refused(change_part(schedule, Reduce, 0, srcs=(region("recv", 0, (4, 5), (0, 4)),)), "has shape (1, 4), but it is summed")
+    refused(change_part(schedule, Gemm, 1, count=Flag("made", 0, 2)), "made[2]@0 is counted by two parts of one kernel")
+
+
+def test_structure_of_the_whole() -> None:
+    schedule = build(GATHER, "sequential")
+    lanes = schedule.ranks[0]
+    refused(dataclasses.replace(schedule, ranks=schedule.ranks[:1]), "the schedule has 1 ranks; its problem has 2")
+    refused(with_lanes(schedule, 0, [*lanes, *lanes]), "rank 0 has two lanes of one name")
+    refused(with_step(schedule, first(schedule, Collective)), "runs collectives", "all ranks need the same, in order")
+    two = Lane("more", "compute", (step_at(schedule, first(schedule, Collective)),))
+    refused(with_lanes(schedule, 0, [*lanes, two]), "rank 0 has collectives on lanes compute, more; one lane must run them all")
+    engine = [dataclasses.replace(lanes[0], kind="copy")]
+    refused(with_lanes(schedule, 0, engine), "a copy engine runs copies, waits and signals")
+    for buffers, message in [
+        (schedule.buffers[1:], "buffer a is missing; the problem has it as input"),
+        ((*schedule.buffers, schedule.buffers[0]), "two buffers share a name"),
+        ((*schedule.buffers, Buffer("x", "input", (1, 1), (1, 1))), "buffer x is input"),
+        ((*schedule.buffers, Buffer("x", "local", (1,), (1, 1))), "buffer x has rows (1,)"),
+        ((*schedule.buffers, Buffer("x", "local", (1, -1), (1, 1))), "none below 0"),
+    ]:
+        refused(dataclasses.replace(schedule, buffers=buffers), message)
+
+
+def test_float32_sums_are_rounded_by_a_reduce_only() -> None:
+    schedule = build(GATHER, "uniform_fused_2d", 2)
+    copy = Copy(region("sums", 0, (0, 8), (0, 2)), region("out", 0, (0, 8), (0, 2)))
+    refused(with_step(schedule, first(schedule, Reduce), copy), "differ in dtype; a copy moves bytes, a reduce rounds")
+    wide = build(dataclasses.replace(GATHER, dtype="float32"), "uniform_fused_2d", 2)
+    check(with_step(wide, first(wide, Reduce), copy))
+
+
+def _staged(lane: str, *, first_stage: bool = False) -> Schedule:
+    """flag_gated, but rank 0's own rows go through a_full too, by a copy within the rank. first_stage: the GEMM starts later."""
+    schedule = build(GATHER, "flag_gated", 1)
+    flag, own, landed = Flag("staged", 0), region("a", 0, (0, 4), (0, 6)), region("a_full", 0, (0, 4), (0, 6))
+    schedule = change_part(schedule, Gemm, 0, a=landed, gates=(Wait(flag),))
+    if first_stage:
+        place = first(schedule, Gemm)
+        schedule = with_step(schedule, place, Wait(flag), step_at(schedule, place))
+    stage = Lane("stage", lane, (Copy(own, landed), Signal(flag)))  # type: ignore[arg-type]
+    return with_lanes(schedule, 0, [*schedule.ranks[0], stage])
+
+
+@pytest.mark.parametrize("lane", ["copy", "compute"])
+def test_a_gated_kernel_that_waits_for_a_kernel_beside_it_may_starve_it(lane: str) -> None:
+    schedule = _staged(lane)
+    refused(
+        schedule,
+        "possible deadlock: rank 0, lane compute, step 0 (gemm 8x2x6 in 2 parts, part 0",
+        "may fill all SMs of rank 0 with waiting blocks, while",
+        "rank 0, lane stage, step 0 (copy a@0[0:4, 0:6] -> a_full@0[0:4, 0:6]) has not started",
+    )
+    assert verdict(schedule).startswith("deadlock")
+
+
+def test_no_starvation_from_blocks_of_their_own_or_in_order() -> None:
+    for schedule in (_staged("blocks"), _staged("copy", first_stage=True)):
+        check(schedule)
+        assert verdict(schedule) == ""
+
+
+def _two_gated(*, crossed: bool) -> Schedule:
+    """Two kernels with gates side by side on one rank; crossed: the first waits for the second."""
+    problem = dataclasses.replace(GATHER, m=0, world_size=1)
+    nothing, b, out = region("a", 0, (0, 0), (0, 6)), region("b", 0, (0, 6), (0, 4)), region("out", 0, (0, 0), (0, 4))
+    flag, go = Flag("one", 0), Flag("go", 0)
+    waiter = Gemm(b, (Part(nothing, out, (Wait(flag if crossed else go),)),))
+    teller = Gemm(b, (Part(nothing, out, (Wait(go),), flag),))
+    lanes = (Lane("x", "compute", (waiter,)), Lane("y", "compute", (teller,)), Lane("z", "copy", (Signal(go),)))
+    return dataclasses.replace(build(problem, "sequential"), ranks=(lanes,))
+
+
+def test_two_gated_kernels_on_a_rank_are_refused_only_if_one_order_deadlocks() -> None:
+    check(_two_gated(crossed=False))
+    assert verdict(_two_gated(crossed=False)) == ""
+    refused(_two_gated(crossed=True), "possible deadlock: rank 0, lane x, step 0", "rank 0, lane y, step 0")
+    assert verdict(_two_gated(crossed=True)).startswith("deadlock")
+
+
+def _milliseconds(schedule: Schedule, runs: int = 7) -> float:
+    times = []
+    for _ in range(runs):
+        start = time.process_time()
+        check(schedule)
+        times.append(time.process_time() - start)
+    return 1e3 * min(times)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_eight_ranks_by_64_chunks_take_under_50_ms(op: Any, name: str) -> None:
+    """Measured: 1 to 30 ms of processor time, whatever else the machine does; the best of some runs counts."""
+    schedule = build(Problem(op=op, m=16384, n=8192, k=8192, world_size=8), name, 8)
+    assert _milliseconds(schedule) < 50
+
+
+def test_four_ranks_by_16_chunks_take_a_few_ms() -> None:
+    for op in OPS:
+        for name in NAMES:
+            assert _milliseconds(build(Problem(op=op, m=4096, n=4096, k=4096, world_size=4), name, 4)) < 8

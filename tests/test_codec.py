@@ -1,0 +1,129 @@
+"""Reading is strict: what is not exactly a value is refused, and the message names the place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from weft import codec
+from weft.problem import Problem
+from weft.schedule import Schedule
+from weft.schedules import build
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    size: int
+    share: float = 1.0
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    leaves: tuple[Leaf, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    by_name: Mapping[str, Leaf] | None = None
+    kind: Literal["oak", "elm"] = "oak"
+    alive: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.leaves) > 3:
+            raise ValueError(f"leaves has {len(self.leaves)} items; a tree has at most 3")
+
+
+TREE = Tree(leaves=(Leaf(size=1), Leaf(size=2, share=0.5, name="x")), by_name={"top": Leaf(size=3)}, kind="elm")
+
+
+def test_round_trip() -> None:
+    assert codec.loads(Tree, codec.dumps(TREE)) == TREE
+    assert codec.dump(TREE) == {
+        "leaves": [{"size": 1}, {"size": 2, "share": 0.5, "name": "x"}],
+        "by_name": {"top": {"size": 3}},
+        "kind": "elm",
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"roots": 1}, "roots is not a field of Tree; it has leaves, pair"),
+        ({"leaves": [{"size": 1}, {}]}, "leaves[1].size is missing from Leaf"),
+        ({"leaves": [{"size": "1"}]}, "leaves[0].size is '1'; it must be a whole number"),
+        ({"leaves": [{"size": True}]}, "leaves[0].size is True; it must be a whole number"),
+        ({"leaves": [{"size": 1.0}]}, "leaves[0].size is 1.0; it must be a whole number"),
+        ({"leaves": [{"size": None}]}, "leaves[0].size is None; it must be a whole number"),
+        ({"leaves": [{"size": 1, "share": False}]}, "leaves[0].share is False; it must be a number"),
+        ({"leaves": [{"size": 1, "share": "1"}]}, "leaves[0].share is '1'; it must be a number"),
+        ({"leaves": [{"size": 1, "name": 1}]}, "leaves[0].name is 1; it must be text"),
+        ({"leaves": [3]}, "leaves[0] is 3; it must be an object"),
+        ({"leaves": {"size": 1}}, "leaves is {'size': 1}; it must be a list"),
+        ({"pair": [1]}, "pair is [1]; it must be a list of 2"),
+        ({"pair": ["x", 1]}, "pair[0] is 'x'; it must be a whole number"),
+        ({"by_name": {"top": {"size": "big"}}}, "by_name.top.size is 'big'; it must be a whole number"),
+        ({"by_name": [1]}, "by_name is [1]; it must be an object"),
+        ({"kind": "ash"}, "kind is 'ash'; it must be one of 'oak', 'elm'"),
+        ({"kind": ["oak"]}, "kind is ['oak']; it must be one of 'oak', 'elm'"),
+        ({"alive": 1}, "alive is 1; it must be true or false"),
+        ({"leaves": [{"size": i} for i in range(4)]}, "leaves has 4 items; a tree has at most 3"),
+        ([], "value is []; it must be an object"),
+        (None, "value is None; it must be an object"),
+    ],
+)
+def test_refuses(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        codec.load(Tree, data)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "1e301"])
+def test_refuses_numbers_that_are_none(number: str) -> None:
+    with pytest.raises(ValueError, match=r"somewhere: leaves\[0\].share is .*; it must be a finite number"):
+        codec.loads(Tree, f'{{"leaves": [{{"size": 1, "share": {number}}}]}}', "somewhere")
+
+
+def test_writes_no_numbers_that_are_none() -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        codec.dumps(Leaf(size=1, share=float("nan")))
+
+
+@pytest.mark.parametrize("text", ["", "{", "{]", "tree", "[" * 100_000])
+def test_refuses_what_is_not_json(text: str) -> None:
+    with pytest.raises(ValueError, match=r"file\.json is not JSON"):
+        codec.loads(Tree, text, "file.json")
+
+
+def test_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "tree.json"
+    with pytest.raises(ValueError, match=r"cannot read .*tree\.json"):
+        codec.read(Tree, path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"cannot read .*tree\.json"):
+        codec.read(Tree, path)
+    path.write_text('{"alive": 0}')
+    with pytest.raises(ValueError, match=r"tree\.json: alive is 0; it must be true or false"):
+        codec.read(Tree, path)
+    path.write_text(codec.dumps(TREE, indent=1))
+    assert codec.read(Tree, path) == TREE
+
+
+def test_steps_of_a_schedule_are_told_apart_and_checked() -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=4, n=4, k=4, world_size=2), "flag_gated", 1)
+    data = codec.dump(schedule)
+    assert codec.load(Schedule, data) == schedule
+    step = data["ranks"][0][0]["steps"][1]
+    assert step["type"] == "Copy"
+    for key, value, message in [
+        ("type", "Launch", "ranks[0][0].steps[1].type is 'Launch'; it must be one of Wait, Signal, Copy"),
+        ("type", None, "ranks[0][0].steps[1].type is None"),
+        ("src", [], "ranks[0][0].steps[1].src is []; it must be an object"),
+        ("lane", 1, "ranks[0][0].steps[1].lane is not a field of Copy"),
+    ]:
+        broken = json.loads(json.dumps(data))
+        broken["ranks"][0][0]["steps"][1][key] = value
+        with pytest.raises(ValueError, match=re.escape(message)):
+            codec.load(Schedule, broken)

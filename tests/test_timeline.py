@@ -1,0 +1,83 @@
+"""The timeline of a schedule: exact text for two small ones, and limits for all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from damage import with_step
+
+from weft.problem import OPS, Problem
+from weft.schedule import Wait
+from weft.schedules import NAMES, build
+from weft.timeline import timeline
+
+GATED = """\
+flag_gated, chunks=1: all_gather_matmul M=4 N=4 K=4 bfloat16 world_size=2
+
+rank 0, compute              rank 0, copy                    other ranks
+gemm 4x2x4 in 2 parts        wait free[1]>=0 <~~~~~~~~~~~~~~~~~ rank 1 free[1]>=0
+  a[0:2] -> out[0:2]         copy a[0:2] -> a_full@1[0:2]
+                             signal arrived[0] ~~~~~~~~~~~~~~~> rank 1
+  a_full[2:4] -> out[2:4] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
+signal free[0] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> rank 1"""
+
+TRIGGERED = """\
+track_and_trigger, chunks=1: matmul_reduce_scatter M=4 N=4 K=4 bfloat16 world_size=2
+
+rank 0, compute                            rank 0, copy                        other ranks
+gemm 4x4x2 in 2 parts
+  count made[1]: a[2:4] -> partial[2:4] -> wait made[1]
+  a[0:2] -> partial[0:2]                   wait free[1]>=0 <~~~~~~~~~~~~~~~~~~~~~ rank 1 free[1]>=0
+                                           copy partial[2:4] -> recv@1[0:2]
+                                           signal arrived[0] ~~~~~~~~~~~~~~~~~~~> rank 1
+reduce partial + recv -> out[0:2] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
+signal free[0] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> rank 1"""
+
+
+def test_gated_gather_reads_as_drawn() -> None:
+    assert timeline(build(Problem(op="all_gather_matmul", m=4, n=4, k=4, world_size=2), "flag_gated", 1)) == GATED
+
+
+def test_triggered_scatter_reads_as_drawn() -> None:
+    problem = Problem(op="matmul_reduce_scatter", m=4, n=4, k=4, world_size=2)
+    assert timeline(build(problem, "track_and_trigger", 1)) == TRIGGERED
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_every_family_fits_and_shows_every_step(op: str, name: str, width: int) -> None:
+    schedule = build(Problem(op=op, m=24, n=12, k=12, world_size=3), name, 2)  # type: ignore[arg-type]
+    lines = timeline(schedule, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any(line.startswith("never") for line in lines)
+    steps = sum(len(lane.steps) for lane in schedule.ranks[1])
+    both = timeline(schedule, ranks=(0, 1), width=400)
+    words = ("wait", "signal", "copy", "gemm", "reduce", "all_gather", "reduce_scatter")
+    shown = sum(f" {line}".count(f" {word} ") for line in both.splitlines()[2:] for word in words)
+    assert shown >= 2 * steps
+
+
+def test_arrows_between_shown_ranks() -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=4, n=4, k=4, world_size=2), "shard_p2p", 1)
+    text = timeline(schedule, ranks=(0, 1), width=200)
+    assert "other ranks" not in text
+    assert "signal arrived[0] ~~~~~~~~~~~~> wait arrived[0]" in text
+
+
+def test_a_deadlock_is_drawn_up_to_where_it_stops() -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=4, n=4, k=4, world_size=2), "shard_p2p", 1)
+    place = next((0, i, 0) for i, lane in enumerate(schedule.ranks[0]) if lane.name == "copy")
+    flag = schedule.ranks[0][place[1]].steps[0].flag  # type: ignore[union-attr]
+    stuck = with_step(schedule, place, Wait(dataclasses.replace(flag, name="nobody")))
+    assert "never: rank 0, copy: wait nobody[1]" in timeline(stuck)
+    assert "never: rank 0, copy: copy a[0:2] -> a_full@1[0:2]" in timeline(stuck)
+
+
+def test_refuses_ranks_and_widths_that_make_no_sense() -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=4, n=4, k=4, world_size=2), "sequential")
+    with pytest.raises(ValueError, match=r"ranks is \(2,\); use some of 0 to 1"):
+        timeline(schedule, ranks=(2,))
+    with pytest.raises(ValueError, match="width is 10"):
+        timeline(schedule, width=10)
