@@ -203,6 +203,8 @@ def _check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int) -> 
         raise ValueError(f"a is {_shape(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
         raise ValueError("b is an empty list; pass one matrix or several")
+    if a.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
     if a.dtype not in _DTYPES:
         raise ValueError(f"a is {a.dtype}; weft takes {', '.join(_DTYPES.values())}")
     for i, b in enumerate(bs):

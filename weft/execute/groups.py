@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft import codec, machine, schedules
 from weft.check import check
+from weft.execute.bound import BoundProgram
+from weft.execute.cuda import CudaProgram, CudaSpace
 from weft.execute.host import HostProgram, HostSpace
-from weft.planner import plan
 from weft.problem import Op, Problem, split
 from weft.schedule import Schedule
 from weft.span import Span
@@ -86,26 +87,14 @@ class Call:
         )
 
 
-class RankProgram(Protocol):
-    """A checked schedule bound to one rank of a team, on some device."""
-
-    schedule: Schedule
-
-    def run(
-        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
-    ) -> dict[str, list[torch.Tensor]]: ...
-
-    def close(self) -> None: ...
-
-
 class GroupState:
     """One group's team, space and programs on this rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.team = Team(group)
-        self.space = HostSpace(self.team)
+        self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
         self.lock = threading.Lock()
-        self._programs: OrderedDict[tuple[Problem, str, str], RankProgram] = OrderedDict()
+        self._programs: OrderedDict[tuple[Problem, str, str], BoundProgram] = OrderedDict()
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         with self.lock:
@@ -128,13 +117,16 @@ class GroupState:
         check(schedule)
         return schedule
 
-    def _keep(self, key: tuple[Problem, str, str], program: RankProgram) -> None:
+    def _keep(self, key: tuple[Problem, str, str], program: BoundProgram) -> None:
         self._programs[key] = program
         if len(self._programs) > PROGRAMS_PER_GROUP:
             self._programs.popitem(last=False)[1].close()
 
-    def _bind(self, schedule: Schedule, device: torch.device) -> RankProgram:
-        return HostProgram(self.space, schedule)
+    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+        if device not in self._spaces:
+            self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
+        space = self._spaces[device]
+        return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
 
     def schedules(self) -> list[Schedule]:
         """What has been chosen so far, oldest use first."""
@@ -143,7 +135,8 @@ class GroupState:
     def close(self) -> None:
         for program in self._programs.values():
             program.close()
-        self.space.close()
+        for space in self._spaces.values():
+            space.close()
         self.team.close()
 
 
@@ -196,6 +189,9 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Sc
         return schedule
     if spec != "auto":
         return schedules.build(problem, *schedules.parse(spec))
+    # Only "auto" needs the simulator and its packages: a stock PyTorch container runs every schedule that is named.
+    from weft.planner import plan
+
     best = plan(problem, machine.load(machine_for(device))).chosen
     return schedules.build(problem, best.schedule, best.chunks)
 

@@ -8,10 +8,6 @@ every other lane is a thread, so that a copy lane really runs beside the matmuls
     steps ...                       steps ...
     signal made  ---------------->  wait made
     join  <-----------------------  end                 a call returns when all lanes of the rank have ended
-
-Memory, by rank: one data segment for all schedules of the team, grown when one needs more; one segment of flags a
-schedule. Schedules share the data segment: `Team.enter` of a call shows that every peer has ended the call before, so no
-peer still reads what another schedule put there.
 """
 
 from __future__ import annotations
@@ -20,20 +16,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from weft.errors import PeerLost
-from weft.execute.interpret import Bindings, Program, Where
+from weft.execute.bound import BoundProgram
+from weft.execute.interpret import Where
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Lane, Schedule, advances
+from weft.schedule import Collective, Flag, Lane, Schedule
 from weft.span import Kind, Span
 from weft.team import Team
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_ALIGN = 256
 
 
 @cache
@@ -75,31 +68,6 @@ class LaneThread:
         self._thread.join()
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Byte offsets of a schedule's symmetric buffers in every rank's data segment, and of what collectives stage."""
-
-    offsets: dict[tuple[str, int], int]
-    staging: int
-    nbytes: int
-
-
-def _layout(schedule: Schedule) -> _Layout:
-    offsets: dict[tuple[str, int], int] = {}
-    ends = []
-    for rank in range(schedule.problem.world_size):
-        at = 0
-        for buffer in schedule.buffers:
-            if buffer.kind == "symmetric":
-                offsets[buffer.name, rank] = at
-                itemsize = 4 if buffer.float32 else schedule.problem.itemsize
-                at += -(-buffer.rows[rank] * buffer.cols[rank] * itemsize // _ALIGN) * _ALIGN
-        ends.append(at)
-    collectives = [step for _, _, _, step in schedule if isinstance(step, Collective)]
-    staged = max((step.src.size * schedule.problem.itemsize for step in collectives), default=0)
-    return _Layout(offsets, max(ends), max(ends) + staged)
-
-
 class HostSpace:
     """What the schedules of one team share on this rank: the data segments, scratch, and lane threads."""
 
@@ -110,15 +78,16 @@ class HostSpace:
         self._threads: dict[str, LaneThread] = {}
 
     def reserve(self, nbytes: int) -> None:
-        """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
         if not self.data or self.data[0].nbytes < nbytes:
             grown = self.team.allocate(nbytes)
             for segment in self.data:
                 segment.close()
             self.data = grown
 
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.data[rank].matrix(offset, rows, cols, dtype)
+
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A local rows x cols matrix that keeps its memory from call to call."""
         nbytes = rows * cols * dtype.itemsize
         if name not in self._scratch or self._scratch[name].numel() < nbytes:
             self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
@@ -137,74 +106,32 @@ class HostSpace:
         self._threads, self.data, self._scratch = {}, [], {}
 
 
-class HostProgram:
-    """A checked schedule on one rank of a team. Collective: every rank constructs it for the same schedule."""
+class HostProgram(BoundProgram):
+    """A schedule on one CPU rank. Words of its segment: the flags, then one for meetings in collectives."""
 
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
-        self.team, self.space, self.schedule = space.team, space, schedule
-        self.rank = self.team.rank
-        self._layout = _layout(schedule)
-        self._slots = _flag_slots(schedule)
-        self._writers = _flag_writers(schedule)
-        slots = max(self._slots.values(), default=0) + 2
-        self._segments = self.team.allocate(8 * slots)
-        self._words = [segment.words(0, slots) for segment in self._segments]
-        self._program = Program(schedule, self)
-        self._epoch = 0
+        super().__init__(space, schedule)
+        self.space = space
+        self._segments = self.team.allocate(8 * (self.words_needed + 1))
+        self._words = [segment.words(0, self.words_needed + 1) for segment in self._segments]
         self._meetings = 0
-        self._spans: list[Span] | None = None
-        self._inner = DTYPES[schedule.problem.dtype]
-        if not multiplies(self._inner):
-            self._inner = torch.float32
 
-    def run(
-        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
-    ) -> dict[str, list[torch.Tensor]]:
-        """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
-        self.space.reserve(self._layout.nbytes)
-        self._spans = spans
-        bindings, outputs = self._bind(a, bs)
-        self._program.run(self._epoch, bindings)
-        self._epoch += 1
-        return outputs
-
-    def _bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Bindings, dict[str, list[torch.Tensor]]]:
-        bindings, outputs = Bindings(), {}
-        dtype = DTYPES[self.schedule.problem.dtype]
-        bindings.bind("a", self.rank, a)
-        bindings.bind("b", self.rank, *(b.to(self._inner) for b in bs))
-        for buffer in self.schedule.buffers:
-            rows, cols = buffer.rows[self.rank], buffer.cols[self.rank]
-            if buffer.kind == "output":
-                widths = [b.shape[1] for b in bs] if buffer.name == "out" else [cols]
-                outputs[buffer.name] = [torch.empty(rows, width, dtype=dtype) for width in widths]
-                bindings.bind(buffer.name, self.rank, *outputs[buffer.name])
-            elif buffer.kind == "local":
-                kept = torch.float32 if buffer.float32 else dtype
-                bindings.bind(buffer.name, self.rank, self.space.scratch(buffer.name, rows, cols, kept))
-            elif buffer.kind == "symmetric":
-                for rank, segment in enumerate(self.space.data):
-                    offset = self._layout.offsets[buffer.name, rank]
-                    bindings.bind(buffer.name, rank, segment.matrix(offset, buffer.rows[rank], buffer.cols[rank], dtype))
-        return bindings, outputs
+    def prepare(self, b: torch.Tensor) -> torch.Tensor:
+        return b if multiplies(b.dtype) else b.float()
 
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
 
-    # What the interpreter asks of a device.
-
     def wait(self, flag: Flag, value: int, where: Where) -> None:
-        words, slot = self._words[flag.rank], self._slots[flag]
+        words, slot = self._words[flag.rank], self.slots[flag]
         self.team.until(
             lambda: words.load(slot) >= value,
-            lambda: (
-                f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self._writers.get(flag, 'nobody')} raises it"
-            ),
+            lambda: f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self.raiser(flag)}",
         )
 
     def signal(self, flag: Flag, value: int) -> None:
-        self._words[flag.rank].store(self._slots[flag], value)
+        self._words[flag.rank].store(self.slots[flag], value)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if a.dtype != b.dtype:
@@ -237,7 +164,7 @@ class HostProgram:
         """Where a rank puts its source: its own shard's rows for an all-gather, all rows for a reduce-scatter."""
         low, high = self.schedule.problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
-        return self.space.data[rank].matrix(self._layout.staging, rows, step.src.shape[1], DTYPES[self.schedule.problem.dtype])
+        return self.space.symmetric(rank, self.layout.staging, rows, step.src.shape[1], self.dtype)
 
     def _meet(self, where: Where) -> None:
         """Wait until every rank is here: a barrier on a word of each."""
@@ -282,7 +209,7 @@ class HostProgram:
         return run
 
     def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:
-        if self._spans is None:
+        if self.spans is None:
             work()
             return
         start = time.perf_counter_ns()
@@ -298,19 +225,4 @@ class HostProgram:
             flops=flops,
             bytes=nbytes,
         )
-        self._spans.append(span)
-
-
-def _flag_slots(schedule: Schedule) -> dict[Flag, int]:
-    """A word for every flag, counted on each rank from 0."""
-    slots: dict[Flag, int] = {}
-    used = [0] * schedule.problem.world_size
-    for flag in schedule.flags:
-        slots[flag] = used[flag.rank]
-        used[flag.rank] += 1
-    return slots
-
-
-def _flag_writers(schedule: Schedule) -> dict[Flag, str]:
-    """Who advances each flag, in words."""
-    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}
+        self.spans.append(span)

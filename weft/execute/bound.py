@@ -1,0 +1,154 @@
+"""A checked schedule bound to one rank of a team: where its buffers and flags lie, and the tensors of a call.
+
+What a device adds (memory, flags, lanes) is in host.py and cuda.py; the steps' arithmetic is in interpret.py.
+
+Memory, by rank: one symmetric data area for all schedules of the team, grown when one needs more; flags of its own for each
+schedule. Schedules share the data area: `Team.enter` of a call shows that every peer has ended the call before, so no peer
+still reads what another schedule put there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weft.execute.interpret import Bindings, Device, Program
+from weft.schedule import Buffer, Collective, Flag, Schedule, advances
+from weft.span import Span
+from weft.team import Team
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ALIGN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte offsets of a schedule's symmetric buffers in every rank's data area, and of what collectives stage."""
+
+    offsets: dict[tuple[str, int], int]
+    staging: int
+    nbytes: int
+
+
+def layout(schedule: Schedule) -> Layout:
+    """Symmetric buffers one after the other, on every rank in the order in which they are declared."""
+    offsets: dict[tuple[str, int], int] = {}
+    ends = []
+    for rank in range(schedule.problem.world_size):
+        at = 0
+        for buffer in schedule.buffers:
+            if buffer.kind == "symmetric":
+                offsets[buffer.name, rank] = at
+                at += -(-buffer.rows[rank] * buffer.cols[rank] * schedule.problem.itemsize // _ALIGN) * _ALIGN
+        ends.append(at)
+    collectives = [step for _, _, _, step in schedule if isinstance(step, Collective)]
+    staged = max((step.src.size * schedule.problem.itemsize for step in collectives), default=0)
+    return Layout(offsets, max(ends), max(ends) + staged)
+
+
+class Space(Protocol):
+    """What the schedules of one team share on this rank: the symmetric data area, and scratch."""
+
+    team: Team
+
+    def reserve(self, nbytes: int) -> None:
+        """Make every rank's data area at least `nbytes`. Collective: all ranks ask for the same."""
+
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A matrix in a rank's data area."""
+        ...
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local matrix that keeps its memory from call to call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BoundProgram(ABC, Device):
+    """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
+
+    def __init__(self, space: Space, schedule: Schedule) -> None:
+        self.team, self.schedule = space.team, schedule
+        self.rank = self.team.rank
+        self.layout = layout(schedule)
+        self.dtype = DTYPES[schedule.problem.dtype]
+        self.slots = flag_slots(schedule)
+        self.writers = flag_writers(schedule)
+        self.epoch = 0
+        self.spans: list[Span] | None = None
+        self._space = space
+        self._program = Program(schedule, self)
+
+    @property
+    def words_needed(self) -> int:
+        """Flag words on the rank that has most."""
+        return max(self.slots.values(), default=-1) + 1
+
+    def run(
+        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
+    ) -> dict[str, list[torch.Tensor]]:
+        """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
+        self._space.reserve(self.layout.nbytes)
+        self.spans = spans
+        bindings, outputs = self._bind(a, bs)
+        self._program.run(self.epoch, bindings)
+        self.epoch += 1
+        return outputs
+
+    def _bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Bindings, dict[str, list[torch.Tensor]]]:
+        bindings = Bindings()
+        outputs: dict[str, list[torch.Tensor]] = {}
+        bindings.bind("a", self.rank, a)
+        bindings.bind("b", self.rank, *(self.prepare(b) for b in bs))
+        for buffer in self.schedule.buffers:
+            if buffer.kind == "output":
+                widths = [b.shape[1] for b in bs] if buffer.name == "out" else [buffer.cols[self.rank]]
+                outputs[buffer.name] = [a.new_empty(buffer.rows[self.rank], width) for width in widths]
+                bindings.bind(buffer.name, self.rank, *outputs[buffer.name])
+            elif buffer.kind != "input":
+                self._bind_own(bindings, buffer)
+        return bindings, outputs
+
+    def _bind_own(self, bindings: Bindings, buffer: Buffer) -> None:
+        if buffer.kind == "local":
+            dtype = torch.float32 if buffer.float32 else self.dtype
+            matrix = self._space.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
+            bindings.bind(buffer.name, self.rank, matrix)
+            return
+        for rank in range(self.team.world_size):
+            offset = self.layout.offsets[buffer.name, rank]
+            bindings.bind(
+                buffer.name, rank, self._space.symmetric(rank, offset, buffer.rows[rank], buffer.cols[rank], self.dtype)
+            )
+
+    def prepare(self, b: torch.Tensor) -> torch.Tensor:
+        """b as the device's matmul wants it."""
+        return b
+
+    def raiser(self, flag: Flag) -> str:
+        """Who advances a flag, for messages."""
+        return f"{self.writers.get(flag, 'nobody')} raises it"
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the flags back."""
+
+
+def flag_slots(schedule: Schedule) -> dict[Flag, int]:
+    """A word for every flag, counted on each rank from 0."""
+    slots: dict[Flag, int] = {}
+    used = [0] * schedule.problem.world_size
+    for flag in schedule.flags:
+        slots[flag] = used[flag.rank]
+        used[flag.rank] += 1
+    return slots
+
+
+def flag_writers(schedule: Schedule) -> dict[Flag, str]:
+    """Who advances each flag, in words."""
+    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}
