@@ -174,7 +174,7 @@ def test_float32_sums_are_rounded_by_a_reduce_only() -> None:
 
 
 def _staged(lane: str, *, first_stage: bool = False) -> Schedule:
-    """flag_gated, but rank 0's own rows go through a_full too, by a copy within the rank. first_stage: the GEMM starts later."""
+    """flag_gated, but rank 0's own rows go through a_full too, by a copy within the rank. first_stage: before the GEMM."""
     schedule = build(GATHER, "flag_gated", 1)
     flag, own, landed = Flag("staged", 0), region("a", 0, (0, 4), (0, 6)), region("a_full", 0, (0, 4), (0, 6))
     schedule = change_part(schedule, Gemm, 0, a=landed, gates=(Wait(flag),))

@@ -50,24 +50,29 @@ class Memory:
     def _read_across(self, rect: Rect, node: int, ancestors: int) -> Cells:
         cells: Cells = []
         missing = area(rect)
-        for place, fragment in self.fragments.items():
-            common = overlap(place, rect)
-            if common:
-                if not ancestors >> fragment.writer & 1:
-                    raise Conflict(self.number, common, fragment.writer)
-                fragment.readers.append((node, common))
-                cells.append((common, fragment.content))
-                missing -= area(common)
+        for place in self._under(rect):
+            fragment, common = self.fragments[place], overlap(place, rect)
+            assert common
+            if not ancestors >> fragment.writer & 1:
+                raise Conflict(self.number, common, fragment.writer)
+            fragment.readers.append((node, common))
+            cells.append((common, fragment.content))
+            missing -= area(common)
         if missing:
             raise Conflict(self.number, rect, None)
         first = cells[0][1]
         return [(rect, first)] if all(content == first for _, content in cells) else cells
 
+    def _under(self, rect: Rect) -> list[Rect]:
+        """The fragments that `rect` overlaps. Spelled out: this is the one place that looks at all fragments."""
+        top, bottom, left, right = rect
+        return [p for p in self.fragments if p[0] < bottom and top < p[1] and p[2] < right and left < p[3]]
+
     def write(self, rect: Rect, content: Content | None, node: int, ancestors: int) -> None:
         """Replace what `rect` holds."""
         exact = self.fragments.get(rect)
         if exact is None:
-            for place in [p for p in self.fragments if overlap(p, rect)]:
+            for place in self._under(rect):
                 self._cut(place, rect, node, ancestors)
             self.fragments[rect] = Fragment(content, node, [])
             return
