@@ -15,7 +15,7 @@ import pytest
 from weft import codec
 from weft.cli import choices, main, output
 from weft.cli.gantt import gantt
-from weft.errors import WeftError
+from weft.errors import RankMismatch, WeftError
 from weft.machine import names
 from weft.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
@@ -199,6 +199,11 @@ def test_a_failed_rank_ends_in_status_3_without_traceback(weft: Weft, runner: Ru
     runner.raises = WeftError("rank 1, lane copy: waited 30 s for arrived[3]@1")
     status, _, err = weft("run", "llama3-8b")
     assert (status, err) == (3, "weft: error: rank 1, lane copy: waited 30 s for arrived[3]@1\n")
+
+
+def test_ranks_that_disagree_are_no_mistake_of_the_user(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    runner.raises = RankMismatch("rank 1 has dtype float16, rank 0 bfloat16")
+    assert weft("run", "llama3-8b")[0] == 3
 
 
 def test_run_writes_json_that_reads_back(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:

@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "weft"
         return _fail(f"{error.format_message()} (see {command} --help)", 2)
+    except WeftError as error:  # first: a mismatch of ranks is a ValueError too
+        return _fail(str(error), 3)
     except ValueError as error:
         return _fail(" ".join(str(error).split()), 2)
-    except WeftError as error:
-        return _fail(str(error), 3)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit):
