@@ -28,7 +28,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["doctor", "nn", "ops", "planner.tune", "run"], 6),
     **dict.fromkeys(["__main__", "cli", "report"], OUTER),
 }
-"""Layer by name below weft; the longest name that fits counts. `check` stands for check.py, check_races.py, check/*."""
+"""Layer by name below weft; the longest name that fits counts. `check` stands for check.py, check_races.py and check/*."""
 
 PACKAGES: dict[int, set[str]] = {
     2: {"numpy", "simpy"},
@@ -53,7 +53,7 @@ def layer(module: str) -> int | None:
         name = ".".join(parts[:end])
         if name in LAYERS:
             return LAYERS[name]
-    return LAYERS["check"] if parts and parts[0].startswith("check_") else None
+    return LAYERS.get(parts[0].split("_")[0]) if parts else None
 
 
 def imports(source: str, module: str, *, package: bool) -> set[str]:
