@@ -6,6 +6,7 @@ there. sequential: both. shards: a prototype of the shard_p2p schedule, copy eng
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -108,3 +109,9 @@ def test_accumulating_costs_traffic() -> None:
         return gemm_cost(H200, rows=(8192,), n=4096, k=512, dtype="bfloat16", accumulate=accumulate, out_itemsize=4).tile_us
 
     assert tile_us(True) > 1.2 * tile_us(False)
+
+
+def test_whole_gemm_is_the_slowest_rank() -> None:
+    even = Problem(op="all_gather_matmul", m=1024, n=4096, k=4096, world_size=2)
+    uneven = dataclasses.replace(even, b_sizes=(1024, 3072))
+    assert whole_gemm_us(H200, uneven) == gemm_us(H200, 1024, 3072, 4096, "bfloat16") > whole_gemm_us(H200, even)

@@ -192,6 +192,15 @@ def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
             assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_handing_back_the_gathered_rows_takes_time(name: str) -> None:
+    problem = Problem(op="all_gather_matmul", m=4096, n=8192, k=4096, world_size=4)
+    plain, gathered = (
+        run(build(dataclasses.replace(problem, return_gathered=more), name), load("h200x8")).total_us for more in (False, True)
+    )
+    assert gathered > plain
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "sequential"])
 @pytest.mark.parametrize("op", OPS)
 def test_faster_links_are_never_slower(op: Op, name: str) -> None:

@@ -41,12 +41,11 @@ def plan(
     machine.require(problem.world_size)
     machine.tflops(problem.dtype)
     considered = _considered(problem, schedules, only, chunks)
-    sequential = build(problem, "sequential")
     ideal_us = max(whole_gemm_us(machine, problem), whole_collective_us(machine, problem))
     options, best = _predict(considered, machine, ideal_us)
     sequential_us = next((o.predicted_us for o in options if o.schedule.name == "sequential"), None)
     if sequential_us is None:
-        sequential_us = run(sequential, machine).total_us
+        sequential_us = run(build(problem, "sequential"), machine).total_us
     return Plan(
         problem=problem,
         machine=machine.name,

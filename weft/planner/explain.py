@@ -54,6 +54,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
     if problem.world_size == 1:
         return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {chosen.predicted_us:.0f} us."
     bound = _bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
+    if asked and chosen.schedule.name == "sequential":
+        return f"{bound} sequential was asked for and takes {chosen.predicted_us:.0f} us."
     if asked:
         return f"{bound} {chosen.candidate.spec} was asked for and {_against(chosen.predicted_us, sequential_us)}."
     rivals = [option for option in options if option.schedule.name != chosen.schedule.name]

@@ -131,8 +131,9 @@ def _interpolate(table: Table, shard_bytes: float) -> float:
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
-    """The largest rank's matmul as one vendor GEMM."""
-    return gemm_us(machine, problem.m, problem.columns(0), problem.inner(0), problem.dtype)
+    """The slowest rank's matmul as one vendor GEMM."""
+    sizes = {(problem.columns(rank), problem.inner(rank)) for rank in range(problem.world_size)}
+    return max(gemm_us(machine, problem.m, n, k, problem.dtype) for n, k in sizes)
 
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
