@@ -115,3 +115,21 @@ def test_whole_gemm_is_the_slowest_rank() -> None:
     even = Problem(op="all_gather_matmul", m=1024, n=4096, k=4096, world_size=2)
     uneven = dataclasses.replace(even, b_sizes=(1024, 3072))
     assert whole_gemm_us(H200, uneven) == gemm_us(H200, 1024, 3072, 4096, "bfloat16") > whole_gemm_us(H200, even)
+
+
+FUSED = (  # M, N, K of matmul_reduce_scatter; track-and-trigger, stores to the owner: first Triton kernels, middle of range
+    (8192, 4096, 14336, 270.0, 286.5),
+    (8192, 8192, 28672, 769.0, 803.5),
+    (8192, 16384, 53248, 2866.0, 2956.5),
+    (2048, 8192, 28672, 224.0, 224.5),
+)
+
+
+@pytest.mark.parametrize(("name", "column"), [("track_and_trigger", 3), ("direct_store", 4)])
+def test_accuracy_of_fused_kernels(name: str, column: int) -> None:
+    errors = []
+    for row in FUSED:
+        m, n, k = (int(size) for size in row[:3])
+        schedule = build(Problem(op="matmul_reduce_scatter", m=m, n=n, k=k, world_size=8), name, 1)
+        errors.append(abs(math.log(run(schedule, H200).total_us / row[column])))
+    assert math.expm1(sum(errors) / len(errors)) < 0.08
