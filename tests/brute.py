@@ -21,28 +21,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import numpy as np
-from brute_values import Access, Values, Wrong
+from brute_run import Policy, Run, fills, needs_sms
+from brute_values import Access, Wrong
 
 from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedule import Collective, Copy, Flag, Gemm, Reduce, Region, Schedule, Signal, Step, Wait
 
 CALLS = 3
-Policy = Callable[["Task"], float]
-"""What runs first among all that can: the lowest."""
-
-
-@dataclass(eq=False)
-class Task:
-    """A coroutine: `wants` is the event that it does next, `ready` whether it may."""
-
-    run: Iterator[tuple[object, Callable[[], bool]]]
-    rank: int
-    wants: object = None
-    ready: Callable[[], bool] = field(default=lambda: True)
 
 
 def verdict(schedule: Schedule) -> str:
@@ -58,7 +46,6 @@ class _Brute:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.size = schedule.problem.world_size
-        self.per_call = schedule.signals_per_call
         self.accesses: dict[tuple[int, int], Access] = {}
         self._check_flags()
         for rank, _, _, step in schedule:
@@ -86,7 +73,7 @@ class _Brute:
         conflicts = self._conflicts()
         before = np.ones((CALLS * len(self.accesses), CALLS * len(self.accesses)), bool)
         for number, policy in enumerate(self._policies()):
-            run = _Run(self, CALLS, values=number < 3)
+            run = Run(self.schedule, self.accesses, CALLS, values=number < 3)
             run.go(policy)
             ends, starts = run.ends.ravel(), run.starts.ravel()
             before &= ends[:, None] < starts[None, :]
@@ -96,7 +83,7 @@ class _Brute:
                 raise Wrong(f"race: {self._words(one)} and {self._words(two)} in both orders")
         if self._crowded():
             for policy in self._start_policies():
-                _Run(self, 1, values=False, full=True).go(policy)
+                Run(self.schedule, self.accesses, 1, values=False, full=True).go(policy)
 
     def _words(self, number: int) -> str:
         access = list(self.accesses.values())[number]
@@ -199,130 +186,3 @@ def _collective_fits(step: Collective, problem: Problem, rank: int) -> bool:
     own = problem.shards[rank][1] - problem.shards[rank][0]
     rows = (own, problem.m) if step.op == "all_gather" else (problem.m, own)
     return (step.src.shape[0], step.dst.shape[0]) == rows and step.src.shape[1] == step.dst.shape[1]
-
-
-def needs_sms(rank: int, lane: Lane, step: Step) -> bool:
-    """Kernels, and copies within the rank, except on communication blocks."""
-    if lane.kind == "blocks":
-        return False
-    return step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective))
-
-
-def fills(lane: Lane, step: Step) -> bool:
-    """A kernel whose waiting blocks may take every SM."""
-    return lane.kind == "compute" and isinstance(step, (Gemm, Reduce)) and any(p.gates for p in step.parts)
-
-
-class _Run:
-    """One interleaving. full: kernels with gates hold all SMs of their rank."""
-
-    def __init__(self, brute: _Brute, calls: int, *, values: bool, full: bool = False) -> None:
-        self.brute, self.schedule, self.calls, self.full = brute, brute.schedule, calls, full
-        self.flags: dict[Flag, int] = {}
-        self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
-        self.met: dict[tuple[int, int], int] = {}
-        self.holder: dict[int, object] = {}
-        self.starts = np.zeros((calls, len(brute.accesses)), np.int64)
-        self.ends = np.zeros((calls, len(brute.accesses)), np.int64)
-        self.clock = 0
-        self.values = Values(self.schedule, calls) if values else None
-        self.tasks: list[Task] = []
-
-    def go(self, policy: Policy) -> None:
-        """Run to the end. Raises Wrong."""
-        for rank, lanes in enumerate(self.schedule.ranks):
-            for lane in lanes:
-                self._spawn(rank, self._lane(rank, lane))
-        while self.tasks:
-            task = min((t for t in self.tasks if t.ready()), key=policy, default=None)
-            if task is None:
-                raise Wrong("deadlock: " + "; ".join(str(getattr(t.wants, "step", t.wants)) for t in self.tasks))
-            self.clock += 1
-            self._next(task)
-
-    def _spawn(self, rank: int, run: Iterator[tuple[object, Callable[[], bool]]]) -> None:
-        task = Task(run, rank)
-        self.tasks.append(task)
-        self._next(task)
-
-    def _next(self, task: Task) -> None:
-        """Do what the task wants, up to its next wish."""
-        try:
-            task.wants, task.ready = next(task.run)
-        except StopIteration:
-            self.tasks.remove(task)
-
-    def _lane(self, rank: int, lane: Lane) -> Iterator[tuple[object, Callable[[], bool]]]:
-        for call in range(self.calls):
-            yield ("call", rank), lambda call=call: call == 0 or self.left[call - 1][rank] == 0
-            if self.values:
-                self.values.begin(rank, call)
-            ordinals: dict[Flag, int] = {}
-            meetings = 0
-            for step in lane.steps:
-                if isinstance(step, Wait):
-                    yield step, self._reached(call, step)
-                elif isinstance(step, Signal):
-                    yield step, lambda: True
-                    self._advance(call, step.flag, ordinals)
-                elif isinstance(step, Collective):
-                    yield from self._collective(rank, lane, step, call, meetings)
-                    meetings += 1
-                else:
-                    yield from self._work(rank, lane, step, call, ordinals)
-            self.left[call][rank] -= 1
-            if self.left[call][rank] == 0 and self.values:
-                self.values.end(rank, call)
-
-    def _reached(self, call: int, wait: Wait) -> Callable[[], bool]:
-        number = call * self.brute.per_call[wait.flag] + wait.at_least
-        return lambda: self.flags.get(wait.flag, 0) >= number
-
-    def _advance(self, call: int, flag: Flag, ordinals: dict[Flag, int]) -> None:
-        ordinals[flag] = ordinals.get(flag, 0) + 1
-        self.flags[flag] = call * self.brute.per_call[flag] + ordinals[flag]
-
-    def _begin(self, rank: int, lane: Lane, step: Step) -> Iterator[tuple[object, Callable[[], bool]]]:
-        if self.full and needs_sms(rank, lane, step):
-            yield ("start", id(step)), lambda: rank not in self.holder
-            if fills(lane, step):
-                self.holder[rank] = step
-
-    def _work(
-        self, rank: int, lane: Lane, step: Step, call: int, ordinals: dict[Flag, int]
-    ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        yield from self._begin(rank, lane, step)
-        parts = getattr(step, "parts", (step,))
-        open_parts = [len(parts)]
-        for i, part in enumerate(parts):
-            self._spawn(rank, self._part(self.brute.accesses[id(step), i], part, call, ordinals, open_parts))
-        yield ("finish", id(step)), lambda: open_parts[0] == 0
-        if self.holder.get(rank) is step:
-            del self.holder[rank]
-
-    def _part(
-        self, access: Access, part: object, call: int, ordinals: dict[Flag, int], open_parts: list[int]
-    ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        gates = [self._reached(call, gate) for gate in getattr(part, "gates", ())]
-        yield access, (lambda: all(gate() for gate in gates)) if gates else (lambda: True)
-        self.starts[call, access.number] = self.ends[call, access.number] = self.clock
-        if self.values:
-            self.values.work(access)
-        if getattr(part, "count", None):
-            self._advance(call, part.count, ordinals)  # type: ignore[attr-defined]
-        open_parts[0] -= 1
-
-    def _collective(
-        self, rank: int, lane: Lane, step: Collective, call: int, ordinal: int
-    ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        access = self.brute.accesses[id(step), 0]
-        yield from self._begin(rank, lane, step)
-        yield access, lambda: True
-        self.starts[call, access.number] = self.clock
-        self.met[call, ordinal] = self.met.get((call, ordinal), 0) + 1
-        if self.values:
-            self.values.meet(access, (call, ordinal))
-        yield ("end", access), lambda: self.met[call, ordinal] == self.brute.size
-        self.ends[call, access.number] = self.clock
-        if self.values:
-            self.values.part(access, (call, ordinal))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.problem import OPS, Problem
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedule import Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
 from weft.schedules import FAMILIES, build
 
 Place = tuple[int, int, int]
@@ -79,13 +79,13 @@ def _drop_pair(schedule: Schedule, rng: random.Random) -> Schedule | None:
     if not found:
         return None
     flag = step_at(schedule, rng.choice(found)).flag
-    return _map_steps(schedule, lambda step: _without(step, flag))
+    return map_steps(schedule, lambda step: _without(step, flag))
 
 
 def _without(step: Any, flag: Flag) -> Step | None:
     if isinstance(step, (Signal, Wait)):
         return None if step.flag == flag else step
-    return _map_parts(step, lambda part: _part_without(part, flag))
+    return map_parts(step, lambda part: _part_without(part, flag))
 
 
 def _part_without(part: Any, flag: Flag) -> Any:
@@ -93,14 +93,17 @@ def _part_without(part: Any, flag: Flag) -> Any:
     return dataclasses.replace(part, gates=gates, count=None if part.count == flag else part.count)
 
 
-def _map_steps(schedule: Schedule, change: Callable[[Any], Step | None]) -> Schedule:
+def map_steps(schedule: Schedule, change: Callable[[Any], Step | None]) -> Schedule:
+    """Every step changed, or dropped (None)."""
+
     def lane(old: Lane) -> Lane:
         return dataclasses.replace(old, steps=tuple(new for step in old.steps if (new := change(step)) is not None))
 
     return dataclasses.replace(schedule, ranks=tuple(tuple(map(lane, lanes)) for lanes in schedule.ranks))
 
 
-def _map_parts(step: Any, change: Callable[[Any], Any]) -> Any:
+def map_parts(step: Any, change: Callable[[Any], Any]) -> Any:
+    """A kernel with every part changed; any other step as it is."""
     if not isinstance(step, (Gemm, Reduce)):
         return step
     return dataclasses.replace(step, parts=tuple(map(change, step.parts)))
@@ -209,9 +212,23 @@ def _reuse_flag(schedule: Schedule, rng: random.Random) -> Schedule | None:
     def step(one: Any) -> Any:
         if isinstance(one, (Signal, Wait)):
             return dataclasses.replace(one, flag=new) if one.flag == old else one
-        return _map_parts(one, change)
+        return map_parts(one, change)
 
-    return _map_steps(schedule, step)
+    return map_steps(schedule, step)
+
+
+def _swap_operands(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Exchange what two steps of a rank read: the sources of copies, or the b of GEMMs."""
+    kind, name = rng.choice(((Copy, "src"), (Gemm, "b"), (Gemm, "b")))
+    found = places(schedule, lambda step: isinstance(step, kind))
+    pairs = [(p, q) for p in found for q in found if p < q and p[0] == q[0]]
+    pairs = [(p, q) for p, q in pairs if getattr(step_at(schedule, p), name) != getattr(step_at(schedule, q), name)]
+    if not pairs:
+        return None
+    one, two = rng.choice(pairs)
+    first, second = step_at(schedule, one), step_at(schedule, two)
+    changed = with_step(schedule, one, dataclasses.replace(first, **{name: getattr(second, name)}))
+    return with_step(changed, two, dataclasses.replace(second, **{name: getattr(first, name)}))
 
 
 def _signal_other(schedule: Schedule, rng: random.Random) -> Schedule | None:
@@ -288,6 +305,7 @@ DAMAGES: dict[str, Damage] = {
     "swap any two": lambda schedule, rng: _swap(schedule, rng, near=False),
     "swap on two ranks": _cross_ranks,
     "reuse a flag": _reuse_flag,
+    "swap two operands": _swap_operands,
     "swap two signals": _signal_other,
     "change at_least": _at_least,
     "change a gate's at_least": _change_part(lambda part: bool(part.gates), _gate_at_least),
@@ -295,64 +313,3 @@ DAMAGES: dict[str, Damage] = {
     "split a lane": _split_lane,
     "split a lane, in order": _split_in_order,
 }
-
-
-def random_sync(rng: random.Random) -> Schedule:
-    """Steps without data: kernels with gates and counts, copies within a rank, signals and waits, on lanes at random.
-
-    Nothing is computed (the problem has no rows), so that such a schedule is right if and only if it cannot deadlock.
-    """
-    size = rng.choice((1, 1, 2, 2, 3))
-    problem = Problem(op="all_gather_matmul", m=0, n=0, k=1, world_size=size)
-    names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 2, 3)))]
-    flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(2)] for lane in names}
-    lanes: list[list[Lane]] = [[] for _ in range(size)]
-    for rank, index in names:
-        kind = rng.choice(("compute", "compute", "compute", "copy", "blocks"))
-        heard = [f for found in flags.values() for f in found if f.rank == rank]
-        steps = [s for _ in range(rng.randrange(1, 5)) for s in _sync_steps(rng, rank, kind, flags[rank, index], heard)]
-        lanes[rank].append(Lane(f"{kind}{index}", kind, tuple(steps)))
-    schedule = dataclasses.replace(build(problem, "sequential"), ranks=tuple(map(tuple, lanes)))
-    return _only_possible(_with_collective(schedule, rng) if rng.random() < 0.3 else schedule)
-
-
-def _with_collective(schedule: Schedule, rng: random.Random) -> Schedule:
-    """An all-gather of nothing somewhere on every rank, where all have a lane for it."""
-    for rank, lanes in enumerate(schedule.ranks):
-        able = [i for i, lane in enumerate(lanes) if lane.kind != "copy"]
-        if not able:
-            return schedule
-        index = rng.choice(able)
-        steps = list(lanes[index].steps)
-        nothing = [Region(name, rank, (0, 0), (0, 1)) for name in ("a", "a_full")]
-        steps.insert(rng.randrange(len(steps) + 1), Collective("all_gather", nothing[0], nothing[1]))
-        schedule = with_steps(schedule, rank, index, steps)
-    return schedule
-
-
-def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], heard: list[Flag]) -> list[Step]:
-    nothing, b = Region("a_full", rank, (0, 0), (0, 1)), Region("b", rank, (0, 1), (0, 0))
-    what = rng.choice(("wait", "signal", "signal", "copy", "kernel", "kernel"))
-    if what == "wait" and heard:
-        return [Wait(rng.choice(heard), rng.choice((1, 1, 2)))]
-    if what == "kernel" and kind != "copy":
-        parts = []
-        for count in rng.sample([*mine, None], rng.choice((1, 2))):
-            gates = tuple(Wait(rng.choice(heard)) for _ in range(rng.choice((0, 1, 1)))) if heard else ()
-            parts.append(Part(nothing, Region("out", rank, (0, 0), (0, 0)), gates, count))
-        return [Gemm(b, tuple(parts))]
-    return [Copy(nothing, nothing)] if what == "copy" else [Signal(rng.choice(mine))]
-
-
-def _only_possible(schedule: Schedule) -> Schedule:
-    """Without the waits for more signals than there are."""
-
-    def part(old: Any) -> Any:
-        return dataclasses.replace(old, gates=tuple(g for g in old.gates if schedule.signals_per_call[g.flag] >= g.at_least))
-
-    def step(old: Any) -> Any:
-        if isinstance(old, Wait):
-            return old if schedule.signals_per_call[old.flag] >= old.at_least else None
-        return _map_parts(old, part)
-
-    return _map_steps(schedule, step)

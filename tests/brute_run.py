@@ -1,0 +1,155 @@
+"""One interleaving of a schedule, step by step: the half of the brute-force interpreter that runs. See tests/brute.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from brute_values import Access, Values, Wrong
+
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait
+
+Accesses = dict[tuple[int, int], Access]
+"""By the step's identity and the part's number."""
+
+Policy = Callable[["Task"], float]
+"""What runs first among all that can: the lowest."""
+
+
+@dataclass(eq=False)
+class Task:
+    """A coroutine: `wants` is the event that it does next, `ready` whether it may."""
+
+    run: Iterator[tuple[object, Callable[[], bool]]]
+    rank: int
+    wants: object = None
+    ready: Callable[[], bool] = field(default=lambda: True)
+
+
+def needs_sms(rank: int, lane: Lane, step: Step) -> bool:
+    """Kernels, and copies within the rank, except on communication blocks."""
+    if lane.kind == "blocks":
+        return False
+    return step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective))
+
+
+def fills(lane: Lane, step: Step) -> bool:
+    """A kernel whose waiting blocks may take every SM."""
+    return lane.kind == "compute" and isinstance(step, (Gemm, Reduce)) and any(p.gates for p in step.parts)
+
+
+class Run:
+    """One interleaving. full: kernels with gates hold all SMs of their rank."""
+
+    def __init__(self, schedule: Schedule, accesses: Accesses, calls: int, *, values: bool, full: bool = False) -> None:
+        self.schedule, self.accesses, self.calls, self.full = schedule, accesses, calls, full
+        self.size, self.per_call = schedule.problem.world_size, schedule.signals_per_call
+        self.flags: dict[Flag, int] = {}
+        self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
+        self.met: dict[tuple[int, int], int] = {}
+        self.holder: dict[int, object] = {}
+        self.starts = np.zeros((calls, len(accesses)), np.int64)
+        self.ends = np.zeros((calls, len(accesses)), np.int64)
+        self.clock = 0
+        self.values = Values(self.schedule, calls) if values else None
+        self.tasks: list[Task] = []
+
+    def go(self, policy: Policy) -> None:
+        """Run to the end. Raises Wrong."""
+        for rank, lanes in enumerate(self.schedule.ranks):
+            for lane in lanes:
+                self._spawn(rank, self._lane(rank, lane))
+        while self.tasks:
+            task = min((t for t in self.tasks if t.ready()), key=policy, default=None)
+            if task is None:
+                raise Wrong("deadlock: " + "; ".join(str(getattr(t.wants, "step", t.wants)) for t in self.tasks))
+            self.clock += 1
+            self._next(task)
+
+    def _spawn(self, rank: int, run: Iterator[tuple[object, Callable[[], bool]]]) -> None:
+        task = Task(run, rank)
+        self.tasks.append(task)
+        self._next(task)
+
+    def _next(self, task: Task) -> None:
+        """Do what the task wants, up to its next wish."""
+        try:
+            task.wants, task.ready = next(task.run)
+        except StopIteration:
+            self.tasks.remove(task)
+
+    def _lane(self, rank: int, lane: Lane) -> Iterator[tuple[object, Callable[[], bool]]]:
+        for call in range(self.calls):
+            yield ("call", rank), lambda call=call: call == 0 or self.left[call - 1][rank] == 0
+            if self.values:
+                self.values.begin(rank, call)
+            ordinals: dict[Flag, int] = {}
+            meetings = 0
+            for step in lane.steps:
+                if isinstance(step, Wait):
+                    yield step, self._reached(call, step)
+                elif isinstance(step, Signal):
+                    yield step, lambda: True
+                    self._advance(call, step.flag, ordinals)
+                elif isinstance(step, Collective):
+                    yield from self._collective(rank, lane, step, call, meetings)
+                    meetings += 1
+                else:
+                    yield from self._work(rank, lane, step, call, ordinals)
+            self.left[call][rank] -= 1
+            if self.left[call][rank] == 0 and self.values:
+                self.values.end(rank, call)
+
+    def _reached(self, call: int, wait: Wait) -> Callable[[], bool]:
+        number = call * self.per_call[wait.flag] + wait.at_least
+        return lambda: self.flags.get(wait.flag, 0) >= number
+
+    def _advance(self, call: int, flag: Flag, ordinals: dict[Flag, int]) -> None:
+        ordinals[flag] = ordinals.get(flag, 0) + 1
+        self.flags[flag] = call * self.per_call[flag] + ordinals[flag]
+
+    def _begin(self, rank: int, lane: Lane, step: Step) -> Iterator[tuple[object, Callable[[], bool]]]:
+        if self.full and needs_sms(rank, lane, step):
+            yield ("start", id(step)), lambda: rank not in self.holder
+            if fills(lane, step):
+                self.holder[rank] = step
+
+    def _work(
+        self, rank: int, lane: Lane, step: Step, call: int, ordinals: dict[Flag, int]
+    ) -> Iterator[tuple[object, Callable[[], bool]]]:
+        yield from self._begin(rank, lane, step)
+        parts = getattr(step, "parts", (step,))
+        open_parts = [len(parts)]
+        for i, part in enumerate(parts):
+            self._spawn(rank, self._part(self.accesses[id(step), i], part, call, ordinals, open_parts))
+        yield ("finish", id(step)), lambda: open_parts[0] == 0
+        if self.holder.get(rank) is step:
+            del self.holder[rank]
+
+    def _part(
+        self, access: Access, part: object, call: int, ordinals: dict[Flag, int], open_parts: list[int]
+    ) -> Iterator[tuple[object, Callable[[], bool]]]:
+        gates = [self._reached(call, gate) for gate in getattr(part, "gates", ())]
+        yield access, (lambda: all(gate() for gate in gates)) if gates else (lambda: True)
+        self.starts[call, access.number] = self.ends[call, access.number] = self.clock
+        if self.values:
+            self.values.work(access)
+        if getattr(part, "count", None):
+            self._advance(call, part.count, ordinals)  # type: ignore[attr-defined]
+        open_parts[0] -= 1
+
+    def _collective(
+        self, rank: int, lane: Lane, step: Collective, call: int, ordinal: int
+    ) -> Iterator[tuple[object, Callable[[], bool]]]:
+        access = self.accesses[id(step), 0]
+        yield from self._begin(rank, lane, step)
+        yield access, lambda: True
+        self.starts[call, access.number] = self.clock
+        self.met[call, ordinal] = self.met.get((call, ordinal), 0) + 1
+        if self.values:
+            self.values.meet(access, (call, ordinal))
+        yield ("end", access), lambda: self.met[call, ordinal] == self.size
+        self.ends[call, access.number] = self.clock
+        if self.values:
+            self.values.part(access, (call, ordinal))

@@ -1,0 +1,74 @@
+"""Random schedules of synchronisation alone, to test what the checker says about deadlock and the SMs of a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+from damage import map_parts, map_steps, with_steps
+
+from weft.problem import Problem
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.schedules import build
+
+
+def random_sync(rng: random.Random) -> Schedule:
+    """Steps without data: kernels with gates and counts, copies within a rank, signals and waits, on lanes at random.
+
+    Nothing is computed (the problem has no rows), so that such a schedule is right if and only if it cannot deadlock.
+    """
+    size = rng.choice((1, 1, 2, 2, 3))
+    problem = Problem(op="all_gather_matmul", m=0, n=0, k=1, world_size=size)
+    names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 2, 3)))]
+    flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(2)] for lane in names}
+    lanes: list[list[Lane]] = [[] for _ in range(size)]
+    for rank, index in names:
+        kind = rng.choice(("compute", "compute", "compute", "copy", "blocks"))
+        heard = [f for found in flags.values() for f in found if f.rank == rank]
+        steps = [s for _ in range(rng.randrange(1, 5)) for s in _sync_steps(rng, rank, kind, flags[rank, index], heard)]
+        lanes[rank].append(Lane(f"{kind}{index}", kind, tuple(steps)))
+    schedule = dataclasses.replace(build(problem, "sequential"), ranks=tuple(map(tuple, lanes)))
+    return _only_possible(_with_collective(schedule, rng) if rng.random() < 0.3 else schedule)
+
+
+def _with_collective(schedule: Schedule, rng: random.Random) -> Schedule:
+    """An all-gather of nothing somewhere on every rank, where all have a lane for it."""
+    for rank, lanes in enumerate(schedule.ranks):
+        able = [i for i, lane in enumerate(lanes) if lane.kind != "copy"]
+        if not able:
+            return schedule
+        index = rng.choice(able)
+        steps = list(lanes[index].steps)
+        nothing = [Region(name, rank, (0, 0), (0, 1)) for name in ("a", "a_full")]
+        steps.insert(rng.randrange(len(steps) + 1), Collective("all_gather", nothing[0], nothing[1]))
+        schedule = with_steps(schedule, rank, index, steps)
+    return schedule
+
+
+def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], heard: list[Flag]) -> list[Step]:
+    nothing, b = Region("a_full", rank, (0, 0), (0, 1)), Region("b", rank, (0, 1), (0, 0))
+    what = rng.choice(("wait", "signal", "signal", "copy", "kernel", "kernel"))
+    if what == "wait" and heard:
+        return [Wait(rng.choice(heard), rng.choice((1, 1, 2)))]
+    if what == "kernel" and kind != "copy":
+        parts = []
+        for count in rng.sample([*mine, None], rng.choice((1, 2))):
+            gates = tuple(Wait(rng.choice(heard)) for _ in range(rng.choice((0, 1, 1)))) if heard else ()
+            parts.append(Part(nothing, Region("out", rank, (0, 0), (0, 0)), gates, count))
+        return [Gemm(b, tuple(parts))]
+    return [Copy(nothing, nothing)] if what == "copy" else [Signal(rng.choice(mine))]
+
+
+def _only_possible(schedule: Schedule) -> Schedule:
+    """Without the waits for more signals than there are."""
+
+    def part(old: Any) -> Any:
+        return dataclasses.replace(old, gates=tuple(g for g in old.gates if schedule.signals_per_call[g.flag] >= g.at_least))
+
+    def step(old: Any) -> Any:
+        if isinstance(old, Wait):
+            return old if schedule.signals_per_call[old.flag] >= old.at_least else None
+        return map_parts(old, part)
+
+    return map_steps(schedule, step)
