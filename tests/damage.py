@@ -7,27 +7,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from weft.problem import OPS, Problem
 from weft.schedule import Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
-from weft.schedules import FAMILIES, build
 
 Place = tuple[int, int, int]
 Damage = Callable[[Schedule, random.Random], Schedule | None]
-
-
-def random_schedule(rng: random.Random) -> Schedule:
-    """A small valid schedule: any operator, family and size, also of extents that divide by nothing or leave ranks empty."""
-    op, world_size = rng.choice(OPS), rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 4))
-    problem = Problem(
-        op=op,
-        m=rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8)),
-        n=rng.choice((0, 1, 2, 3, 4, 5)),
-        k=rng.choice((1, 2, 3, 4, 5, 6)),
-        world_size=world_size,
-        return_gathered=op == "all_gather_matmul" and rng.random() < 0.3,
-        reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
-    )
-    return build(problem, rng.choice(tuple(FAMILIES)), rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2)))
 
 
 def places(schedule: Schedule, wanted: Callable[[Step], bool]) -> list[Place]:
@@ -231,6 +214,22 @@ def _swap_operands(schedule: Schedule, rng: random.Random) -> Schedule | None:
     return with_step(changed, two, dataclasses.replace(second, **{name: getattr(first, name)}))
 
 
+def _mix_sums(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Exchange a source between two parts of a reduction, each of which waits for all that either waited for."""
+    found = [p for p in places(schedule, lambda step: isinstance(step, Reduce)) if len(step_at(schedule, p).parts) > 1]
+    if not found:
+        return None
+    place = rng.choice(found)
+    parts = list(step_at(schedule, place).parts)
+    one, two = rng.sample(range(len(parts)), 2)
+    at, gates = rng.randrange(len(parts[one].srcs)), parts[one].gates + parts[two].gates
+    srcs = [list(parts[one].srcs), list(parts[two].srcs)]
+    srcs[0][at], srcs[1][at] = srcs[1][at], srcs[0][at]
+    for number, sources in zip((one, two), srcs, strict=True):
+        parts[number] = dataclasses.replace(parts[number], srcs=tuple(sources), gates=gates)
+    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), parts=tuple(parts)))
+
+
 def _signal_other(schedule: Schedule, rng: random.Random) -> Schedule | None:
     """Swap the flags of two signals."""
     found = places(schedule, lambda step: isinstance(step, Signal))
@@ -306,6 +305,7 @@ DAMAGES: dict[str, Damage] = {
     "swap on two ranks": _cross_ranks,
     "reuse a flag": _reuse_flag,
     "swap two operands": _swap_operands,
+    "mix two sums": _mix_sums,
     "swap two signals": _signal_other,
     "change at_least": _at_least,
     "change a gate's at_least": _change_part(lambda part: bool(part.gates), _gate_at_least),

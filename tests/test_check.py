@@ -221,6 +221,16 @@ def test_two_gated_kernels_on_a_rank_are_refused_only_if_one_order_deadlocks() -
     assert verdict(_two_gated(crossed=True)).startswith("deadlock")
 
 
+def test_harmless_copies_beside_gated_kernels_need_no_search() -> None:
+    """Each may be kept out by the GEMM, and nobody waits for it: in too many orders to try one by one."""
+    schedule = build(Problem(op="all_gather_matmul", m=64, n=8, k=4, world_size=8), "flag_gated", 2)
+    schedule = dataclasses.replace(schedule, buffers=(*schedule.buffers, Buffer("side", "local", (8,) * 8, (4,) * 8)))
+    for rank, lanes in enumerate(schedule.ranks):
+        copies = [Copy(region("a", rank, (i, i + 1), (0, 4)), region("side", rank, (i, i + 1), (0, 4))) for i in range(8)]
+        schedule = with_lanes(schedule, rank, [*lanes, Lane("side", "copy", tuple(copies))])
+    check(schedule)
+
+
 def _milliseconds(schedule: Schedule, runs: int = 7) -> float:
     times = []
     for _ in range(runs):

@@ -14,8 +14,8 @@ from itertools import count
 
 import pytest
 from brute import verdict
-from damage import DAMAGES, random_schedule
-from random_sync import random_sync
+from damage import DAMAGES
+from random_schedules import random_schedule, random_sync
 
 from weft.check import ScheduleError, check
 from weft.schedule import Schedule

@@ -24,11 +24,11 @@ _WAIT, _SIGNAL, _WORK = Do.WAIT, Do.SIGNAL, Do.WORK
 class _Lane:
     """Where a lane is. left, joined: of its kernel, open parts, and all that its finished parts had behind them."""
 
-    __slots__ = ("call", "index", "joined", "left", "mask", "ops", "position", "rank", "start")
+    __slots__ = ("call", "index", "joined", "left", "mask", "ops", "position", "rank")
 
     def __init__(self, rank: int, index: int, ops: tuple[Op, ...]) -> None:
         self.rank, self.index, self.ops = rank, index, ops
-        self.call = self.position = self.mask = self.left = self.joined = self.start = 0
+        self.call = self.position = self.mask = self.left = self.joined = 0
 
 
 class Occupied:
@@ -72,9 +72,11 @@ class Walk:
             op = ops[lane.position]
             do = op.do
             if do is _WAIT:
-                if not self._pass(lane, op.flag, op.at_least):
+                before = self._left_by(lane, op.flag, op.at_least)
+                if before is None:
                     self.parked.setdefault(op.flag, []).append((lane, -1))
                     return
+                lane.mask |= before
             elif do is _SIGNAL:
                 self._signal(op.flag, lane.mask)
             elif do is not _WORK:
@@ -85,14 +87,13 @@ class Walk:
             lane.position += 1
         self._end_call(lane)
 
-    def _pass(self, lane: _Lane, flag: int, at_least: int) -> bool:
+    def _left_by(self, lane: _Lane, flag: int, at_least: int) -> int | None:
+        """The set that the awaited signal left; None while it has not come."""
         number = lane.call * self.program.per_call[flag] + at_least
-        if number > 0:
-            done = self.signals[flag]
-            if len(done) < number:
-                return False
-            lane.mask |= done[number - 1]
-        return True
+        if number <= 0:
+            return 0
+        done = self.signals[flag]
+        return done[number - 1] if len(done) >= number else None
 
     def _signal(self, flag: int, mask: int) -> None:
         self.signals[flag].append(mask)
@@ -115,13 +116,11 @@ class Walk:
         """Run a part of the kernel that the lane is in, unless a gate keeps it."""
         action, mask = op.actions[part], lane.mask
         for flag, at_least in action.gates:
-            number = lane.call * self.program.per_call[flag] + at_least
-            if number > 0:
-                done = self.signals[flag]
-                if len(done) < number:
-                    self.parked.setdefault(flag, []).append((lane, part))
-                    return
-                mask |= done[number - 1]
+            before = self._left_by(lane, flag, at_least)
+            if before is None:
+                self.parked.setdefault(flag, []).append((lane, part))
+                return
+            mask |= before
         mask = self.effects.act(action, (lane.rank, lane.index, lane.position, part, lane.call), mask)
         lane.joined |= mask
         lane.left -= 1

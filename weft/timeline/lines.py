@@ -18,7 +18,7 @@ Column = tuple[int, str]
 
 @dataclass(slots=True)
 class Line:
-    """One line of a lane's column. meeting: the number of a collective. part: of a kernel; neighbours run beside each other."""
+    """One line of a column. meeting: the number of a collective. part: of a kernel, beside its others. row: once placed."""
 
     column: Column
     text: str

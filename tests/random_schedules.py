@@ -1,4 +1,4 @@
-"""Random schedules of synchronisation alone, to test what the checker says about deadlock and the SMs of a rank."""
+"""Random schedules: small valid ones of every family, and ones of synchronisation alone, to test what is said of deadlock."""
 
 from __future__ import annotations
 
@@ -8,9 +8,24 @@ from typing import Any
 
 from damage import map_parts, map_steps, with_steps
 
-from weft.problem import Problem
+from weft.problem import OPS, Problem
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
-from weft.schedules import build
+from weft.schedules import FAMILIES, build
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    """A small valid schedule: any operator, family and size, also of extents that divide by nothing or leave ranks empty."""
+    op, world_size = rng.choice(OPS), rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 4))
+    problem = Problem(
+        op=op,
+        m=rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8)),
+        n=rng.choice((0, 1, 2, 3, 4, 5)),
+        k=rng.choice((1, 2, 3, 4, 5, 6)),
+        world_size=world_size,
+        return_gathered=op == "all_gather_matmul" and rng.random() < 0.3,
+        reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
+    )
+    return build(problem, rng.choice(tuple(FAMILIES)), rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2)))
 
 
 def random_sync(rng: random.Random) -> Schedule:
