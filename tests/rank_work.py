@@ -9,11 +9,16 @@ import weft
 from weft.problem import split
 
 
+def here() -> torch.device:
+    """Where this rank's tensors belong: its GPU, if its group can carry GPU tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend_config() else torch.device("cpu")
+
+
 def whole(m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A_MK, B_KN and their product in float64, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(m, k, generator=generator).to(dtype)
-    b = (torch.randn(k, n, generator=generator) * k**-0.5).to(dtype)
+    a = torch.randn(m, k, generator=generator).to(here(), dtype)
+    b = (torch.randn(k, n, generator=generator) * k**-0.5).to(here(), dtype)
     return a, b, a.double() @ b.double()
 
 

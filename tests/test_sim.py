@@ -126,19 +126,12 @@ def test_ring_takes_the_shorter_way_over_every_link_between() -> None:
     assert carried == {("link", 0, 1): 64, ("link", 1, 2): 128}
 
 
-def test_several_engines_send_chunks_to_all_peers_at_once() -> None:
+def test_lanes_share_the_engines_of_their_rank() -> None:
     arrived = [Flag("arrived", peer, 0) for peer in range(3)]
-    steps: list[Step] = [push(0, 1), Signal(arrived[1]), push(0, 2), Signal(arrived[2])]
-    schedule = pushes([steps, [], []], chunks=2)
-    mesh = tiny(world_size=3, topology="mesh", engines=2)
-    assert [(s.kind, s.start_us, s.end_us) for s in simulate(schedule, mesh)] == [
-        ("copy", 0.0, 3.0),
-        ("copy", 0.0, 3.0),
-        ("signal", 3.0, 3.5),
-        ("signal", 3.0, 3.5),
-    ]
-    whole = dataclasses.replace(schedule, chunks=1)
-    assert [s.end_us for s in simulate(whole, mesh)] == [3.0, 3.5, 6.5, 7.0]
+    lanes = tuple(Lane(f"copy.{p}", "copy", (push(0, p), Signal(arrived[p]))) for p in (1, 2))
+    schedule = dataclasses.replace(pushes([[], [], []]), ranks=(lanes, (), ()))
+    ends = {n: sorted(s.end_us for s in simulate(schedule, tiny(world_size=3, topology="mesh", engines=n))) for n in (1, 2)}
+    assert ends == {1: [3.0, 3.5, 6.0, 6.5], 2: [3.0, 3.0, 3.5, 3.5]}
 
 
 def test_blocks_take_tiles_as_they_come_free() -> None:
@@ -180,16 +173,15 @@ def assert_conserved(schedule: Schedule, outcome: Outcome, machine: Machine) -> 
 @pytest.mark.parametrize("op", OPS)
 def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
     machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
-    schedule = build(uneven(op), name, 3)
+    schedule = build(uneven(op), name, 3, fan_out=machine.fans_out)
     outcome = run(schedule, machine)
     wanted = sorted((rank, lane.name) for rank, lane, _, _ in schedule)
     assert sorted((s.rank, s.lane) for s in outcome.spans) == wanted
     assert_conserved(schedule, outcome, machine)
     assert simulate(schedule, machine) == outcome.spans
-    if machine.copies.engines == 1:
-        for rank, lane in set(wanted):
-            spans = [s for s in outcome.spans if (s.rank, s.lane) == (rank, lane)]
-            assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
+    for rank, lane in set(wanted):
+        spans = [s for s in outcome.spans if (s.rank, s.lane) == (rank, lane)]
+        assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -247,7 +239,7 @@ def test_whole_shards_leave_a_mesh_idle() -> None:
     mesh, switch = load("mi300x8"), load("h200x8")
     problem = Problem(op="all_gather_matmul", m=16384, n=8192, k=8192, world_size=8)
     ratio = {
-        m.name: run(build(problem, "shard_p2p"), m).total_us / run(build(problem, "flag_gated"), m).total_us
+        m.name: run(build(problem, "shard_p2p"), m).total_us / run(build(problem, "flag_gated", fan_out=m.fans_out), m).total_us
         for m in (mesh, switch)
     }
     assert ratio["mi300x8"] > 3

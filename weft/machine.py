@@ -60,8 +60,7 @@ class Gpu:
 class CopyEngines:
     """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
 
-    engines: copies that one GPU should have in flight. 1: copies of a lane go one after the other. More: a lane's chunks go
-    to as many peers at once, an engine each.
+    engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
     """
 
     copy_us: float
@@ -186,6 +185,11 @@ class Machine:
         if dtype not in self.gpu.tflops:
             raise ValueError(f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}")
         return self.gpu.tflops[dtype]
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether copies to several peers should be under way at once: then schedules have a copy lane for each peer."""
+        return self.copies.engines > 1
 
     def require(self, world_size: int) -> None:
         """Raises ValueError if the machine has fewer GPUs than `world_size`."""

@@ -10,6 +10,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -85,13 +86,13 @@ class Problem:
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]
 
-    @property
+    @cached_property
     def shards(self) -> tuple[Span1D, ...]:
         """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter)."""
         unit = self.row_multiple
         return tuple((low * unit, high * unit) for low, high in split(self.m // unit, self.world_size))
 
-    @property
+    @cached_property
     def b_shards(self) -> tuple[Span1D, ...]:
         """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for matmul_reduce_scatter."""
         if not self.b_sizes:

@@ -68,7 +68,7 @@ def run_model(
             progress(f"{site.name}: planning", 2 * index, 2 * len(chosen))
             problem = site.problem(tokens, ranks, element)
             built = _choose(problem, schedule, machine)
-            spec = built.name if built.chunks == 1 else f"{built.name}:{built.chunks}"
+            spec = schedules.spec(built.name, built.chunks)
             there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
             progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))
             measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device)

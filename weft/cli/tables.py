@@ -88,9 +88,9 @@ def _error(site: SiteRun) -> Text:
 
 
 def _spec(site: SiteRun) -> str:
-    from weft.schedules import FAMILIES
+    from weft.schedules import spec
 
-    return f"{site.schedule}:{site.chunks}" if FAMILIES[site.schedule].chunked else site.schedule
+    return spec(site.schedule, site.chunks)
 
 
 def _print_sites(out: Console, title: str, heads: Sequence[str], rows: Sequence[SiteRow]) -> None:

@@ -96,6 +96,7 @@ class BoundProgram(ABC, Device):
         self._space.reserve(self.layout.nbytes)
         self.spans = spans
         bindings, outputs = self._bind(a, bs)
+        self.rehearse(bindings)
         self._program.run(self.epoch, bindings)
         self.epoch += 1
         return outputs
@@ -129,6 +130,9 @@ class BoundProgram(ABC, Device):
     def prepare(self, b: torch.Tensor) -> torch.Tensor:
         """b as the device's matmul wants it."""
         return b
+
+    def rehearse(self, bindings: Bindings) -> None:
+        """What a device must do before the first call's flags may be waited for. Collective."""
 
     def raiser(self, flag: Flag) -> str:
         """Who advances a flag, for messages."""

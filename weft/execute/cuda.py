@@ -29,13 +29,13 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.bound import BoundProgram
-from weft.execute.interpret import Where
+from weft.execute.interpret import Bindings, Where
 from weft.schedule import Collective, Flag, Lane, Schedule, waits
 from weft.span import Kind, Span
 from weft.team import Team
 
 _RELEASED = 0x3FFFFFFF
-"""Added to every flag after a failure: past anything that a wait can ask for, and not yet past the cyclic comparison."""
+"""What every flag is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
 
 
 def _driver() -> Any:
@@ -108,17 +108,36 @@ class CudaProgram(BoundProgram):
         self._flags, handle = space.allocate(4 * self.words_needed)
         self._addresses = [int(pointer) for pointer in handle.buffer_ptrs]
         self._handle = handle
+        self._silent = False
+        self._rehearsed = False
         self._events: list[tuple[Where, Kind, torch.cuda.Event, torch.cuda.Event, int, int]] = []
 
     def close(self) -> None:
         del self._flags, self._handle
 
+    def rehearse(self, bindings: Bindings) -> None:
+        """Run the first call's steps once without flags, on all ranks, and throw the result away.
+
+        CUDA loads a kernel, and the allocator takes memory, at first use, and both may wait for all streams: behind a stream
+        that waits for a flag which this thread has yet to enqueue, that would never end.
+        """
+        if self._rehearsed:
+            return
+        spans, self.spans, self._silent = self.spans, None, True
+        self._program.run(self.epoch, bindings)
+        self.spans, self._silent, self._rehearsed = spans, False, True
+        dist.barrier(self.team.group)
+
     def wait(self, flag: Flag, value: int, where: Where) -> None:
+        if self._silent:
+            return
         mode = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         stream = torch.cuda.current_stream(self.space.device).cuda_stream
         _checked(self.driver.cuStreamWaitValue32(stream, self._address(flag), value & 0xFFFFFFFF, mode))
 
     def signal(self, flag: Flag, value: int) -> None:
+        if self._silent:
+            return
         mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
         stream = torch.cuda.current_stream(self.space.device).cuda_stream
         _checked(self.driver.cuStreamWriteValue32(stream, self._address(flag), value & 0xFFFFFFFF, mode))
@@ -215,9 +234,10 @@ class CudaProgram(BoundProgram):
 
     def _release(self) -> None:
         """Raise every flag of this rank beyond what any wait needs, so that its streams drain."""
-        with torch.cuda.stream(self.space.stream("rescue")):
-            self._flags.view(torch.int32).fill_(self.epoch + _RELEASED)
-        self.space.stream("rescue").synchronize()
+        stream = self.space.stream("rescue")
+        words = self._flags.numel() // 4
+        _checked(self.driver.cuMemsetD32Async(self._flags.data_ptr(), _RELEASED, words, stream.cuda_stream))
+        stream.synchronize()
 
     def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:
         if self.spans is None:

@@ -18,10 +18,6 @@ from weft.schedules import FAMILIES, NAMES, build, candidates
 from weft.sim import Outcome, run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
-COARSE = (1, 2)
-"""Chunks a shard that are considered beside those of `weft.schedules.candidates`: where a copy's fixed cost is high, a whole
-shard is the best chunk (7 us a copy on 8 x H200, where a chunk of an eighth may take 3 us to move)."""
-
 
 def plan(
     problem: Problem,
@@ -40,7 +36,7 @@ def plan(
     """
     machine.require(problem.world_size)
     machine.tflops(problem.dtype)
-    considered = _considered(problem, schedules, only, chunks)
+    considered = _considered(problem, machine, schedules, only, chunks)
     ideal_us = max(whole_gemm_us(machine, problem), whole_collective_us(machine, problem))
     options, best = _predict(considered, machine, ideal_us)
     sequential_us = next((o.predicted_us for o in options if o.schedule.name == "sequential"), None)
@@ -58,34 +54,25 @@ def plan(
     )
 
 
-def _considered(problem: Problem, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None) -> list[Schedule]:
+def _considered(
+    problem: Problem, machine: Machine, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None
+) -> list[Schedule]:
     if only is None and chunks is not None:
         raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
     if only is not None and only not in FAMILIES:
         raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
     if only is not None and (chunks is not None or not FAMILIES[only].chunked):
-        return [build(problem, only, chunks)]
+        return [build(problem, only, chunks, fan_out=machine.fans_out)]
     for schedule in schedules or ():
         if schedule.problem != problem:
             raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
     if schedules is None:
-        schedules = _with_coarse(problem)
+        schedules = candidates(problem, fan_out=machine.fans_out)
     found = [schedule for schedule in schedules if only in (None, schedule.name)]
     if only is None and all(schedule.name != "sequential" for schedule in found):
         found.insert(0, build(problem, "sequential"))
     if not found:
         raise ValueError(f"schedules has none of family {only}")
-    return found
-
-
-def _with_coarse(problem: Problem) -> list[Schedule]:
-    """The default candidates and those with COARSE chunks, but none whose steps another one has, too."""
-    found = candidates(problem)
-    for name in (family.name for family in FAMILIES.values() if family.chunked):
-        for count in COARSE:
-            schedule = build(problem, name, max(1, min(count, problem.shards[0][1])))
-            if all(schedule.ranks != other.ranks for other in found):
-                found.append(schedule)
     return found
 
 

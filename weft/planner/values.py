@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.problem import Problem
-from weft.schedules import FAMILIES
+from weft.schedules import spec
 from weft.span import Span
 
 
@@ -27,8 +27,7 @@ class Candidate:
     @property
     def spec(self) -> str:
         """As `--schedule` and `schedule=` take it."""
-        chunked = self.schedule in FAMILIES and FAMILIES[self.schedule].chunked
-        return f"{self.schedule}:{self.chunks}" if chunked or self.chunks > 1 else self.schedule
+        return spec(self.schedule, self.chunks)
 
     def __str__(self) -> str:
         return f"{self.spec} {self.predicted_us:.0f} us"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from weft.problem import Problem
-from weft.schedules import FAMILIES
 
 
 def us(value: float) -> str:
@@ -18,16 +17,6 @@ def us(value: float) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def spec(schedule: str, chunks: int) -> str:
-    """A schedule as the command line takes it. Without a count it would stand for world_size chunks.
-
-    >>> spec("flag_gated", 1), spec("sequential", 1)
-    ('flag_gated:1', 'sequential')
-    """
-    chunked = schedule in FAMILIES and FAMILIES[schedule].chunked
-    return f"{schedule}:{chunks}" if chunked or chunks > 1 else schedule
 
 
 def sizes(problem: Problem) -> str:

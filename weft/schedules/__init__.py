@@ -15,7 +15,8 @@ from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import matmul_reduce_scatter as rs
 
-Build = Callable[[Problem, int], Schedule]
+Build = Callable[..., Schedule]
+"""(problem, name, chunks, fan_out=) -> Schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +33,23 @@ class Family:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(
-    name: str,
-    words: str,
-    source: str,
-    gather: Callable[..., Schedule],
-    scatter: Callable[..., Schedule],
-    *,
-    chunked: bool = True,
-) -> Family:
-    def wrap(build: Callable[..., Schedule]) -> Build:
-        return lambda problem, chunks: build(problem, name, chunks)
+def _family(name: str, words: str, source: str, gather: Build, scatter: Build, *, chunked: bool = True) -> Family:
+    builders: dict[Op, Build] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
+    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
-    return Family(
-        name=name,
-        words=words,
-        source=source,
-        chunked=chunked,
-        builders={"all_gather_matmul": wrap(gather), "matmul_reduce_scatter": wrap(scatter)},
-    )
+
+def _plain(build: Callable[[Problem], Schedule]) -> Build:
+    return lambda problem, name, chunks, fan_out: build(problem)
+
+
+def _by_shard(build: Build) -> Build:
+    """Whole shards, one peer after the other."""
+    return lambda problem, name, chunks, fan_out: build(problem, name, 1)
+
+
+def _one_lane(build: Build) -> Build:
+    """For families that send to one peer only, or from kernels: nothing to fan out."""
+    return lambda problem, name, chunks, fan_out: build(problem, name, chunks)
 
 
 FAMILIES: dict[str, Family] = {
@@ -60,16 +59,16 @@ FAMILIES: dict[str, Family] = {
             "sequential",
             "vendor GEMM and vendor collective, one after the other",
             "cuBLAS and NCCL",
-            lambda p, name, c: ag.sequential(p),
-            lambda p, name, c: rs.sequential(p),
+            _plain(ag.sequential),
+            _plain(rs.sequential),
             chunked=False,
         ),
         _family(
             "shard_p2p",
             "one shard a step, from peer to peer, a GEMM for each",
             "PyTorch async TP",
-            lambda p, name, c: ag.unfused(p, name, 1),
-            lambda p, name, c: rs.unfused(p, name, 1),
+            _by_shard(ag.unfused),
+            _by_shard(rs.unfused),
             chunked=False,
         ),
         _family(
@@ -98,31 +97,32 @@ FAMILIES: dict[str, Family] = {
             "flag_gated",
             "one kernel whose tiles wait for the flag of their chunk, in order of arrival",
             "Iris, quack",
-            partial(ag.gated, lane="copy"),
-            partial(rs.stored, pull=True),
+            partial(ag.gated, blocks=False),
+            _one_lane(partial(rs.stored, pull=True)),
         ),
         _family(
             "track_and_trigger",
             "one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
             "T3",
-            ag.ring,
+            _one_lane(ag.ring),
             rs.counted,
         ),
         _family(
             "direct_store",
             "stores from kernels straight to the peer's buffer, remote rows first",
             "fused computation-collectives",
-            partial(ag.gated, lane="blocks"),
-            partial(rs.stored, pull=False),
+            _one_lane(partial(ag.gated, blocks=True)),
+            _one_lane(partial(rs.stored, pull=False)),
         ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
 
 
-def build(problem: Problem, name: str, chunks: int | None = None) -> Schedule:
+def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
+    fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
     Raises ValueError for an unknown name or a chunk count below one.
     """
     if name not in FAMILIES:
@@ -131,7 +131,7 @@ def build(problem: Problem, name: str, chunks: int | None = None) -> Schedule:
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
-    return family.builders[problem.op](problem, chunks if family.chunked else 1)
+    return family.builders[problem.op](problem, name, chunks if family.chunked else 1, fan_out=fan_out)
 
 
 def parse(spec: str) -> tuple[str, int | None]:
@@ -150,13 +150,30 @@ def parse(spec: str) -> tuple[str, int | None]:
     return name, int(chunks)
 
 
-def candidates(problem: Problem) -> list[Schedule]:
-    """Every schedule that a planner should consider: each family, with half, one and two times world_size chunks a shard."""
-    found: dict[tuple[str, int], Schedule] = {}
-    rows = max(1, problem.shards[0][1])
+def spec(name: str, chunks: int) -> str:
+    """The inverse of `parse`: the text that stands for a schedule. A chunked family always shows its count, since without
+    one it stands for world_size chunks.
+
+    >>> spec("flag_gated", 1), spec("sequential", 1)
+    ('flag_gated:1', 'sequential')
+    """
+    chunked = FAMILIES[name].chunked if name in FAMILIES else chunks > 1
+    return f"{name}:{chunks}" if chunked else name
+
+
+def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
+    """Every schedule that a planner should consider: each family, cut into 1, 2, and half, one and two times world_size
+    chunks a shard, without those whose steps another one has, too.
+
+    Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
+    8 x H200, where an eighth of a shard may take 3).
+    """
+    size, rows = problem.world_size, max(1, problem.shards[0][1])
+    found: list[Schedule] = []
     for family in FAMILIES.values():
-        counts = (problem.world_size // 2, problem.world_size, 2 * problem.world_size) if family.chunked else (1,)
+        counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
-            schedule = build(problem, family.name, max(1, min(chunks, rows)))
-            found.setdefault((family.name, schedule.chunks), schedule)
-    return list(found.values())
+            schedule = build(problem, family.name, chunks, fan_out=fan_out)
+            if all(schedule.ranks != other.ranks for other in found):
+                found.append(schedule)
+    return found

@@ -37,8 +37,8 @@ from weft.schedules.build import Builder, Piece, cut
 class _Gather(Builder):
     """Buffers, flags and repeated idioms of this operator. staged: a_full is laid out by step, not by row."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int, *, staged: bool = False) -> None:
-        super().__init__(problem, name, chunks)
+    def __init__(self, problem: Problem, name: str, chunks: int, *, staged: bool = False, fan_out: bool = False) -> None:
+        super().__init__(problem, name, chunks, fan_out=fan_out)
         self.staged = staged
         self.pieces = cut(problem, chunks)
         m, k = problem.m, problem.k
@@ -81,14 +81,15 @@ class _Gather(Builder):
         steps = [[p for peer in self.peers(rank) for p in self.pieces[peer] if p.index == i] for i in range(self.chunks)]
         return [pieces for pieces in steps if pieces]
 
-    def push_all(self, lane: str, *, stage_own: bool = False) -> None:
+    def push_all(self, *, blocks: bool = False, stage_own: bool = False) -> None:
         """Every rank sends its pieces to all peers, chunk by chunk; at any time to different peers.
 
-        stage_own: its pieces also go to their places in its own a_full, beside those that arrive.
+        blocks: by communication blocks, not copy engines. stage_own: its pieces also go to their places in its own a_full.
         """
         for rank in range(self.world_size):
             for piece in self.pieces[rank]:
                 for peer in [rank] * stage_own + self.peers(rank, step=-1):
+                    lane = "blocks" if blocks else self.copy_lane(peer)
                     if peer != rank and piece is self.pieces[rank][0]:
                         self.add(rank, lane, Wait(Flag("free", rank, peer), 0))
                     self.add(rank, lane, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
@@ -127,10 +128,10 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     return s.done()
 
 
-def unfused(problem: Problem, name: str, chunks: int) -> Schedule:
+def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """The local shard as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
-    s = _Gather(problem, name, chunks)
-    s.push_all("copy")
+    s = _Gather(problem, name, chunks, fan_out=fan_out)
+    s.push_all()
     for rank in range(s.world_size):
         s.gemm(rank, s.own_shard(rank))
         for pieces in s.by_step(rank):
@@ -140,10 +141,10 @@ def unfused(problem: Problem, name: str, chunks: int) -> Schedule:
     return s.finish()
 
 
-def fused(problem: Problem, name: str, chunks: int, *, uniform: bool) -> Schedule:
+def fused(problem: Problem, name: str, chunks: int, *, uniform: bool, fan_out: bool = False) -> Schedule:
     """All pieces of a step as one GEMM. uniform: the local shard is cut like the others and joins each step."""
-    s = _Gather(problem, name, chunks, staged=True)
-    s.push_all("copy", stage_own=uniform)
+    s = _Gather(problem, name, chunks, staged=True, fan_out=fan_out)
+    s.push_all(stage_own=uniform)
     for rank in range(s.world_size):
         if not uniform:
             s.gemm(rank, s.own_shard(rank))
@@ -155,9 +156,9 @@ def fused(problem: Problem, name: str, chunks: int, *, uniform: bool) -> Schedul
     return s.finish()
 
 
-def fused_2d(problem: Problem, name: str, chunks: int) -> Schedule:
+def fused_2d(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """Chunks of columns: every step multiplies all rows by a slice of K and adds to float32 sums, rounded at the end."""
-    s = _Gather(problem, name, chunks)
+    s = _Gather(problem, name, chunks, fan_out=fan_out)
     each = range(s.world_size)
     s.buffer("sums", "local", [problem.m for _ in each], [problem.columns(r) for r in each], float32=True)
     slices = [c for c in split(problem.k, chunks) if c[1] > c[0]]
@@ -182,16 +183,19 @@ def _push_columns(s: _Gather, rank: int, slices: list[tuple[int, int]]) -> None:
     for index, cols in enumerate(slices if s.pieces[rank] else []):
         for peer in s.peers(rank, step=-1):
             if index == 0:
-                s.add(rank, "copy", Wait(Flag("free", rank, peer), 0))
+                s.add(rank, s.copy_lane(peer), Wait(Flag("free", rank, peer), 0))
             dst = s.region("a_full", peer, s.problem.shards[rank], cols)
             arrived = Flag("arrived", peer, rank * s.chunks + index)
-            s.add(rank, "copy", Copy(s.region("a", rank, cols=cols), dst), Signal(arrived))
+            s.add(rank, s.copy_lane(peer), Copy(s.region("a", rank, cols=cols), dst), Signal(arrived))
 
 
-def gated(problem: Problem, name: str, chunks: int, *, lane: str) -> Schedule:
-    """One GEMM whose tiles wait for their chunk, in order of arrival, own shard first. lane: what brings the chunks."""
-    s = _Gather(problem, name, chunks)
-    s.push_all(lane)
+def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
+    """One GEMM whose tiles wait for their chunk, in order of arrival, own shard first.
+
+    blocks: communication blocks bring the chunks, not copy engines.
+    """
+    s = _Gather(problem, name, chunks, fan_out=fan_out)
+    s.push_all(blocks=blocks)
     for rank in range(s.world_size):
         remote = [s.part(rank, p, (Wait(s.arrived(rank, p)),)) for pieces in s.by_step(rank) for p in pieces]
         s.gemm(rank, s.own_shard(rank) + remote)

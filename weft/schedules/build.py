@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from weft.problem import Problem, Span1D, split
 from weft.schedule import Buffer, Lane, LaneKind, Region, Schedule, Step
 
-LANES: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks"}
+KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks"}
+"""Kind of a lane by the first word of its name: "copy.3" is a copy lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +43,32 @@ def cut(problem: Problem, chunks: int) -> list[list[Piece]]:
 
 
 class Builder:
-    """Collects buffers and steps, then freezes them into a Schedule."""
+    """Collects buffers and steps, then freezes them into a Schedule.
 
-    def __init__(self, problem: Problem, name: str, chunks: int = 1) -> None:
-        self.problem, self.name, self.chunks = problem, name, chunks
+    fan_out: a copy lane for each peer, so that all links of a mesh carry chunks at once; else one lane for all peers, which
+    is faster behind a switch, where one copy already fills the port.
+    """
+
+    def __init__(self, problem: Problem, name: str, chunks: int = 1, *, fan_out: bool = False) -> None:
+        self.problem, self.name, self.chunks, self.fan_out = problem, name, chunks, fan_out
         self.world_size = problem.world_size
-        self._buffers: list[Buffer] = []
+        self._buffers: dict[str, Buffer] = {}
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in range(self.world_size)]
 
     def buffer(self, name: str, kind: str, rows: list[int], cols: list[int], *, float32: bool = False) -> None:
-        self._buffers.append(Buffer(name, kind, tuple(rows), tuple(cols), float32))  # type: ignore[arg-type]
+        self._buffers[name] = Buffer(name, kind, tuple(rows), tuple(cols), float32)  # type: ignore[arg-type]
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
         """The named part of a buffer; all rows or columns where none are given."""
-        spec = next(b for b in self._buffers if b.name == name)
+        spec = self._buffers[name]
         return Region(name, rank, rows or (0, spec.rows[rank]), cols or (0, spec.cols[rank]))
 
     def add(self, rank: int, lane: str, *steps: Step) -> None:
         self._lanes[rank].setdefault(lane, []).extend(steps)
+
+    def copy_lane(self, peer: int) -> str:
+        """The lane that sends to `peer`."""
+        return f"copy.{peer}" if self.fan_out else "copy"
 
     def peers(self, rank: int, *, step: int = 1) -> list[int]:
         """The other ranks, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the same peer."""
@@ -70,6 +79,8 @@ class Builder:
             problem=self.problem,
             name=self.name,
             chunks=self.chunks,
-            buffers=tuple(self._buffers),
-            ranks=tuple(tuple(Lane(n, LANES[n], tuple(s)) for n, s in lanes.items()) for lanes in self._lanes),
+            buffers=tuple(self._buffers.values()),
+            ranks=tuple(
+                tuple(Lane(n, KINDS[n.partition(".")[0]], tuple(s)) for n, s in lanes.items()) for lanes in self._lanes
+            ),
         )

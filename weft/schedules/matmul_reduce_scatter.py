@@ -35,8 +35,10 @@ from weft.schedules.build import Builder, Piece, cut
 class _Scatter(Builder):
     """Buffers, flags and repeated idioms of this operator. columns: slices of N that 2D pieces are cut by."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int, *, symmetric_partial: bool = False) -> None:
-        super().__init__(problem, name, chunks)
+    def __init__(
+        self, problem: Problem, name: str, chunks: int, *, symmetric_partial: bool = False, fan_out: bool = False
+    ) -> None:
+        super().__init__(problem, name, chunks, fan_out=fan_out)
         self.pieces = cut(problem, chunks)
         self.divide_by = self.world_size if problem.reduce_op == "avg" else 1
         each = range(self.world_size)
@@ -88,22 +90,23 @@ class _Scatter(Builder):
     def send(self, rank: int, shard: int, index: int, rows: Span1D, cols: Span1D | None = None) -> None:
         """Copy a finished piece to its owner."""
         copy = Copy(self.region("partial", rank, rows, cols), self.slot(rank, shard, rows, cols))
-        self.add(rank, "copy", copy, Signal(Flag("arrived", shard, self.index(rank, index))))
+        self.add(rank, self.copy_lane(shard), copy, Signal(Flag("arrived", shard, self.index(rank, index))))
 
     def send_steps(self, rank: int, *, made: bool) -> None:
         """The copy lane: every piece in order of production. made: wait for each piece's flag (else for its step's)."""
         for step in self.by_step(rank):
             for piece in step:
+                lane = self.copy_lane(piece.shard)
                 index = self.index(piece.shard, piece.index) if made else piece.index
-                if made or piece is step[0]:
-                    self.add(rank, "copy", Wait(Flag("made", rank, index)))
+                if made or piece is step[0] or self.fan_out:
+                    self.add(rank, lane, Wait(Flag("made", rank, index)))
                 if piece is self.pieces[piece.shard][0]:
-                    self.add(rank, "copy", self.wait_free(rank, piece.shard))
+                    self.add(rank, lane, self.wait_free(rank, piece.shard))
                 self.send(rank, piece.shard, piece.index, piece.rows)
 
     def source(self, rank: int, src: int, rows: Span1D, cols: Span1D | None = None) -> Region:
         """Where rank's reduction reads what `src` computed."""
-        if src == rank or not any(b.name == "recv" for b in self._buffers):
+        if src == rank or "recv" not in self._buffers:
             return self.region("partial", src, rows, cols)
         return self.slot(src, rank, rows, cols)
 
@@ -134,9 +137,9 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     return s.done()
 
 
-def unfused(problem: Problem, name: str, chunks: int) -> Schedule:
+def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """A GEMM for each piece, sent when done; the own shard last, as one GEMM. chunks=1: shard by shard."""
-    s = _Scatter(problem, name, chunks)
+    s = _Scatter(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         for step in s.by_step(rank):
             for piece in step:
@@ -148,9 +151,9 @@ def unfused(problem: Problem, name: str, chunks: int) -> Schedule:
     return s.done()
 
 
-def fused(problem: Problem, name: str, chunks: int, *, uniform: bool) -> Schedule:
+def fused(problem: Problem, name: str, chunks: int, *, uniform: bool, fan_out: bool = False) -> Schedule:
     """One GEMM for all pieces of a step. uniform: the own shard is cut like the others and joins each step."""
-    s = _Scatter(problem, name, chunks)
+    s = _Scatter(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         for index in range(chunks):
             step = [p for shard in s.pieces for p in shard if p.index == index and (uniform or p.shard != rank)]
@@ -164,9 +167,9 @@ def fused(problem: Problem, name: str, chunks: int, *, uniform: bool) -> Schedul
     return s.done()
 
 
-def fused_2d(problem: Problem, name: str, chunks: int) -> Schedule:
+def fused_2d(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """The mirror of chunks of K: every step computes all rows of a slice of columns, and sends strided rectangles."""
-    s = _Scatter(problem, name, chunks)
+    s = _Scatter(problem, name, chunks, fan_out=fan_out)
     slices = [c for c in split(problem.n, chunks) if c[1] > c[0]]
     for rank in range(s.world_size):
         peers = [p for p in s.peers(rank) if s.pieces[p]]
@@ -174,19 +177,20 @@ def fused_2d(problem: Problem, name: str, chunks: int) -> Schedule:
             s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank, cols=cols))] if s.problem.m else [], cols)
             if peers:
                 s.add(rank, "compute", Signal(Flag("made", rank, index)))
-                s.add(rank, "copy", Wait(Flag("made", rank, index)))
             for peer in peers:
+                if peer == peers[0] or s.fan_out:
+                    s.add(rank, s.copy_lane(peer), Wait(Flag("made", rank, index)))
                 if index == 0:
-                    s.add(rank, "copy", s.wait_free(rank, peer))
+                    s.add(rank, s.copy_lane(peer), s.wait_free(rank, peer))
                 s.send(rank, peer, index, s.problem.shards[peer], cols)
         rows = s.problem.shards[rank]
         s.reduce(rank, [s.total(rank, i, rows, cols) for i, cols in enumerate(slices)] if s.pieces[rank] else [])
     return s.done()
 
 
-def counted(problem: Problem, name: str, chunks: int) -> Schedule:
+def counted(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """Track and trigger: one GEMM counts finished tiles by piece, in an order rotated by rank; a full count starts the copy."""
-    s = _Scatter(problem, name, chunks)
+    s = _Scatter(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         parts = []
         for piece in (p for step in s.by_step(rank) for p in step):

@@ -17,9 +17,8 @@ do not slow kernels through the GPU's memory, nor kernels transfers.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from weft.machine import Machine
 from weft.schedule import Copy, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait
@@ -76,19 +75,14 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
 def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
     """One lane's steps in order. at: the step that each unfinished lane is in."""
     record = Recorder(world, rank, lane.name)
-    cut = world.schedule.chunks > 1 and world.machine.copies.engines > 1
-    spread = transfers.Spread(world, rank) if lane.kind == "copy" and cut else None
     if lane.kind == "blocks":
         world.free_sms[rank] -= world.machine.stores.sms
         yield world.env.timeout(ns(world.machine.launch_us))
     for step in lane.steps:
         at[rank, lane.name] = step
-        if spread is None or not (yield from _spread(world, rank, step, spread, record)):
-            start = world.now
-            yield from _step(world, rank, lane, step)
-            record(step, start)
-    if spread is not None:
-        yield from spread.drain()
+        start = world.now
+        yield from _step(world, rank, lane, step)
+        record(step, start)
     if lane.kind == "blocks":
         world.free_sms[rank] += world.machine.stores.sms
     at.pop((rank, lane.name), None)
@@ -109,16 +103,3 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
         yield from kernels.reduce(world, rank, step)
     else:
         yield from transfers.collective(world, rank, step)
-
-
-def _spread(world: World, rank: int, step: Step, spread: transfers.Spread, record: Recorder) -> Generator[Any, Any, bool]:
-    """Queue a step on the engine of its peer if it has one. A signal to this rank itself waits for all engines."""
-    if isinstance(step, Copy) and step.src.rank != step.dst.rank:
-        spread.copy(step, record)
-        return True
-    if isinstance(step, Signal) and step.flag.rank != rank:
-        spread.signal(step, record)
-        return True
-    if isinstance(step, Signal):
-        yield from spread.drain()
-    return False

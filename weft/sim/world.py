@@ -99,6 +99,7 @@ class World:
         self.kernels = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
         self.free_sms = [self.machine.gpu.sms for _ in ranks]
+        self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
     @property
     def now(self) -> int:

@@ -1,0 +1,150 @@
+"""The operators on GPUs: every schedule, dtype and odd shape; streams; a rank that never arrives."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_work import check_gather, check_scatter, here, whole
+
+import weft
+from weft.errors import PeerLost, WaitTimeout
+from weft.execute.ranks import Ranks
+from weft.problem import split
+from weft.schedules import NAMES
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+SHAPES = [(512, 256, 384), (253, 129, 77), (5, 7, 3)]
+BOUND_S = 5.0
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        yield ranks
+
+
+def _every_schedule(dtype: torch.dtype) -> None:
+    faulthandler.dump_traceback_later(90, exit=True)
+    for turn, (m, n, k) in enumerate(SHAPES):
+        for name in NAMES:
+            for repeat in range(6):
+                check_gather(m, n, k, dtype, name, 100 * turn + repeat)
+                check_scatter(m, n, k, dtype, name, 100 * turn + repeat)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
+    pool.run(_every_schedule, dtype)
+
+
+def _slow(what: str) -> None:
+    """One rank's kernels, or its copies, come late in every call; data is new each time."""
+    from weft.execute.cuda import CudaProgram, CudaSpace
+
+    faulthandler.dump_traceback_later(90, exit=True)
+    matmul, stream = CudaProgram.matmul, CudaSpace.stream
+    if dist.get_rank() == 1 and what == "compute":
+
+        def late(*arguments: object, **options: object) -> None:
+            torch.cuda._sleep(2_000_000)
+            matmul(*arguments, **options)  # type: ignore[arg-type]
+
+        CudaProgram.matmul = late  # type: ignore[method-assign, assignment]
+    if dist.get_rank() == 1 and what == "transport":
+
+        def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
+            found = stream(self, name)
+            with torch.cuda.stream(found):
+                torch.cuda._sleep(2_000_000)
+            return found
+
+        CudaSpace.stream = sleepy  # type: ignore[method-assign]
+    try:
+        for call in range(6):
+            for name in NAMES:
+                check_gather(253, 129, 77, torch.bfloat16, name, call)
+                check_scatter(253, 129, 77, torch.bfloat16, name, call)
+    finally:
+        CudaProgram.matmul, CudaSpace.stream = matmul, stream  # type: ignore[method-assign]
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("what", ["compute", "transport"])
+def test_a_slow_rank(pool: Ranks, what: str) -> None:
+    pool.run(_slow, what)
+
+
+def _on_a_side_stream() -> None:
+    faulthandler.dump_traceback_later(60, exit=True)
+    side = torch.cuda.Stream()
+    a, b, expected = whole(256, 128, 64, torch.bfloat16, 1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    (low, high), (left, right) = split(256, size)[rank], split(128, size)[rank]
+    for name in NAMES:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            fresh = a[low:high] * 1.0
+            out = weft.all_gather_matmul(fresh, b[:, left:right], schedule=name)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.testing.assert_close(out.double(), expected[:, left:right], rtol=2e-2, atol=2e-2)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_any_stream_of_the_user(pool: Ranks) -> None:
+    pool.run(_on_a_side_stream)
+
+
+def _never_arrives(name: str) -> str:
+    """Rank 1 stays out of a call in which its peers already wait on the GPU; then all go on together."""
+    from weft.execute.cuda import CudaProgram
+
+    faulthandler.dump_traceback_later(90, exit=True)
+    check_scatter(256, 128, 64, torch.bfloat16, name, 0)
+    signal = CudaProgram.signal
+    if dist.get_rank() == 1:
+        CudaProgram.signal = lambda *_: None  # type: ignore[method-assign]
+    try:
+        check_scatter(256, 128, 64, torch.bfloat16, name, 1)
+        message = "right"
+    except (PeerLost, WaitTimeout) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        CudaProgram.signal = signal  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    time.sleep(1)
+    dist.barrier()
+    weft.close()
+    check_scatter(256, 128, 64, torch.bfloat16, name, 2)
+    assert here().type == "cuda"
+    faulthandler.cancel_dump_traceback_later()
+    return message
+
+
+def test_a_flag_that_never_comes(pool: Ranks) -> None:
+    messages = pool.run(_never_arrives, "shard_p2p")
+    assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages
+
+
+def _many_calls() -> tuple[int, int]:
+    faulthandler.dump_traceback_later(90, exit=True)
+    seen = []
+    for call in range(200):
+        check_gather(253, 129, 77, torch.bfloat16, NAMES[call % len(NAMES)], call)
+        if call in (50, 199):
+            torch.cuda.synchronize()
+            seen.append(torch.cuda.memory_allocated())
+    faulthandler.cancel_dump_traceback_later()
+    return seen[0], seen[1]
+
+
+def test_two_hundred_calls_grow_nothing(pool: Ranks) -> None:
+    for early, late in pool.run(_many_calls):
+        assert late <= early
