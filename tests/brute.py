@@ -1,4 +1,4 @@
-"""A deliberately naive interpreter of schedules, to hold the checker against. It shares no code with weft.check.
+"""A deliberately naive interpreter of schedules, to hold the checker against. It shares no code with weft.checker.
 
 `verdict(schedule)` is "" if a small schedule is right, else what went wrong. It runs three calls, with new random inputs
 in each, in many directed interleavings:

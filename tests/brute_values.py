@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.problem import split
 from weft.schedule import Collective, Gemm, Reduce, Region, Schedule, Step
 
 PRIME = 2_147_483_647
@@ -51,9 +50,9 @@ class Values:
     def begin(self, rank: int, call: int) -> None:
         """The caller writes the inputs."""
         p = self.problem
-        rows, inner, cols = (slice(*split(extent, p.world_size)[rank]) for extent in (p.m, p.k, p.n))
+        rows, mine = slice(*p.shards[rank]), slice(*p.b_shards[rank])
         gather = p.op == "all_gather_matmul"
-        a, b = (self.a[call][rows], self.b[call][:, cols]) if gather else (self.a[call][:, inner], self.b[call][inner])
+        a, b = (self.a[call][rows], self.b[call][:, mine]) if gather else (self.a[call][:, mine], self.b[call][mine])
         for name, value in (("a", a), ("b", b)):
             self.numbers[name, rank][:] = value
             self.known[name, rank][:] = True
@@ -61,10 +60,10 @@ class Values:
     def end(self, rank: int, call: int) -> None:
         """The caller reads the outputs."""
         p = self.problem
-        rows, cols = slice(*split(p.m, p.world_size)[rank]), slice(*split(p.n, p.world_size)[rank])
+        rows = slice(*p.shards[rank])
         full = matmul(self.a[call], self.b[call])
         if p.op == "all_gather_matmul":
-            wanted = {"out": full[:, cols]} | ({"gathered": self.a[call]} if p.return_gathered else {})
+            wanted = {"out": full[:, slice(*p.b_shards[rank])]} | ({"gathered": self.a[call]} if p.return_gathered else {})
         else:
             wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
         for name, value in wanted.items():

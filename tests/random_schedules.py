@@ -16,16 +16,23 @@ from weft.schedules import FAMILIES, build
 def random_schedule(rng: random.Random) -> Schedule:
     """A small valid schedule: any operator, family and size, also of extents that divide by nothing or leave ranks empty."""
     op, world_size = rng.choice(OPS), rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 4))
+    unit, sizes = rng.choice((1, 1, 1, 2)), ()
+    if rng.random() < 0.2:
+        sizes = (rng.randrange(1, 4), *(rng.randrange(4) for _ in range(world_size - 1)))
+    gather = op == "all_gather_matmul"
     problem = Problem(
         op=op,
-        m=rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8)),
-        n=rng.choice((0, 1, 2, 3, 4, 5)),
-        k=rng.choice((1, 2, 3, 4, 5, 6)),
+        m=rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8)) // unit * unit,
+        n=sum(sizes) if sizes and gather else rng.choice((0, 1, 2, 3, 4, 5)),
+        k=sum(sizes) if sizes and not gather else rng.choice((1, 2, 3, 4, 5, 6)),
+        row_multiple=unit,
+        b_sizes=sizes,
         world_size=world_size,
-        return_gathered=op == "all_gather_matmul" and rng.random() < 0.3,
-        reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
+        return_gathered=gather and rng.random() < 0.3,
+        reduce_op="avg" if not gather and rng.random() < 0.3 else "sum",
     )
-    return build(problem, rng.choice(tuple(FAMILIES)), rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2)))
+    chunks = rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2))
+    return build(problem, rng.choice(tuple(FAMILIES)), chunks, fan_out=rng.random() < 0.25)
 
 
 def random_sync(rng: random.Random) -> Schedule:

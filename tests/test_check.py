@@ -11,7 +11,7 @@ import pytest
 from brute import verdict
 from damage import places, step_at, with_lanes, with_step
 
-from weft.check import ScheduleError, check
+from weft.checker import ScheduleError, check
 from weft.problem import OPS, Problem
 from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import NAMES, build

@@ -17,7 +17,7 @@ from brute import verdict
 from damage import DAMAGES
 from random_schedules import random_schedule, random_sync
 
-from weft.check import ScheduleError, check
+from weft.checker import ScheduleError, check
 from weft.schedule import Schedule
 
 EACH = int(os.environ.get("WEFT_DAMAGES", "1500")) // len(DAMAGES)

@@ -59,3 +59,19 @@ def test_starts_no_thread_or_process() -> None:
 
 def test_patches_nothing_and_leaves_cuda_alone() -> None:
     assert run(PATCHES) == {"changed": [], "cuda": False}
+
+
+def test_every_public_name_stays_what_it_is() -> None:
+    """Modules are imported in passing; none may take the place of a name that users call."""
+    import importlib
+    import types
+
+    import weft
+
+    for name in weft.__all__:
+        first = getattr(weft, name)
+        importlib.import_module("weft.checker")
+        importlib.import_module("weft.timelines")
+        assert getattr(weft, name) is first
+        assert not isinstance(first, types.ModuleType)
+    assert set(weft.__all__) <= set(dir(weft))

@@ -20,7 +20,7 @@ OUTER = 7
 
 LAYERS: dict[str, int] = {
     **dict.fromkeys(["codec", "errors", "machine", "problem", "span", "version"], 0),
-    **dict.fromkeys(["check", "schedule", "schedules", "timeline"], 1),
+    **dict.fromkeys(["checker", "schedule", "schedules", "timelines"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
     **dict.fromkeys(["kernels", "memory", "team"], 3),
     **dict.fromkeys(["controls", "transports"], 4),
@@ -28,7 +28,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["doctor", "nn", "ops", "planner.tune", "run"], 6),
     **dict.fromkeys(["__main__", "cli", "report"], OUTER),
 }
-"""Layer by name below weft; the longest name that fits counts. `check` stands for check.py, check_races.py and check/*."""
+"""Layer by name below weft; the longest name that fits counts. `checker` stands for checker.py, checker_x.py and checker/*."""
 
 PACKAGES: dict[int, set[str]] = {
     2: {"numpy", "simpy"},
@@ -128,7 +128,7 @@ def test_forbidden_imports_are_seen(module: str, source: str) -> None:
         ("weft.schedules.build", "from ..problem import split\nfrom . import build"),
         ("weft.planner.cost", "import numpy as np\nfrom weft.schedule import Gemm"),
         ("weft.planner.tune", "import torch\nfrom weft.planner import values"),
-        ("weft.check_races", "from weft.schedule import Wait"),
+        ("weft.checker_races", "from weft.schedule import Wait"),
         ("weft.cli.main", "import typer\nfrom weft.report import write_report"),
     ],
 )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft import codec
-from weft.check import check
+from weft.checker import check
 from weft.problem import OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
 from weft.schedules import FAMILIES, NAMES, build, candidates, parse

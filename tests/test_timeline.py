@@ -10,7 +10,7 @@ from damage import with_step
 from weft.problem import OPS, Problem
 from weft.schedule import Wait
 from weft.schedules import NAMES, build
-from weft.timeline import timeline
+from weft.timelines import timeline
 
 GATED = """\
 flag_gated, chunks=1: all_gather_matmul M=4 N=4 K=4 bfloat16 world_size=2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft.check import ScheduleError, check
+    from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
     from weft.ops import all_gather_matmul, close, matmul_reduce_scatter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weft.schedules import build
     from weft.sim import simulate
     from weft.span import Span
-    from weft.timeline import timeline
+    from weft.timelines import timeline
 
 
 _HOMES = {
@@ -30,18 +30,18 @@ _HOMES = {
     "Problem": "problem",
     "RankMismatch": "errors",
     "Schedule": "schedule",
-    "ScheduleError": "check",
+    "ScheduleError": "checker",
     "Span": "span",
     "WaitTimeout": "errors",
     "WeftError": "errors",
     "all_gather_matmul": "ops",
     "build": "schedules",
-    "check": "check",
+    "check": "checker",
     "close": "ops",
     "matmul_reduce_scatter": "ops",
     "plan": "planner",
     "simulate": "sim",
-    "timeline": "timeline",
+    "timeline": "timelines",
 }
 
 

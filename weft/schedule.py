@@ -213,7 +213,7 @@ class Schedule:
     """The steps of every rank for one problem. See the module's text for what they mean.
 
     name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
-    A Schedule may be wrong; `weft.check.check` proves one right.
+    A Schedule may be wrong; `weft.check` proves one right.
     """
 
     problem: Problem

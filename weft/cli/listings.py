@@ -25,7 +25,7 @@ def schedules(
 ) -> None:
     """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
     from weft.schedules import FAMILIES, NAMES, build
-    from weft.timeline import timeline
+    from weft.timelines import timeline
 
     problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
     if name is not None and name not in FAMILIES:

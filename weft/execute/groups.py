@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from weft import codec, machine, schedules
-from weft.check import check
+from weft.checker import check
 from weft.execute.bound import BoundProgram
 from weft.execute.cuda import CudaProgram, CudaSpace
 from weft.execute.host import HostProgram, HostSpace

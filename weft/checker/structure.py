@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from weft.check.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
-from weft.check.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
+from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
+from weft.checker.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
 from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD = Do

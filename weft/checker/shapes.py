@@ -5,7 +5,7 @@ Each rule hands back what is wrong, in words, or an empty text.
 
 from __future__ import annotations
 
-from weft.check.program import ScheduleError
+from weft.checker.program import ScheduleError
 from weft.problem import Problem
 from weft.schedule import Buffer, Collective, Gemm, Part, Schedule, Sum
 

@@ -13,18 +13,18 @@ Of races, deadlocks and results it refuses exactly those schedules that can go w
 in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
 has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
 copy touches the rank that runs it, and nothing narrower than float32 is added to. The one thing left open is a schedule
-whose kernels share the SMs of a rank in more orders than `weft.check.starvation` tries; it is refused, and told so.
+whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is refused, and told so.
 
-The proof is one walk through two calls (`weft.check.walk`). It costs about ten microseconds a step, and does no work per
+The proof is one walk through two calls (`weft.checker.walk`). It costs about ten microseconds a step, and does no work per
 element: 8 ranks x 64 chunks take some 25 ms, whatever M, N and K are.
 """
 
 from __future__ import annotations
 
-from weft.check.program import ScheduleError
-from weft.check.starvation import check_starvation, crowded_ranks
-from weft.check.structure import compile_schedule
-from weft.check.walk import Walk
+from weft.checker.program import ScheduleError
+from weft.checker.starvation import check_starvation, crowded_ranks
+from weft.checker.structure import compile_schedule
+from weft.checker.walk import Walk
 from weft.schedule import Schedule
 
 __all__ = ["ScheduleError", "check"]

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from weft.check.program import Do, Op, Program, ScheduleError
-from weft.check.walk import Occupied
+from weft.checker.program import Do, Op, Program, ScheduleError
+from weft.checker.walk import Occupied
 
 Place = tuple[int, int, int]
 """Rank, lane, position."""

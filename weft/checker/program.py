@@ -1,4 +1,4 @@
-"""What the checker works on: a schedule with its names turned into numbers. Built by `weft.check.structure`.
+"""What the checker works on: a schedule with its names turned into numbers. Built by `weft.checker.structure`.
 
 Flags are numbered; so are memories, one for each (buffer, rank). Copies and kernels are both an `Op` with actions: a copy
 has one action, a kernel one for each part. An action that writes no element touches nothing, but still waits and counts.

@@ -11,9 +11,9 @@ first. Buffers that are not symmetric need no second look either: a call begins 
 
 from __future__ import annotations
 
-from weft.check.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
-from weft.check.memory import Conflict, Constant, Memory
-from weft.check.program import Action, Do, Program, Rect, ScheduleError, overlap
+from weft.checker.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
+from weft.checker.memory import Conflict, Constant, Memory
+from weft.checker.program import Action, Do, Program, Rect, ScheduleError, overlap
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""

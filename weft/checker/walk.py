@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from weft.check.deadlock import Stuck, deadlock
-from weft.check.effects import Effects
-from weft.check.program import Do, Op, Program, ScheduleError
+from weft.checker.deadlock import Stuck, deadlock
+from weft.checker.effects import Effects
+from weft.checker.program import Do, Op, Program, ScheduleError
 
 CALLS = 2
 _WAIT, _SIGNAL, _WORK = Do.WAIT, Do.SIGNAL, Do.WORK

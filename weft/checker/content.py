@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from weft.check.program import Rect, overlap
+from weft.checker.program import Rect, overlap
 
 Content = tuple[Any, ...]
 Cells = list[tuple[Rect, Any]]

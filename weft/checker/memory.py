@@ -7,8 +7,8 @@ A buffer is cut into disjoint fragments; an access that matches one exactly, as 
 
 from __future__ import annotations
 
-from weft.check.content import Cells, Content
-from weft.check.program import Rect, area, overlap
+from weft.checker.content import Cells, Content
+from weft.checker.program import Rect, area, overlap
 
 Reader = tuple[int, Rect]
 

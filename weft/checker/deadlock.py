@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.check.program import Do, Program
+from weft.checker.program import Do, Program
 
 Place = tuple[int, int]
 """Rank and lane."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from weft.schedule import Schedule
-from weft.timeline.lines import Column, Line, Placer, owners, words
+from weft.timelines.lines import Column, Line, Placer, owners, words
 
 _GAP = 4
 
