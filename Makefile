@@ -14,7 +14,7 @@ define install
 	touch $@
 endef
 
-.PHONY: run test lint types clean
+.PHONY: run test lint types docs clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -28,6 +28,10 @@ lint: $(VENV)/.set-up-dev
 
 types: $(VENV)/.set-up-dev
 	$(BIN)/mypy
+
+# The parts of README.md and docs/ that code writes: timelines, counts, the chart.
+docs: $(VENV)/.set-up-run
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,122 @@
+"""Writes the parts of the documents that code can write: `make docs`, or `python docs/generate.py` from the root.
+
+A generated part is a fenced block whose first line says what it is made of; this script replaces the lines below it.
+
+    ```text timeline OP FAMILY    weft.timeline of the family on the example that `weft schedules` shows
+    ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
+    ```text chart MODEL           the chart that `weft plan MODEL` prints
+
+tests/test_docs.py holds that nothing is out of date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import weft
+from weft import machine
+from weft.cli.gantt import gantt
+from weft.models import Site, load_model, sites
+from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
+from weft.schedules import NAMES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("README.md", "docs/schedules.md")
+EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
+EXAMPLE_CHUNKS = 2
+EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
+WIDTH = 118
+CHART_WIDTH = 96
+BLOCK = re.compile(r"^```text (timeline|counts|chart) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def timeline(op: str, family: str) -> str:
+    """One family on the small example, as rank 0 sees it."""
+    schedule = weft.build(weft.Problem(op=op, **EXAMPLE), family, EXAMPLE_CHUNKS)  # type: ignore[arg-type]
+    return weft.timeline(schedule, width=WIDTH)
+
+
+def counts(op: str) -> str:
+    """A table: every family's fixed costs and traffic on rank 0 of 8, even shards, default chunks."""
+    heads = ("", "GEMMs", "smallest", "gates", "reduce,", "copies", "copies", "waits,", "sent to", "pulled", "copied")
+    below = ("", "", "GEMM rows", "", "collective", "to peers", "local", "signals", "peers", "", "locally")
+    rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in NAMES]  # type: ignore[arg-type]
+    return _table([heads, below, *rows])
+
+
+def _row(schedule: Schedule) -> tuple[str, ...]:
+    steps = [step for lane in schedule.ranks[0] for step in lane.steps]
+    gemms = [step for step in steps if isinstance(step, Gemm)]
+    kinds = Counter(type(step) for step in steps)
+    copies = [step for step in steps if isinstance(step, Copy)]
+    away = [c for c in copies if c.src.rank != c.dst.rank]
+    stored = [part.out for g in gemms for part in g.parts if part.out.rank]
+    loaded = [src for r in steps if isinstance(r, Reduce) for part in r.parts for src in part.srcs if src.rank]
+    return (
+        schedule.name,
+        str(len(gemms)),
+        str(min(sum(part.a.shape[0] for part in g.parts) for g in gemms)),
+        str(sum(len(p.gates) for s in steps if isinstance(s, (Gemm, Reduce)) for p in s.parts) or "-"),
+        str(kinds[Reduce] + kinds[Collective] or "-"),
+        str(len(away) or "-"),
+        str(len(copies) - len(away) or "-"),
+        str(kinds[Wait] + kinds[Signal] or "-"),
+        "vendor's" if kinds[Collective] else _shards(schedule, [*(c.dst for c in away), *stored]),
+        _shards(schedule, loaded),
+        _shards(schedule, [c.dst for c in copies if c.src.rank == c.dst.rank]),
+    )
+
+
+def _shards(schedule: Schedule, regions: Sequence[Region]) -> str:
+    """The elements of regions, in shards."""
+    size = sum(region.size for region in regions)
+    return f"{size * schedule.problem.itemsize / schedule.problem.shard_bytes:g}" if size else "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns set to the right, but the first."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def chart(model: str) -> str:
+    """The predicted timeline of the site with the most work, on 8 x H200 and 8192 tokens."""
+    h200 = machine.load("h200x8")
+    found = [site for site in sites(load_model(model)) if isinstance(site, Site)]
+    problems = {site.name: site.problem(8192, h200.world_size, "bfloat16") for site in found}
+    site = max(problems, key=lambda name: problems[name].flops)
+    plan = weft.plan(problems[site], h200)
+    drawn = "\n".join(line.rstrip() for line in gantt(plan.spans, rank=0, width=CHART_WIDTH).plain.splitlines())
+    return f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}\n{drawn}"
+
+
+MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart}
+
+
+def rewritten(text: str) -> str:
+    """A document with every generated block made anew."""
+
+    def block(match: re.Match[str]) -> str:
+        kind, arguments = match.groups()
+        return f"```text {kind} {arguments}\n{MAKERS[kind](*arguments.split())}\n```"
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> None:
+    for name in DOCUMENTS:
+        path = ROOT / name
+        before = path.read_text(encoding="utf-8")
+        after = rewritten(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"{name}: rewritten", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
