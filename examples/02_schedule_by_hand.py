@@ -104,10 +104,9 @@ def main() -> None:
 
     with Ranks(RANKS) as ranks:
         errors = ranks.run(run_here, small)
-    print(
-        f"\nOn two CPU ranks: largest difference from the sequential program, by rank: {', '.join(f'{e:.1e}' for e in errors)}"
-    )
-    if max(errors) > 1e-5:
+    worst = f"{max(errors):.1e} of the largest element"
+    print(f"\nRun on two CPU ranks: largest difference from the sequential program {worst}")
+    if not all(error <= 1e-5 for error in errors):  # also where one is nan
         raise SystemExit("that is more than rounding explains")
 
 

@@ -1,0 +1,157 @@
+"""The documents are true: their code runs, their commands and links exist, what code writes in them is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+import weft
+from weft.cli import main
+from weft.schedules import FAMILIES, NAMES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+TEXTS = {name_of(path): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(the first line's words, the lines) of every fenced block."""
+    return [match.groups() for match in FENCED.finditer(text)]  # type: ignore[misc]
+
+
+CODE = [
+    pytest.param(words, code, id=f"{name}-{number}")
+    for name, text in TEXTS.items()
+    for number, (words, code) in enumerate(blocks(text))
+    if words.split()[:1] == ["python"]
+]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_a_rank(code: str) -> bool:
+    """Run code as the user of an operator has it: a shard of rows, b's columns, room for the gathered rows. `out` must be the
+    product, before and after."""
+    torch.manual_seed(0)
+    whole, b = torch.randn(64, 32), torch.randn(32, 16)
+    names = {"a": whole.chunk(dist.get_world_size())[dist.get_rank()], "b": b, "a_full": torch.empty(64, 32)}
+    right = []
+    for part in re.split(r"^# after$", code, flags=re.MULTILINE):
+        exec(part, names)
+        right.append(torch.allclose(names.pop("out"), whole @ b, atol=1e-4))
+    return len(right) == 2 and all(right)
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("words", "code"), CODE)
+def test_python_runs(words: str, code: str, ranks: RankFixture) -> None:
+    if "ranks" in words.split():
+        assert ranks(2).run(in_a_rank, code) == [True, True]
+    else:
+        exec(code, {"__name__": "__main__"})
+
+
+def command_lines(program: str) -> list[list[str]]:
+    """Words of every command line of `program` in the documents, in blocks and in running text."""
+    lines = [line for text in TEXTS.values() for words, code in blocks(text) if words == "sh" for line in code.splitlines()]
+    lines += [code for text in TEXTS.values() for code in re.findall(r"`([^`\n]+)`", FENCED.sub("", text))]
+    return [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.startswith(f"{program} ")]
+
+
+@pytest.mark.parametrize("words", command_lines("weft"), ids=" ".join)
+def test_weft_commands_exist(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([words[1], "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [word for word in words[2:] if word.startswith("-") and word not in text] == []
+    if words[1] == "schedules" and words[2:]:
+        assert words[2] in NAMES
+
+
+@pytest.mark.parametrize("words", command_lines("make"), ids=" ".join)
+def test_make_targets_exist(words: list[str]) -> None:
+    assert subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("words", command_lines("python"), ids=" ".join)
+def test_scripts_exist(words: list[str]) -> None:
+    assert (ROOT / words[1]).is_file()
+
+
+def test_commands_are_found() -> None:
+    assert {words[1] for words in command_lines("weft")} >= {"run", "plan", "schedules", "machines", "doctor"}
+    assert {words[1] for words in command_lines("make")} >= {"run", "test", "docs"}
+
+
+def test_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].splitlines()) < 150
+
+
+def test_families_are_all_there() -> None:
+    text = TEXTS["docs/schedules.md"]
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == list(NAMES)
+    for name, family in FAMILIES.items():
+        assert f"| `{name}` | {family.words} | {family.source} |" in text
+        assert f"| `{name}` |" in TEXTS["README.md"]
+        for op in family.builders:
+            assert f"```text timeline {op} {name}\n" in text
+
+
+def test_what_code_writes_is_up_to_date(generate: ModuleType) -> None:
+    stale = [name for name in generate.DOCUMENTS if generate.rewritten(TEXTS[name]) != TEXTS[name]]
+    assert stale == [], "run `make docs`"
+
+
+def test_a_timeline_is_what_weft_draws(generate: ModuleType) -> None:
+    schedule = weft.build(weft.Problem(op="matmul_reduce_scatter", m=12, n=12, k=12, world_size=3), "direct_store", 2)
+    assert (
+        f"```text timeline matmul_reduce_scatter direct_store\n{weft.timeline(schedule, width=generate.WIDTH)}\n```"
+        in (TEXTS["docs/schedules.md"])
+    )
+
+
+def test_what_is_out_of_date_is_rewritten(generate: ModuleType) -> None:
+    text = "before\n```text timeline all_gather_matmul sequential\nold\n```\nafter\n"
+    new = generate.rewritten(text)
+    assert "old" not in new
+    assert "gemm a_full[0:12] -> out[0:12]\n```\nafter" in new
+
+
+def anchors(path: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", FENCED.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_links_resolve(path: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", path.read_text(encoding="utf-8"))):
+        target, _, anchor = link.partition("#")
+        to = (path.parent / target).resolve() if target else path
+        if "://" not in link and (not to.exists() or (anchor and anchor not in anchors(to))):
+            broken.append(link)
+    assert broken == []

@@ -1,0 +1,52 @@
+"""The examples, each run as a user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SECONDS = 100
+
+pytestmark = pytest.mark.ranks
+
+
+def run(*words: str, folder: Path) -> str:
+    """Standard output of a command that must succeed, from another folder than the tree's root."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("schedule", ["auto", "direct_store:2"])
+def test_one_operator(schedule: str, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*torchrun, str(EXAMPLES / "01_one_operator.py"), "--schedule", schedule, "--rows", "24", folder=tmp_path)
+    assert f"all_gather_matmul on 2 cpu ranks, schedule {schedule}: out [48, 256]" in text
+    (difference,) = re.findall(r"largest difference .*: (\S+) of the largest element", text)
+    assert float(difference) < 0.02
+
+
+def test_schedule_by_hand(tmp_path: Path) -> None:
+    text = run(str(EXAMPLES / "02_schedule_by_hand.py"), folder=tmp_path)
+    assert "by_hand, chunks=2: all_gather_matmul" in text
+    assert re.search(r"Without the wait for `free` on rank 0:\nrank 0, lane copy, .* nothing orders the two", text)
+    times = {name: int(us) for name, us in re.findall(r"^  (\w+) +(\d+) us$", text, re.MULTILINE)}
+    assert times["by_hand"] < times["shard_p2p"] < times["sequential"]
+    (difference,) = re.findall(r"^Run on two CPU ranks: .* (\S+) of the largest element$", text, re.MULTILINE)
+    assert float(difference) < 1e-5
+
+
+def test_plan_a_small_config(tmp_path: Path) -> None:
+    text = run(str(EXAMPLES / "03_plan_a_config.py"), "--report", str(tmp_path / "report"), "--tokens", "16", folder=tmp_path)
+    assert "4 of 4 sites right on 2 cpu ranks" in text
+    assert "small-llama" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
