@@ -20,8 +20,8 @@ from random_schedules import random_schedule, random_sync
 from weft.checker import ScheduleError, check
 from weft.schedule import Schedule
 
-EACH = int(os.environ.get("WEFT_DAMAGES", "1500")) // len(DAMAGES)
-SYNCS = int(os.environ.get("WEFT_DAMAGES", "1500"))
+EACH = int(os.environ.get("WEFT_DAMAGES", "3000")) // len(DAMAGES)
+SYNCS = int(os.environ.get("WEFT_DAMAGES", "3000"))
 
 
 def refusal(schedule: Schedule) -> str:

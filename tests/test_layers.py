@@ -109,7 +109,7 @@ def test_imports_only_from_its_layer_or_below(module: str) -> None:
     [
         ("weft.problem", "import numpy"),
         ("weft.schedule", "def f():\n    import torch"),
-        ("weft.schedules.build", "from ..sim.machine import Machine"),
+        ("weft.schedules.builder", "from ..sim.machine import Machine"),
         ("weft.schedule", "from weft import Problem"),
         ("weft.planner.cost", "from weft.planner.tune import tune"),
         ("weft.execute.host", "from weft.report import write_report"),
@@ -125,7 +125,7 @@ def test_forbidden_imports_are_seen(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("weft.schedules.build", "from ..problem import split\nfrom . import build"),
+        ("weft.schedules.builder", "from ..problem import split\nfrom . import build"),
         ("weft.planner.cost", "import numpy as np\nfrom weft.schedule import Gemm"),
         ("weft.planner.tune", "import torch\nfrom weft.planner import values"),
         ("weft.checker_races", "from weft.schedule import Wait"),

@@ -74,6 +74,11 @@ class Segment:
             return torch.empty(rows, cols, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=rows * cols, offset=offset).view(rows, cols)
 
+    @property
+    def address(self) -> int:
+        """Where this process finds the first byte."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+
     def read_text(self, offset: int, size: int) -> str:
         return self._mapping[offset : offset + size].rstrip(b"\0").decode(errors="replace")
 

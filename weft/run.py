@@ -7,8 +7,6 @@ rank; computation and communication alone are the two steps of the sequential sc
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
 import zlib
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from weft import schedules
 from weft.execute.groups import GROUPS, Call
 from weft.execute.ranks import Ranks
+from weft.execute.versions import versions
 from weft.machine import Machine
 from weft.models import Model, Site, sites
 from weft.planner import plan
@@ -30,7 +29,6 @@ from weft.problem import ITEMSIZE, OPS, DType, Problem
 from weft.results import Run, SiteRun, Skipped
 from weft.schedule import Schedule
 from weft.span import Span
-from weft.version import __version__
 
 Progress = Callable[[str, int, int], None]
 ROUNDS = {"cpu": 3, "cuda": 20}
@@ -273,15 +271,3 @@ def _from_zero(spans: list[Span]) -> tuple[Span, ...]:
     """Spans of all ranks on one clock that starts with the first of them."""
     zero = min((s.start_us for s in spans), default=0.0)
     return tuple(replace(s, start_us=s.start_us - zero, end_us=s.end_us - zero) for s in spans)
-
-
-def versions(device: str) -> dict[str, str]:
-    """Of all that took part in a run."""
-    found = {"weft": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if device == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["gpu"] = torch.cuda.get_device_name(0)
-    else:
-        found["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}"
-    return found

@@ -12,14 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from weft.execute.interpret import Bindings, Device, Program
-from weft.schedule import Buffer, Collective, Flag, Schedule, advances
+from weft.execute.interpret import Bindings, Device, Program, Where
+from weft.schedule import Buffer, Collective, Flag, Gemm, Schedule, advances
 from weft.span import Span
 from weft.team import Team
+
+if TYPE_CHECKING:
+    from weft.execute.fused import FusedGemm
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIGN = 256
@@ -54,6 +57,11 @@ class Space(Protocol):
     """What the schedules of one team share on this rank: the symmetric data area, and scratch."""
 
     team: Team
+    device: torch.device
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether fused steps of this dtype run as kernels here. The same on every rank."""
+        ...
 
     def reserve(self, nbytes: int) -> None:
         """Make every rank's data area at least `nbytes`. Collective: all ranks ask for the same."""
@@ -82,7 +90,36 @@ class BoundProgram(ABC, Device):
         self.epoch = 0
         self.spans: list[Span] | None = None
         self._space = space
-        self._program = Program(schedule, self)
+        self._kernels: dict[int, FusedGemm] = {}
+        if space.runs_kernels(self.dtype):
+            self._program = self._with_kernels()
+        else:
+            self._program = Program(schedule, self)
+
+    def _with_kernels(self) -> Program:
+        # Where no kernel runs, nothing needs Triton: it is imported here.
+        from weft.execute.fused import FusedGemm, growth, is_fused
+
+        program = Program(self.schedule, self, growth(self.schedule, self._space.device))
+        for rank, _, _, step in self.schedule:
+            if rank == self.rank and isinstance(step, Gemm) and is_fused(step):
+                self._kernels[id(step)] = FusedGemm(program, step, self._space.device, self.flag_address)
+        return program
+
+    def fused(self, step: Gemm, bindings: Bindings, epoch: int, where: Where) -> bool:
+        kernel = self._kernels.get(id(step))
+        if kernel is None or not kernel.runs(bindings):
+            return False
+        self.launch(kernel, bindings, epoch, where)
+        return True
+
+    @abstractmethod
+    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+        """Run a fused step on this device."""
+
+    @abstractmethod
+    def flag_address(self, flag: Flag) -> int:
+        """Where a kernel of this rank finds the flag's word."""
 
     @property
     def words_needed(self) -> int:
@@ -104,7 +141,7 @@ class BoundProgram(ABC, Device):
     def _bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Bindings, dict[str, list[torch.Tensor]]]:
         bindings = Bindings()
         outputs: dict[str, list[torch.Tensor]] = {}
-        bindings.bind("a", self.rank, a)
+        bindings.bind("a", self.rank, self.prepare_a(a))
         bindings.bind("b", self.rank, *(self.prepare(b) for b in bs))
         for buffer in self.schedule.buffers:
             if buffer.kind == "output":
@@ -126,6 +163,10 @@ class BoundProgram(ABC, Device):
             bindings.bind(
                 buffer.name, rank, self._space.symmetric(rank, offset, buffer.rows[rank], buffer.cols[rank], self.dtype)
             )
+
+    def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
+        """a as the device's copies want it."""
+        return a
 
     def prepare(self, b: torch.Tensor) -> torch.Tensor:
         """b as the device's matmul wants it."""

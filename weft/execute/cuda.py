@@ -10,8 +10,8 @@ symmetric memory; no multicast.
     gemm, write made  ~~~~~~~~~~~>  peer copy, write arrived at the peer
     join  <-----------------------
 
-A gated part of a GEMM is a GEMM of its own behind its waits, and a tile stored to a peer is a copy after its part: right,
-and with the decomposition loss that a kernel with gates does not have.
+A GEMM with gates, counts or stores to peers is one kernel (weft.kernels.gemm) for 16-bit types whose rows TMA can load; else
+each part is a GEMM of its own behind its waits.
 
 A call returns when its lanes have ended, or at the team's bound: then every flag of this rank is raised so that no stream
 stays blocked, and the error says which wait was stuck. Words of 32 bits are compared cyclically, so they may wrap.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,14 @@ from weft.schedule import Collective, Flag, Lane, Schedule, waits
 from weft.span import Kind, Span
 from weft.team import Team
 
+if TYPE_CHECKING:
+    from weft.execute.fused import FusedGemm
+
 _RELEASED = 0x3FFFFFFF
 """What every flag is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
+
+_LOOKS_PER_S = 1_000_000
+"""About how often a block looks at a flag in a second."""
 
 
 def _driver() -> Any:
@@ -58,6 +64,7 @@ class CudaSpace:
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.device = team, device
         self.driver = _driver()
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._area: torch.Tensor | None = None
         self._handle: Any = None
         self._scratch: dict[str, torch.Tensor] = {}
@@ -71,6 +78,9 @@ class CudaSpace:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.team.group)
         return area, handle
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.bfloat16, torch.float16)
 
     def reserve(self, nbytes: int) -> None:
         if self._area is None or self._area.numel() < nbytes:
@@ -108,6 +118,7 @@ class CudaProgram(BoundProgram):
         self._flags, handle = space.allocate(4 * self.words_needed)
         self._addresses = [int(pointer) for pointer in handle.buffer_ptrs]
         self._handle = handle
+        self._launched: list[tuple[FusedGemm, Where]] = []
         self._silent = False
         self._rehearsed = False
         self._events: list[tuple[Where, Kind, torch.cuda.Event, torch.cuda.Event, int, int]] = []
@@ -133,17 +144,25 @@ class CudaProgram(BoundProgram):
             return
         mode = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         stream = torch.cuda.current_stream(self.space.device).cuda_stream
-        _checked(self.driver.cuStreamWaitValue32(stream, self._address(flag), value & 0xFFFFFFFF, mode))
+        _checked(self.driver.cuStreamWaitValue32(stream, self.flag_address(flag), value & 0xFFFFFFFF, mode))
 
     def signal(self, flag: Flag, value: int) -> None:
         if self._silent:
             return
         mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
         stream = torch.cuda.current_stream(self.space.device).cuda_stream
-        _checked(self.driver.cuStreamWriteValue32(stream, self._address(flag), value & 0xFFFFFFFF, mode))
+        _checked(self.driver.cuStreamWriteValue32(stream, self.flag_address(flag), value & 0xFFFFFFFF, mode))
 
-    def _address(self, flag: Flag) -> int:
+    def flag_address(self, flag: Flag) -> int:
         return self._addresses[flag.rank] + 4 * self.slots[flag]
+
+    def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
+        # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
+        return a.contiguous()
+
+    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+        kernel.launch(bindings, epoch, silent=self._silent, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=self.space.sms)
+        self._launched.append((kernel, where))
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if out.dtype == a.dtype and not accumulate:
@@ -196,6 +215,7 @@ class CudaProgram(BoundProgram):
                 caller.wait_stream(self.space.stream(lane.name))
         end.record(caller)
         self._finish(end)
+        self._check_kernels()
         if self.spans is not None:
             self.spans += [self._span(begin, zero_us, item) for item in self._events]
             self._events = []
@@ -208,6 +228,15 @@ class CudaProgram(BoundProgram):
             stuck = "" if isinstance(error, WaitTimeout) else f"; meanwhile {self._stuck()}"
             self._release()
             raise type(error)(f"{error}{stuck}") from None
+
+    def _check_kernels(self) -> None:
+        """Raise if a kernel of this call gave up on a gate."""
+        launched, self._launched = self._launched, []
+        for kernel, where in launched:
+            try:
+                kernel.raise_if_late(str(where), self.raiser)
+            except WaitTimeout as error:
+                raise self.team.fail(error) from None
 
     def _stuck(self) -> str:
         """The first wait of each lane whose flag is not there yet."""

@@ -12,21 +12,30 @@ every other lane is a thread, so that a copy lane really runs beside the matmuls
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.errors import PeerLost
+from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bound import BoundProgram
-from weft.execute.interpret import Where
+from weft.execute.interpret import Bindings, Where
 from weft.memory import Segment
 from weft.schedule import Collective, Flag, Lane, Schedule
 from weft.span import Kind, Span
 from weft.team import Team
+
+if TYPE_CHECKING:
+    from weft.execute.fused import FusedGemm
+
+_LOOKS_PER_S = 10_000
+"""At most: how often an interpreted kernel looks at a flag in a second."""
+_INTERPRETED_BLOCKS = 4
 
 
 @cache
@@ -71,11 +80,17 @@ class LaneThread:
 class HostSpace:
     """What the schedules of one team share on this rank: the data segments, scratch, and lane threads."""
 
+    device = torch.device("cpu")
+
     def __init__(self, team: Team) -> None:
         self.team = team
         self.data: list[Segment] = []
         self._scratch: dict[str, torch.Tensor] = {}
         self._threads: dict[str, LaneThread] = {}
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul."""
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
 
     def reserve(self, nbytes: int) -> None:
         if not self.data or self.data[0].nbytes < nbytes:
@@ -117,7 +132,7 @@ class HostProgram(BoundProgram):
         self._meetings = 0
 
     def prepare(self, b: torch.Tensor) -> torch.Tensor:
-        return b if multiplies(b.dtype) else b.float()
+        return b if multiplies(b.dtype) or self.space.runs_kernels(b.dtype) else b.float()
 
     def close(self) -> None:
         for segment in self._segments:
@@ -132,6 +147,17 @@ class HostProgram(BoundProgram):
 
     def signal(self, flag: Flag, value: int) -> None:
         self._words[flag.rank].store(self.slots[flag], value)
+
+    def flag_address(self, flag: Flag) -> int:
+        return self._segments[flag.rank].address + 8 * self.slots[flag]
+
+    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+        kernel.launch(bindings, epoch, silent=False, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=_INTERPRETED_BLOCKS)
+        try:
+            kernel.raise_if_late(str(where), self.raiser)
+        except WaitTimeout:
+            self.team.check_peers()
+            raise
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if a.dtype != b.dtype:

@@ -1,6 +1,6 @@
 """Runs one rank's lanes of a Schedule with torch operations. What differs between devices is behind `Device`.
 
-    Program(schedule, rank, device)   once: flag values, step by step
+    Program(schedule, device)         once: flag values, step by step
     Program.run(epoch, bindings)      each call: every lane, on the device's lanes
 
 A step's arithmetic is the same everywhere: matmuls by torch.mm, partial sums in float32, one rounding at the end. Parts of
@@ -46,6 +46,10 @@ class Device(Protocol):
     def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None: ...
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
+
+    def fused(self, step: Gemm, bindings: Bindings, epoch: int, where: Where) -> bool:
+        """Run a step as one kernel, gates and counts included; False if this device multiplies it part by part."""
+        ...
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None: ...
 
@@ -94,11 +98,15 @@ class Bindings:
 
 
 class Program:
-    """One rank's side of a schedule, ready to run call after call."""
+    """One rank's side of a schedule, ready to run call after call.
 
-    def __init__(self, schedule: Schedule, device: Device) -> None:
+    growth: by flag, how far one advance moves its word, where that is not one (kernels count tiles).
+    """
+
+    def __init__(self, schedule: Schedule, device: Device, growth: Mapping[Flag, int] | None = None) -> None:
         self.schedule, self.device = schedule, device
         self._base: Mapping[Flag, int] = schedule.signals_per_call
+        self._growth = growth or {}
         self._ordinals = self._number_signals()
 
     def _number_signals(self) -> dict[tuple[str, int], list[int]]:
@@ -125,12 +133,12 @@ class Program:
 
     def absolute(self, epoch: int, wait: Wait) -> int:
         """The word's value that a wait of this epoch needs."""
-        return epoch * self._base.get(wait.flag, 0) + wait.at_least
+        return (epoch * self._base.get(wait.flag, 0) + wait.at_least) * self._growth.get(wait.flag, 1)
 
     def values(self, epoch: int, lane: str, position: int, step: Step) -> list[tuple[Flag, int]]:
         """(flag, value to store) for each advance of a step."""
-        ordinals = self._ordinals.get((lane, position), ())
-        return [(flag, epoch * self._base[flag] + n) for flag, n in zip(advances(step), ordinals, strict=True)]
+        advanced = zip(advances(step), self._ordinals.get((lane, position), ()), strict=True)
+        return [(flag, (epoch * self._base[flag] + n) * self._growth.get(flag, 1)) for flag, n in advanced]
 
 
 class _LaneRun:
@@ -170,6 +178,8 @@ class _LaneRun:
         self.device.signal(*self.program.values(self.epoch, where.lane, where.position, where.step)[nth])
 
     def _gemm(self, step: Gemm, where: Where) -> None:
+        if self.device.fused(step, self.bindings, self.epoch, where):
+            return
         counts = 0
         for group in _groups(step.parts):
             for gate in group[0].gates:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 
 from weft.problem import Problem, split
 from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Sum, Wait
-from weft.schedules.build import Builder, Piece, cut
+from weft.schedules.builder import Builder, Piece, cut
 
 
 class _Gather(Builder):

@@ -1,0 +1,150 @@
+"""How close is the fused GEMM kernel to cuBLAS, alone on one GPU?
+
+Protocol: the local matmul of each of the 14 cases as one of 8 ranks has it, bf16, normal data; every method in a CUDA
+graph of its own, replayed in turn round by round; medians of GPU event times. Baseline: torch.mm (cuBLAS). Methods: the
+kernel plain; with open gates (a part for each eighth of the rows, all but the first from a second tensor); with counts.
+Traps: outputs and inputs are larger than the L2 cache in all but the smallest cases; the first rounds are thrown away.
+
+    python benchmarks/gemm.py --json benchmarks/results/gemm.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from cases import CASES, Case
+
+from weft.execute.versions import versions
+from weft.kernels.gemm import SHAPES, Blocks, fits, gemm, tables
+from weft.schedule import Flag, Gemm, Part, Region, Wait
+
+ROUNDS, WARM_UP = 12, 4
+
+
+def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
+    """What is timed, ready to run."""
+    problem = case.problem(8)
+    m, n, k = problem.m, problem.columns(0), problem.inner(0)
+    device = torch.device("cuda")
+    a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
+    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    assert fits(a, b)
+    words = torch.ones(64, device=device, dtype=torch.int32)
+    status = torch.zeros(2, device=device, dtype=torch.int32)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def step(gates: bool, counts: bool, parts: int) -> Gemm:
+        rows = [(i * m // parts, (i + 1) * m // parts) for i in range(parts)]
+        made = [
+            Part(
+                Region("a", 0, r, (0, k)),
+                Region("out", 0, r, (0, n)),
+                (Wait(Flag("open", 0, i)),) if gates else (),
+                Flag("made", 0, i) if counts else None,
+            )
+            for i, r in enumerate(rows)
+        ]
+        return Gemm(Region("b", 0, (0, k), (0, n)), tuple(made))
+
+    def kernel(gates: bool, counts: bool, parts: int, blocks: Blocks | None = None, split: bool = False) -> Callable[[], None]:
+        sources = (a, a.clone()) if split else (a,)
+        plan = tables(
+            step(gates, counts, parts),
+            device=device,
+            blocks=blocks,
+            source=lambda part: int(split and part.a.rows[0] > 0),
+            flag_address=lambda flag: words.data_ptr() + 4 * (flag.index + 32 * (flag.name == "made")),
+            out_address=None,
+            need=lambda _part, _i: (0, 1),
+        )
+        return lambda: gemm(sources, b, out, plan, status, epoch=0, sms=sms)
+
+    def check() -> None:
+        reference = torch.mm(a, b)
+        for name in list(found)[1:]:
+            out.zero_()
+            found[name]()
+            torch.testing.assert_close(out, reference, rtol=2e-2, atol=2e-2 * math.sqrt(k))
+
+    found = {
+        "cublas": lambda: torch.mm(a, b, out=out),
+        "kernel": kernel(False, False, 1),
+        "gated": kernel(True, False, 8, split=True),
+        "counted": kernel(False, True, 8),
+    }
+    for blocks in SHAPES if shapes else ():
+        found[f"{blocks.m}x{blocks.n}"] = kernel(False, False, 1, blocks)
+    check()
+    return found
+
+
+def replays(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            work()
+    return graph
+
+
+def measure(case: Case, shapes: bool) -> dict[str, float]:
+    """Median time of each method, in us."""
+    graphs = {name: replays(work) for name, work in methods(case, shapes).items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for round_ in range(ROUNDS + WARM_UP):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if round_ >= WARM_UP:
+                times[name].append(start.elapsed_time(end) * 1e3 / 3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="append a JSON line for each case")
+    parser.add_argument("--shapes", action="store_true", help="also each tile shape by itself")
+    arguments = parser.parse_args()
+    ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": []}
+    for case in CASES:
+        faulthandler.dump_traceback_later(60, exit=True)
+        us = measure(case, arguments.shapes)
+        for name, values in ratios.items():
+            values.append(us["cublas"] / us[name])
+        print(f"{case.op:22} {case.name:18}", *(f"{name} {value:.0f} us" for name, value in us.items()), flush=True)
+        if arguments.json:
+            problem = case.problem(8)
+            line = {
+                "bench": "gemm",
+                "op": case.op,
+                "case": case.name,
+                "shape": [problem.m, problem.columns(0), problem.inner(0)],
+                "machine": torch.cuda.get_device_name(),
+                "versions": versions("cuda"),
+                "dtype": "bfloat16",
+                "mode": "graph",
+                "us": us,
+                "samples": ROUNDS,
+            }
+            with arguments.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    for name, values in ratios.items():
+        print(f"{name}: {math.exp(statistics.fmean(map(math.log, values))):.3f} of cuBLAS (geomean of {len(values)} cases)")
+
+
+if __name__ == "__main__":
+    main()

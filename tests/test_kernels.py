@@ -1,0 +1,55 @@
+"""The GEMM kernel, interpreted on the CPU: alone, and as a step of schedules across rank processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rank_work import check_gather, check_scatter
+
+from weft.execute.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        yield pool
+
+
+def _fused_schedules() -> int:
+    """Every family with a fused GEMM, on shapes with whole and ragged tiles; how often the kernel ran.
+
+    The first shape comes back after a larger one, for which memory that its tables point into has grown and moved.
+    """
+    from weft.execute import fused
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    launches = 0
+    launch = fused.FusedGemm.launch
+
+    def counted(self: fused.FusedGemm, *arguments: object, **options: object) -> None:
+        nonlocal launches
+        launches += 1
+        launch(self, *arguments, **options)  # type: ignore[arg-type]
+
+    fused.FusedGemm.launch = counted  # type: ignore[method-assign]
+    try:
+        for m, n, k in ((70, 80, 48), (128, 96, 64), (70, 80, 48)):
+            for name in FUSED:
+                for call in range(2):
+                    check_gather(m, n, k, torch.float16, name, call)
+                    check_scatter(m, n, k, torch.float16, name, call)
+    finally:
+        fused.FusedGemm.launch = launch  # type: ignore[method-assign]
+    return launches
+
+
+def test_fused_schedules_run_as_kernels(interpreted: Ranks) -> None:
+    for launches in interpreted.run(_fused_schedules):
+        assert launches >= 12

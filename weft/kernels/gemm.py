@@ -1,0 +1,331 @@
+"""One GEMM kernel for every schedule whose tiles wait for flags, count when done, or are stored at a peer.
+
+    _gemm_kernel   persistent blocks; row tiles in the order of the step's parts; TMA loads
+    gemm()         its launcher; Tables  what a step's parts mean to the kernel, computed once
+
+What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, store locally (by TMA where the tile is
+whole) or at the address of a peer's buffer (PEERS), add one to its part's flag (COUNTED). A flag that the kernel counts
+grows by the number of tiles of its part: whoever waits for it scales what it waits for by `tiles_of`.
+
+    block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store -> barrier -> count (release, system)
+    block 1: tile 1, 133, ...        ^ acquire, system scope: written by a copy engine's stream, or by a peer's kernel
+
+Flags only grow, so a block that looks late still sees its gate open. A wait ends after `tries` looks: the tile goes on with
+what is there, and status says which gate it was, so that the host can raise. Nothing that a gate waits for may need an SM
+of this GPU: the checker proves it.
+
+Legend: M N K of one GEMM; a tile is BLOCK_M x BLOCK_N. Sources: `a` may lie in two tensors (own shard, gathered rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.schedule import Flag, Gemm, Part
+
+_FIELDS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    rate: float = 1.0
+    group: int = 8
+
+
+SHAPES = (
+    Blocks(m=128, n=256, k=64, warps=8, stages=3),
+    Blocks(m=128, n=128, k=64, warps=8, stages=4, rate=0.955),
+    Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95),
+    Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72),
+)
+"""What GPUs run, the best for large sizes first. Rates: measured on H200 (docs/log.md)."""
+INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1)
+"""What the interpreter runs, element by element."""
+_SMS = 132
+
+
+def blocks_for(step: Gemm, device: torch.device) -> Blocks:
+    """The tile shape for a step: the least waves of tiles times a tile's time. A function of the step alone, so that ranks
+    which wait for tiles that another one counts know how many there are."""
+    if device.type != "cuda":
+        return INTERPRETED
+
+    def cost(blocks: Blocks) -> float:
+        tiles = sum(tiles_of(part, blocks) for part in step.parts)
+        return -(-tiles // _SMS) * blocks.m * blocks.n / blocks.rate
+
+    return min(SHAPES, key=cost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """A Gemm step's parts as the kernel reads them, on the device.
+
+    rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count. outs: by row
+    tile, the address of its first element where parts are stored at peers. gates, needs: addresses, and (per call, in the
+    first) what to wait for. counts: addresses of the flags.
+    """
+
+    rows: torch.Tensor
+    outs: torch.Tensor
+    gates: torch.Tensor
+    needs: torch.Tensor
+    counts: torch.Tensor
+    blocks: Blocks
+    gated: bool
+    counted: bool
+    peers: bool
+
+
+def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether TMA can load the operands: 16-bit elements, one unit stride, rows that start at multiples of 16 bytes."""
+    if a.element_size() != 2 or min(a.numel(), b.numel()) == 0 or a.stride(1) != 1 or 1 not in b.stride():
+        return False
+    lead = b.stride(0) if b.stride(1) == 1 else b.stride(1)
+    return all(n % 8 == 0 for n in (a.stride(0), lead)) and all(t.data_ptr() % 16 == 0 for t in (a, b))
+
+
+def tiles_of(part: Part, blocks: Blocks) -> int:
+    """Tiles of one part: how far its count grows in a call."""
+    rows, cols = part.out.shape
+    return -(-rows // blocks.m) * -(-cols // blocks.n)
+
+
+def tables(
+    step: Gemm,
+    *,
+    device: torch.device,
+    source: Callable[[Part], int],
+    flag_address: Callable[[Flag], int],
+    out_address: Callable[[Part, int], int] | None,
+    need: Callable[[Part, int], tuple[int, int]],
+    blocks: Blocks | None = None,
+) -> Tables:
+    """Lay a step out for the kernel. source: which tensor of a. out_address: of a row of a part's result, if peers get any.
+    need: (growth per call, value within a call) of the part's i-th gate. blocks: instead of what `blocks_for` says."""
+    blocks = blocks or blocks_for(step, device)
+    rows: list[tuple[int, ...]] = []
+    outs: list[int] = []
+    gates: list[int] = []
+    needs: list[tuple[int, int]] = []
+    counts: list[int] = []
+    for part in step.parts:
+        first = len(gates)
+        for i, gate in enumerate(part.gates):
+            gates.append(flag_address(gate.flag))
+            needs.append(need(part, i))
+        counts += [flag_address(part.count)] if part.count else []
+        count = len(counts) - 1 if part.count else -1
+        for at in range(0, part.out.shape[0], blocks.m):
+            valid = min(blocks.m, part.out.shape[0] - at)
+            rows.append((source(part), part.a.rows[0] + at, valid, part.out.rows[0] + at, first, len(gates), count))
+            outs.append(out_address(part, at) if out_address else 0)
+
+    def words(values: list[Any], dtype: torch.dtype, width: int) -> torch.Tensor:
+        return torch.tensor(values or [[0] * width] if width > 1 else values or [0], dtype=dtype, device=device)
+
+    return Tables(
+        rows=words(rows, torch.int32, _FIELDS),
+        outs=words(outs, torch.int64, 1),
+        gates=words(gates, torch.int64, 1),
+        needs=words(needs, torch.int32, 2),
+        counts=words(counts, torch.int64, 1),
+        blocks=blocks,
+        gated=bool(gates),
+        counted=bool(counts),
+        peers=out_address is not None,
+    )
+
+
+def gemm(
+    sources: tuple[torch.Tensor, ...],
+    b: torch.Tensor,
+    out: torch.Tensor,
+    plan: Tables,
+    status: torch.Tensor,
+    *,
+    epoch: int,
+    count_by: int = 1,
+    tries: int = 1 << 24,
+    sms: int = 1,
+) -> None:
+    """out = a @ b, tile by tile as `plan` says.
+
+    sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
+    of the result's dtype and width if all parts are stored by address. status: int32 [2]; [gate + 1, value seen] after a
+    wait ended without its flag. epoch: calls before this one. count_by: 0 runs without advancing flags. sms: blocks.
+    """
+    blocks = plan.blocks
+    transposed = b.stride(1) != 1
+    a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
+    descriptors = [TensorDescriptor.from_tensor(a, a_shape) for a in (sources[0], sources[-1])]
+    aligned = out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
+    out_tma = aligned and not plan.counted and not plan.peers
+    row_tiles = plan.rows.shape[0]
+    grid = min(sms, row_tiles * -(-b.shape[1] // blocks.n))
+    _gemm_kernel[(grid,)](
+        *descriptors,
+        TensorDescriptor.from_tensor(b.t() if transposed else b, b_shape),
+        TensorDescriptor.from_tensor(out, [blocks.m, blocks.n]) if out_tma else out,
+        out,
+        plan.rows,
+        plan.outs,
+        plan.gates,
+        plan.needs,
+        plan.counts,
+        status,
+        epoch,
+        count_by,
+        tries,
+        row_tiles,
+        b.shape[1],
+        b.shape[0],
+        out.stride(0),
+        BLOCK_M=blocks.m,
+        BLOCK_N=blocks.n,
+        BLOCK_K=blocks.k,
+        GROUP=blocks.group,
+        FIELDS=_FIELDS,
+        TWO_SOURCES=len(sources) > 1,
+        B_TRANSPOSED=transposed,
+        GATED=plan.gated,
+        COUNTED=plan.counted,
+        PEERS=plan.peers,
+        OUT_TMA=out_tma,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+
+
+@triton.jit
+def _wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
+    """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times."""
+    for gate in range(first, last):
+        flag_ptr = tl.load(gates_ptr + gate).to(tl.pointer_type(tl.int32))
+        need = epoch * tl.load(needs_ptr + 2 * gate) + tl.load(needs_ptr + 2 * gate + 1)
+        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        looks = 0
+        while (seen < need) & (looks < tries):
+            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+            looks += 1
+        if seen < need:
+            tl.store(status_ptr, gate + 1)
+            tl.store(status_ptr + 1, seen)
+
+
+@triton.jit
+def _multiply(
+    a_desc,
+    b_desc,
+    a_row,
+    col,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+):
+    """One tile in float32: rows from a_row on, columns from col on."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        a = a_desc.load([a_row, step * BLOCK_K])
+        if B_TRANSPOSED:
+            acc = tl.dot(a, b_desc.load([col, step * BLOCK_K]).T, acc)
+        else:
+            acc = tl.dot(a, b_desc.load([step * BLOCK_K, col]), acc)
+    return acc
+
+
+@triton.jit
+def _store(base_ptr, result, valid, col, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The valid part of a tile, below the row at base_ptr."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = col + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(base_ptr + rows.to(tl.int64) * stride + cols, result, mask=(rows < valid) & (cols < N))
+
+
+@triton.jit(do_not_specialize=["epoch", "count_by", "tries"])
+def _gemm_kernel(
+    a0_desc,
+    a1_desc,
+    b_desc,
+    out_desc,
+    out_ptr,
+    rows_ptr,
+    outs_ptr,
+    gates_ptr,
+    needs_ptr,
+    counts_ptr,
+    status_ptr,
+    epoch,
+    count_by,
+    tries,
+    row_tiles,
+    N,
+    K,
+    out_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TWO_SOURCES: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    GATED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PEERS: tl.constexpr,
+    OUT_TMA: tl.constexpr,
+):
+    col_tiles = tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
+        # Row tiles in groups, so that blocks that run together share rows of a and columns of b in the L2 cache.
+        group = tile // (GROUP * col_tiles)
+        height = tl.minimum(row_tiles - group * GROUP, GROUP)
+        within = tile - group * GROUP * col_tiles
+        row_tile = group * GROUP + within % height
+        col = (within // height) * BLOCK_N
+        fields = rows_ptr + FIELDS * row_tile
+        a_row = tl.load(fields + 1)
+        valid = tl.load(fields + 2)
+        out_row = tl.load(fields + 3)
+        if GATED:
+            _wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
+        # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
+        a_desc = a0_desc
+        if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
+            if tl.load(fields) == 1:
+                a_desc = a1_desc
+        acc = _multiply(a_desc, b_desc, a_row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        result = acc.to(out_ptr.dtype.element_ty)
+        if PEERS:
+            base_ptr = tl.load(outs_ptr + row_tile).to(tl.pointer_type(out_ptr.dtype.element_ty))
+        else:
+            base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
+        if OUT_TMA:
+            if valid == BLOCK_M:
+                out_desc.store([out_row, col], result)
+            else:
+                _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
+        else:
+            _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
+        if COUNTED:
+            count = tl.load(fields + 6)
+            # Every thread's stores before the one release that publishes them.
+            tl.debug_barrier()
+            if count >= 0:
+                flag_ptr = tl.load(counts_ptr + count).to(tl.pointer_type(tl.int32))
+                tl.atomic_add(flag_ptr, count_by, sem="release", scope="sys")
