@@ -68,6 +68,7 @@ class Runner:
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
         self.error = 1e-3
+        self.overlapped_us = 2000.0
         self.raises: Exception | None = None
 
     def __call__(self, model: Model, **asked: Any) -> Run:
@@ -100,7 +101,7 @@ class Runner:
             max_error=self.error,
             tolerance=1e-2,
             sequential_us=3000.0,
-            overlapped_us=2000.0,
+            overlapped_us=self.overlapped_us,
             computation_us=1500.0,
             communication_us=1000.0,
             plan=make_plan(site.problem(asked["machine_tokens"], asked["machine_ranks"], asked["dtype"]), asked["machine"]),
@@ -169,6 +170,14 @@ def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus:
 def test_run_on_gpus_does_not_excuse_its_times(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "gpu_count", lambda: 2)
     assert "not that it is fast" not in weft("run", "llama3-8b")[1]
+
+
+@pytest.mark.parametrize(("overlapped_us", "said"), [(2000.0, False), (1000.0, True)])
+def test_a_share_over_100_percent_is_explained(
+    weft: Weft, runner: Runner, without_gpus: None, overlapped_us: float, said: bool
+) -> None:
+    runner.overlapped_us = overlapped_us
+    assert ("Over 100% of ideal" in weft("run", "llama3-8b")[1]) == said
 
 
 def test_run_lists_what_is_not_there_yet(weft: Weft, runner: Runner, without_gpus: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -127,6 +128,13 @@ def test_data_for_the_script_cannot_end_it() -> None:
 def test_cpu_times_are_not_called_fast(device: str, said: bool, tmp_path: Path) -> None:
     text = write_report(make_run(site("a", error=0), device=device), tmp_path).read_text(encoding="utf-8")
     assert ("show that it runs, not that it is fast" in text) == said
+
+
+@pytest.mark.parametrize(("overlapped_us", "said"), [(9001.0, False), (8960.0, False), (8000.0, True)])
+def test_a_share_over_100_percent_is_explained(overlapped_us: float, said: bool, tmp_path: Path) -> None:
+    found = dataclasses.replace(site("a", error=0), overlapped_us=overlapped_us)
+    text = write_report(make_run(found), tmp_path).read_text(encoding="utf-8")
+    assert ("A share over 100 %:" in text) == said
 
 
 def test_a_run_without_sites_has_a_page(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import weft
 from weft import schedules
 from weft.machine import load
 from weft.models import Model
+from weft.planner import plan
 from weft.problem import OPS, Problem
-from weft.run import Measured, measure_site, run_model, tolerance
+from weft.run import ROUNDS, Measured, Round, _site_run, measure_site, run_model, tolerance
+from weft.span import Kind, Span
 
 pytestmark = pytest.mark.ranks
 TINY = Model(name="tiny", source="this test", hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
@@ -48,6 +50,67 @@ def test_a_wrong_element_is_found(ranks: RankFixture, op: Any, harm: float) -> N
         measured = ranks(3).run(_measure, problem, spec, harm)
         allowed = tolerance(schedules.build(problem, *schedules.parse(spec)))
         assert (max(m.max_error for m in measured) <= allowed) == (harm == 0.0)
+
+
+def _calls_of_a_site(problem: Problem, spec: str) -> tuple[list[tuple[str, bool]], Measured]:
+    """What measure_site calls, in order: (schedule, is it recorded); and what it finds."""
+    from weft import run
+
+    calls: list[tuple[str, bool]] = []
+    call = run._run
+
+    def noted(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor, spans: list[Span] | None = None) -> torch.Tensor:
+        calls.append((spec, spans is not None))
+        return call(problem, spec, a, b, spans)
+
+    run._run = noted
+    try:
+        return calls, measure_site(problem, spec, 1, "cpu")
+    finally:
+        run._run = call
+        weft.close()
+
+
+@pytest.mark.parametrize("spec", ["flag_gated:2", "sequential"])
+def test_every_round_sees_every_method(ranks: RankFixture, spec: str) -> None:
+    problem = Problem(op="matmul_reduce_scatter", m=40, n=24, k=64, world_size=2)
+    one = [*dict.fromkeys((("sequential", False), (spec, False))), ("sequential", True)]
+    for calls, measured in ranks(2).run(_calls_of_a_site, problem, spec):
+        assert calls == [(spec, False), *one * (ROUNDS["cpu"] + 1), (spec, True)]
+        assert len(measured.rounds) == ROUNDS["cpu"]
+        for r in measured.rounds:
+            assert [s.kind for s in r.sequential_spans] == ["gemm", "collective"]
+            assert sum(s.duration_us for s in r.sequential_spans) > 0 < min(r.sequential_us, r.overlapped_us)
+            assert (r.sequential_us == r.overlapped_us) == (spec == "sequential")
+
+
+def _measured(rank: int, *rounds: tuple[float, float, float, float, float]) -> Measured:
+    """A rank's rounds: sequential, overlapped, the end of a matmul that starts at 0, start and end of a collective."""
+
+    def span(kind: Kind, start: float, end: float) -> Span:
+        return Span(rank=rank, lane="compute", kind=kind, name="made", start_us=start, end_us=end)
+
+    made = tuple(
+        Round(sequential_us=s, overlapped_us=o, sequential_spans=(span("gemm", 0, gemm), span("collective", start, end)))
+        for s, o, gemm, start, end in rounds
+    )
+    return Measured(max_error=rank / 10, rounds=made, spans=(span("gemm", 100 + rank, 200),))
+
+
+def test_times_are_medians_over_rounds_of_the_slowest_rank() -> None:
+    """One rank is slow in the first round, the other in the second: neither rank's own median shows it."""
+    problem = Problem(op="matmul_reduce_scatter", m=40, n=24, k=64, world_size=2)
+    ranks = [
+        _measured(0, (40, 30, 20, 20, 40), (10, 9, 5, 5, 41), (10, 9, 5, 5, 10)),
+        _measured(1, (10, 9, 5, 5, 40), (42, 32, 22, 22, 41), (10, 9, 5, 5, 10)),
+    ]
+    built = schedules.build(problem, "sequential", 1)
+    site = _site_run("made", built, ranks, plan(problem, load("h200x8")))
+    assert (site.sequential_us, site.overlapped_us) == (40, 30)
+    assert site.computation_us == 20
+    assert site.communication_us == 41 - 22
+    assert site.max_error == 0.1
+    assert [(s.rank, s.start_us, s.end_us) for s in site.spans] == [(0, 0, 100), (1, 1, 100)]
 
 
 def test_a_run_holds_what_it_says() -> None:

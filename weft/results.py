@@ -42,6 +42,7 @@ class SiteRun:
 
     @property
     def share_of_ideal(self) -> float:
+        """Over 1 where the halves alone were slower than the overlapped call, of the same rounds: times scatter by as much."""
         return self.ideal_us / self.overlapped_us if self.overlapped_us else 1.0
 
     def __str__(self) -> str:
@@ -81,6 +82,11 @@ class Run:
     @property
     def ok(self) -> bool:
         return all(site.ok for site in self.sites)
+
+    @property
+    def over_ideal(self) -> bool:
+        """Whether a table shows a share of the ideal over 100 %, which asks for a word about it."""
+        return any(round(site.share_of_ideal, 2) > 1 for site in self.sites)
 
     def __str__(self) -> str:
         right = sum(site.ok for site in self.sites)

@@ -1,8 +1,12 @@
 """`weft run`: every distributed site of a model, planned, run on real ranks of this machine, checked, and timed.
 
 Each rank draws its inputs from (seed, site, rank). The reference is the sequential program in float32 over
-torch.distributed, which shares nothing with weft's executors. Times are medians over interleaved rounds, of the slowest
-rank; computation and communication alone are the two steps of the sequential schedule, as measured.
+torch.distributed, which shares nothing with weft's executors. Every time is a median over rounds, each of its slowest rank;
+computation and communication alone are the two steps of the sequential schedule, recorded in a call of its own each round:
+
+    round 1: sequential | overlapped | sequential, recorded      round 2: sequential | overlapped | ...
+
+so that all of them see the same machine. Recording is not free on a GPU, hence no call is both timed and recorded.
 """
 
 from __future__ import annotations
@@ -126,13 +130,20 @@ def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What one rank saw of a site. Times in us."""
+class Round:
+    """One round on one rank: both times in us, and the steps of a sequential call."""
 
-    max_error: float
     sequential_us: float
     overlapped_us: float
     sequential_spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank saw of a site. spans: one call of the schedule."""
+
+    max_error: float
+    rounds: tuple[Round, ...]
     spans: tuple[Span, ...]
 
 
@@ -143,20 +154,18 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measure
     a, b = _inputs(problem, rank, seed, on)
     out = _run(problem, spec, a, b)
     error = _error(problem, a, b, out, rank)
-    times: dict[str, list[float]] = {"sequential": [], spec: []}
-    for round_ in range(ROUNDS[device] + 1):
-        for name in times:
-            elapsed = _timed(lambda name=name: _run(problem, name, a, b), on)  # type: ignore[misc]
-            if round_:
-                times[name].append(elapsed)
-    spans = {name: _spans(problem, name, a, b) for name in times}
-    return Measured(
-        max_error=error,
-        sequential_us=statistics.median(times["sequential"]),
-        overlapped_us=statistics.median(times[spec]),
-        sequential_spans=spans["sequential"],
-        spans=spans[spec],
-    )
+    _round(problem, spec, a, b)
+    rounds = tuple(_round(problem, spec, a, b) for _ in range(ROUNDS[device]))
+    return Measured(max_error=error, rounds=rounds, spans=_spans(problem, spec, a, b))
+
+
+def _round(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor) -> Round:
+    """Every method once. Where the schedule is the sequential one, its time is both."""
+    us: dict[str, float] = {}
+    for name in dict.fromkeys(("sequential", spec)):
+        us[name] = _timed(lambda name=name: _run(problem, name, a, b), a.device)  # type: ignore[misc]
+    spans = _spans(problem, "sequential", a, b)
+    return Round(sequential_us=us["sequential"], overlapped_us=us[spec], sequential_spans=spans)
 
 
 def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,7 +253,10 @@ def tolerance(schedule: Schedule) -> float:
 
 
 def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan) -> SiteRun:
-    alone = [s for m in measured for s in m.sequential_spans]
+    def median(time_us: Callable[[tuple[Round, ...]], float]) -> float:
+        """Over rounds, of a time that is taken from one round of all ranks."""
+        return statistics.median(map(time_us, zip(*(m.rounds for m in measured), strict=True)))
+
     return SiteRun(
         site=name,
         problem=built.problem,
@@ -252,17 +264,22 @@ def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan)
         chunks=built.chunks,
         max_error=max(m.max_error for m in measured),
         tolerance=tolerance(built),
-        sequential_us=max(m.sequential_us for m in measured),
-        overlapped_us=max(m.overlapped_us for m in measured),
-        computation_us=max((s.duration_us for s in alone if s.kind == "gemm"), default=0.0),
-        communication_us=_collective_us(alone),
+        sequential_us=median(lambda ranks: max(r.sequential_us for r in ranks)),
+        overlapped_us=median(lambda ranks: max(r.overlapped_us for r in ranks)),
+        computation_us=median(lambda ranks: _gemm_us([s for r in ranks for s in r.sequential_spans])),
+        communication_us=median(lambda ranks: _collective_us([s for r in ranks for s in r.sequential_spans])),
         plan=there,
         spans=_from_zero([s for m in measured for s in m.spans]),
     )
 
 
+def _gemm_us(spans: list[Span]) -> float:
+    """The matmul alone: the slowest rank's."""
+    return max((s.duration_us for s in spans if s.kind == "gemm"), default=0.0)
+
+
 def _collective_us(spans: list[Span]) -> float:
-    """A collective alone: from the moment that the last rank starts it."""
+    """The collective alone: from the moment that the last rank starts it."""
     collectives = [s for s in spans if s.kind == "collective"]
     return max(0.0, max(s.end_us for s in collectives) - max(s.start_us for s in collectives)) if collectives else 0.0
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     """site, schedule, problem, and a cell for each further column."""
 
 ON_CPU = "Times are of processes on this host's CPU: they show that it runs and is right, not that it is fast."
+OVER_IDEAL = "Over 100% of ideal: the slower half alone took longer than the overlapped call; times scatter by that much."
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 BROKEN = {"sequential": "sequen-\ntial", "overlapped": "over-\nlapped"}
 
@@ -39,6 +40,8 @@ def print_measured(out: Console, run: Run) -> None:
     heads = ("max error", "sequential us", "overlapped us", "ideal us", "of ideal", f"{run.machine} us")
     _print_sites(out, title, heads, [(site.site, _spec(site), site.problem, _measured(site)) for site in run.sites])
     out.print(f"{run.machine} us is the prediction above, for {run.machine_ranks} ranks and {run.machine_tokens} tokens.")
+    if run.over_ideal:
+        out.print(OVER_IDEAL)
     if run.device == "cpu":
         out.print(ON_CPU)
 

@@ -38,7 +38,7 @@ def measured_section(run: Run, charts: Charts) -> Html:
         timeline_panel(f"timeline-measured-{i}", f"{s.site}, {spec(s.schedule, s.chunks)}", s.spans, _marks(s), charts)
         for i, s in enumerate(run.sites)
     ]
-    parts = [*_caveat(run), _measured_table(run), chart_panel("bars-measured", f"Bars: {title}; the table has the numbers")]
+    parts = [*_caveats(run), _measured_table(run), chart_panel("bars-measured", f"Bars: {title}; the table has the numbers")]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
@@ -85,14 +85,18 @@ def _lead(run: Run) -> Html:
     return tag("p", text, class_="lead")
 
 
-def _caveat(run: Run) -> list[Html]:
-    if run.device != "cpu":
-        return []
-    text = (
-        "Ranks are processes of this host's CPU. These times show that it runs, not that it is fast: "
-        "nothing here has GPUs, copy engines or links to overlap."
-    )
-    return [tag("p", text, class_="note")]
+def _caveats(run: Run) -> list[Html]:
+    texts = []
+    if run.device == "cpu":
+        texts.append(
+            "Ranks are processes of this host's CPU. These times show that it runs, not that it is fast: "
+            "nothing here has GPUs, copy engines or links to overlap."
+        )
+    if run.over_ideal:
+        texts.append(
+            "A share over 100 %: the slower half alone took longer than the overlapped call; times scatter by that much."
+        )
+    return [tag("p", text, class_="note") for text in texts]
 
 
 def _predicted_table(run: Run) -> Html:
