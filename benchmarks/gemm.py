@@ -61,9 +61,10 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
             device=device,
             blocks=blocks,
             source=lambda part: int(split and part.a.rows[0] > 0),
-            flag_address=lambda flag: words.data_ptr() + 4 * (flag.index + 32 * (flag.name == "made")),
+            gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
+            count_address=lambda flag: words.data_ptr() + 4 * (flag.index + 32),
             out_address=None,
-            need=lambda _part, _i: (0, 1),
+            need=lambda _: (0, 1),
         )
         return lambda: gemm(sources, b, out, plan, status, epoch=0, sms=sms)
 

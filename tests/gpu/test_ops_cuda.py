@@ -47,17 +47,22 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
 
 def _slow(what: str) -> None:
     """One rank's kernels, or its copies, come late in every call; data is new each time."""
-    from weft.execute.cuda import CudaProgram, CudaSpace
+    from weft.execute.cuda import CudaProgram
+    from weft.execute.cuda_space import CudaSpace
 
     faulthandler.dump_traceback_later(90, exit=True)
-    matmul, stream = CudaProgram.matmul, CudaSpace.stream
+    matmul, stream, launch = CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch
     if dist.get_rank() == 1 and what == "compute":
 
         def late(*arguments: object, **options: object) -> None:
             torch.cuda._sleep(2_000_000)
             matmul(*arguments, **options)  # type: ignore[arg-type]
 
-        CudaProgram.matmul = late  # type: ignore[method-assign, assignment]
+        def late_kernel(*arguments: object, **options: object) -> None:
+            torch.cuda._sleep(2_000_000)
+            launch(*arguments, **options)  # type: ignore[arg-type]
+
+        CudaProgram.matmul, CudaProgram.launch = late, late_kernel  # type: ignore[method-assign, assignment]
     if dist.get_rank() == 1 and what == "transport":
 
         def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
@@ -73,7 +78,7 @@ def _slow(what: str) -> None:
                 check_gather(253, 129, 77, torch.bfloat16, name, call)
                 check_scatter(253, 129, 77, torch.bfloat16, name, call)
     finally:
-        CudaProgram.matmul, CudaSpace.stream = matmul, stream  # type: ignore[method-assign]
+        CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch = matmul, stream, launch  # type: ignore[method-assign]
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -131,6 +136,80 @@ def _never_arrives(name: str) -> str:
 def test_a_flag_that_never_comes(pool: Ranks) -> None:
     messages = pool.run(_never_arrives, "shard_p2p")
     assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages
+
+
+def _graphs() -> None:
+    """Each schedule captured, and replayed with new data, between eager calls of the same and of the other operator."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 512, 256, 384
+    rows, cols, inner = slice(*split(m, size)[rank]), slice(*split(n, size)[rank]), slice(*split(k, size)[rank])
+    for name in NAMES:
+        check_gather(m, n, k, torch.bfloat16, name, 0)
+        check_scatter(m, n, k, torch.bfloat16, name, 0)
+        a, b, _ = whole(m, n, k, torch.bfloat16, 0)
+        shard, right, left, below = a[rows].clone(), b[:, cols].clone(), a[:, inner].clone(), b[inner].clone()
+        weft.all_gather_matmul(shard, right, schedule=name)
+        weft.matmul_reduce_scatter(left, below, schedule=name)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            gathered = weft.all_gather_matmul(shard, right, schedule=name)
+            scattered = weft.matmul_reduce_scatter(left, below, schedule=name)
+        for replay in range(6):
+            a, b, expected = whole(m, n, k, torch.bfloat16, 10 + replay)
+            for old, new in ((shard, a[rows]), (right, b[:, cols]), (left, a[:, inner]), (below, b[inner])):
+                old.copy_(new)
+            graph.replay()
+            torch.testing.assert_close(gathered.double(), expected[:, cols], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(scattered.double(), expected[rows], rtol=2e-2, atol=3e-2)
+            if replay % 2:
+                check_gather(m, n, k, torch.bfloat16, name, replay)
+                check_scatter(m, n, k, torch.bfloat16, name, replay)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_graphs_replayed_between_eager_calls(pool: Ranks) -> None:
+    pool.run(_graphs)
+
+
+def _two_streams() -> None:
+    """Two operators in flight at once, without a wait of the host between calls."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 512, 256, 384
+    a, b, expected = whole(m, n, k, torch.bfloat16, 3)
+    rows, cols, inner = slice(*split(m, size)[rank]), slice(*split(n, size)[rank]), slice(*split(k, size)[rank])
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for name in NAMES[1:]:
+        outs = []
+        for call in range(8):
+            with torch.cuda.stream(streams[call % 2]):
+                outs.append((weft.all_gather_matmul(a[rows], b[:, cols], schedule=name), expected[:, cols]))
+                outs.append((weft.matmul_reduce_scatter(a[:, inner], b[inner], schedule=name), expected[rows]))
+        torch.cuda.synchronize()
+        for out, wanted in outs:
+            torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=3e-2)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_two_operators_in_flight(pool: Ranks) -> None:
+    pool.run(_two_streams)
+
+
+def _capture_unseen() -> None:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    a, b = torch.ones(64, 64, device="cuda").bfloat16(), torch.ones(64, 48, device="cuda").bfloat16()
+    with pytest.raises(ValueError, match="call it once with these sizes before capturing a graph"):  # noqa: SIM117
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            weft.all_gather_matmul(a, b, schedule="flag_gated")
+
+
+def test_a_capture_without_a_call_before_is_refused(pool: Ranks) -> None:
+    pool.run(_capture_unseen)
 
 
 def _many_calls() -> tuple[int, int]:

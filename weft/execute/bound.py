@@ -1,10 +1,6 @@
 """A checked schedule bound to one rank of a team: where its buffers and flags lie, and the tensors of a call.
 
 What a device adds (memory, flags, lanes) is in host.py and cuda.py; the steps' arithmetic is in interpret.py.
-
-Memory, by rank: one symmetric data area for all schedules of the team, grown when one needs more; flags of its own for each
-schedule. Schedules share the data area: `Team.enter` of a call shows that every peer has ended the call before, so no peer
-still reads what another schedule put there.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weft.execute.interpret import Bindings, Device, Program, Where
-from weft.schedule import Buffer, Collective, Flag, Gemm, Schedule, advances
+from weft.schedule import Buffer, Collective, Flag, Gemm, Schedule, Wait, advances
 from weft.span import Span
 from weft.team import Team
 
@@ -54,24 +50,13 @@ def layout(schedule: Schedule) -> Layout:
 
 
 class Space(Protocol):
-    """What the schedules of one team share on this rank: the symmetric data area, and scratch."""
+    """What the schedules of one team share on this rank."""
 
     team: Team
     device: torch.device
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
         """Whether fused steps of this dtype run as kernels here. The same on every rank."""
-        ...
-
-    def reserve(self, nbytes: int) -> None:
-        """Make every rank's data area at least `nbytes`. Collective: all ranks ask for the same."""
-
-    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A matrix in a rank's data area."""
-        ...
-
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A local matrix that keeps its memory from call to call."""
         ...
 
     def close(self) -> None: ...
@@ -101,9 +86,10 @@ class BoundProgram(ABC, Device):
         from weft.execute.fused import FusedGemm, growth, is_fused
 
         program = Program(self.schedule, self, growth(self.schedule, self._space.device))
-        for rank, _, _, step in self.schedule:
+        for rank, lane, position, step in self.schedule:
             if rank == self.rank and isinstance(step, Gemm) and is_fused(step):
-                self._kernels[id(step)] = FusedGemm(program, step, self._space.device, self.flag_address)
+                where = Where(rank, lane.name, position, step)
+                self._kernels[id(step)] = FusedGemm(step, where, self._space.device, self)
         return program
 
     def fused(self, step: Gemm, bindings: Bindings, epoch: int, where: Where) -> bool:
@@ -118,8 +104,21 @@ class BoundProgram(ABC, Device):
         """Run a fused step on this device."""
 
     @abstractmethod
-    def flag_address(self, flag: Flag) -> int:
-        """Where a kernel of this rank finds the flag's word."""
+    def gate_address(self, flag: Flag, where: Where) -> int: ...
+
+    @abstractmethod
+    def gate_need(self, wait: Wait) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def count_address(self, flag: Flag) -> int: ...
+
+    @abstractmethod
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A matrix in a rank's data area."""
+
+    @abstractmethod
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local matrix that keeps its memory from call to call."""
 
     @property
     def words_needed(self) -> int:
@@ -130,7 +129,6 @@ class BoundProgram(ABC, Device):
         self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
     ) -> dict[str, list[torch.Tensor]]:
         """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
-        self._space.reserve(self.layout.nbytes)
         self.spans = spans
         bindings, outputs = self._bind(a, bs)
         self.rehearse(bindings)
@@ -155,14 +153,12 @@ class BoundProgram(ABC, Device):
     def _bind_own(self, bindings: Bindings, buffer: Buffer) -> None:
         if buffer.kind == "local":
             dtype = torch.float32 if buffer.float32 else self.dtype
-            matrix = self._space.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
+            matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
             bindings.bind(buffer.name, self.rank, matrix)
             return
         for rank in range(self.team.world_size):
             offset = self.layout.offsets[buffer.name, rank]
-            bindings.bind(
-                buffer.name, rank, self._space.symmetric(rank, offset, buffer.rows[rank], buffer.cols[rank], self.dtype)
-            )
+            bindings.bind(buffer.name, rank, self.symmetric(rank, offset, buffer.rows[rank], buffer.cols[rank], self.dtype))
 
     def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
         """a as the device's copies want it."""

@@ -1,130 +1,86 @@
 """The CUDA executor: a Schedule on GPUs of one host, one process a GPU.
 
 Lanes are streams: the compute lane is the caller's, every other lane has one of its own that is forked from it and joined
-to it. A wait is a stream memory operation (cuStreamWaitValue32, >=), a signal is cuStreamWriteValue32 into the memory of the
-rank that waits: neither takes an SM, so that a kernel can never keep a flag from being raised. Symmetric buffers are torch's
-symmetric memory; no multicast.
+to it. Symmetric buffers are torch's symmetric memory; no multicast. A call does not wait for the GPU; the space's watch
+bounds it.
+
+Flags are edges. A schedule's flags only grow, but a CUDA graph replays constants. So each (flag, step that waits for it) has
+a 32-bit word of its own: a signal writes 1 into each waiter's word (a kernel adds one for each tile), and the waiter, once
+past, writes 0. That is the same as growing if a flag is signalled once a call, and not again before its waiters are past it;
+`Edges` proves both when a schedule is bound.
 
     caller's stream (compute)       copy stream
-    fork  ----------------------->  wait made
-    gemm, write made  ~~~~~~~~~~~>  peer copy, write arrived at the peer
+    fork  ----------------------->  wait made >= tiles, write 0
+    gemm, count made  ~~~~~~~~~~~>  peer copy, write 1 into the peer's arrived
     join  <-----------------------
 
-A GEMM with gates, counts or stores to peers is one kernel (weft.kernels.gemm) for 16-bit types whose rows TMA can load; else
-each part is a GEMM of its own behind its waits.
-
-A call returns when its lanes have ended, or at the team's bound: then every flag of this rank is raised so that no stream
-stays blocked, and the error says which wait was stuck. Words of 32 bits are compared cyclically, so they may wrap.
+A wait is a stream memory operation (cuStreamWaitValue32), a signal is cuStreamWriteValue32 into the memory of the rank that
+waits: neither takes an SM, so a kernel can never keep a flag from being raised. A GEMM with gates, counts or stores to peers
+is one kernel (weft.kernels.gemm) for 16-bit types whose rows TMA can load; its gates on what previous calls left are waited
+for by the stream before it, since a peer may raise them again while it runs. Else each part is a GEMM of its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
-from weft.errors import WaitTimeout, WeftError
 from weft.execute.bound import BoundProgram
+from weft.execute.cuda_space import CudaSpace, checked
+from weft.execute.edges import Edges
 from weft.execute.interpret import Bindings, Where
-from weft.schedule import Collective, Flag, Lane, Schedule, waits
+from weft.schedule import Collective, Flag, Lane, Schedule, Wait, waits
 from weft.span import Kind, Span
-from weft.team import Team
 
 if TYPE_CHECKING:
     from weft.execute.fused import FusedGemm
 
 _RELEASED = 0x3FFFFFFF
-"""What every flag is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
-
-_LOOKS_PER_S = 1_000_000
-"""About how often a block looks at a flag in a second."""
-
-
-def _driver() -> Any:
-    """cuda-bindings' driver API. Raises ValueError if it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise ValueError("device is cuda: stream flags need cuda-bindings; pip install cuda-bindings") from None
-    return driver
-
-
-def _checked(result: tuple[Any, ...]) -> None:
-    if int(result[0]) != 0:
-        raise WeftError(f"CUDA driver: {result[0]}")
-
-
-class CudaSpace:
-    """The data area in torch's symmetric memory, scratch, and the streams of lanes."""
-
-    def __init__(self, team: Team, device: torch.device) -> None:
-        self.team, self.device = team, device
-        self.driver = _driver()
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._area: torch.Tensor | None = None
-        self._handle: Any = None
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._streams: dict[str, torch.cuda.Stream] = {}
-
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Zeroed symmetric memory and its handle. Collective."""
-        area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=self.device)
-        handle = symmetric_memory.rendezvous(area, self.team.group)
-        area.zero_()
-        torch.cuda.synchronize(self.device)
-        dist.barrier(self.team.group)
-        return area, handle
-
-    def runs_kernels(self, dtype: torch.dtype) -> bool:
-        return dtype in (torch.bfloat16, torch.float16)
-
-    def reserve(self, nbytes: int) -> None:
-        if self._area is None or self._area.numel() < nbytes:
-            self._area, self._handle = self.allocate(nbytes)
-
-    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        if rows * cols == 0:
-            return torch.empty(rows, cols, dtype=dtype, device=self.device)
-        matrix: torch.Tensor = self._handle.get_buffer(rank, (rows, cols), dtype, offset // dtype.itemsize)
-        return matrix
-
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = rows * cols * dtype.itemsize
-        if name not in self._scratch or self._scratch[name].numel() < nbytes:
-            self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
-
-    def stream(self, name: str) -> torch.cuda.Stream:
-        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue."""
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        return self._streams[name]
-
-    def close(self) -> None:
-        self._area, self._handle = None, None
-        self._scratch, self._streams = {}, {}
+"""What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
+_LOOKS_PER_S = 4_000_000
+"""More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 
 
 class CudaProgram(BoundProgram):
-    """A schedule on one GPU. Its flags are 32-bit words in symmetric memory of their own."""
+    """A schedule on one GPU, with memory of its own: a data area, scratch, and a word for each edge."""
 
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
-        super().__init__(space, schedule)
         self.space, self.driver = space, space.driver
-        self._flags, handle = space.allocate(4 * self.words_needed)
-        self._addresses = [int(pointer) for pointer in handle.buffer_ptrs]
-        self._handle = handle
-        self._launched: list[tuple[FusedGemm, Where]] = []
-        self._silent = False
-        self._rehearsed = False
+        self.edges = Edges(schedule)
+        self._words, self._words_handle = space.allocate(4 * self.edges.words)
+        self._addresses = [int(pointer) for pointer in self._words_handle.buffer_ptrs]
+        self._scratch: dict[str, torch.Tensor] = {}
+        super().__init__(space, schedule)
+        self._area, self._area_handle = space.allocate(self.layout.nbytes)
+        self._progress_pinned = torch.zeros(len(schedule.ranks[self.rank]) + 1, dtype=torch.int32).pin_memory()
+        self._progress = self._progress_pinned.numpy()
+        self._lane_index = {lane.name: i for i, lane in enumerate(schedule.ranks[self.rank])}
+        self._silent = self._rehearsed = False
+        self._passed: set[tuple[Flag, str, int]] = set()
+        self._last: torch.cuda.Event | None = None
         self._events: list[tuple[Where, Kind, torch.cuda.Event, torch.cuda.Event, int, int]] = []
+        space.keep_releasable(id(self), self._release)
+
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        if rows * cols == 0:
+            return torch.empty(rows, cols, dtype=dtype, device=self.space.device)
+        matrix: torch.Tensor = self._area_handle.get_buffer(rank, (rows, cols), dtype, offset // dtype.itemsize)
+        return matrix
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        if name not in self._scratch:
+            self._scratch[name] = torch.empty(rows, cols, dtype=dtype, device=self.space.device)
+        return self._scratch[name]
 
     def close(self) -> None:
-        del self._flags, self._handle
+        self.space.forget(id(self))
+        torch.cuda.synchronize(self.space.device)
+        del self._words, self._words_handle, self._area, self._area_handle
+        self._scratch = {}
 
     def rehearse(self, bindings: Bindings) -> None:
         """Run the first call's steps once without flags, on all ranks, and throw the result away.
@@ -134,35 +90,78 @@ class CudaProgram(BoundProgram):
         """
         if self._rehearsed:
             return
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         spans, self.spans, self._silent = self.spans, None, True
         self._program.run(self.epoch, bindings)
         self.spans, self._silent, self._rehearsed = spans, False, True
-        dist.barrier(self.team.group)
+        self.space.settle()
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
-        if self._silent:
+        """Hold the current stream until the edge is raised, and lower it. Once a step: parts may share a flag."""
+        key = (flag, where.lane, where.position)
+        if self._silent or key in self._passed:
             return
+        self._passed.add(key)
+        self._report(where)
+        stream, address = self._stream(), self._address(self.rank, self.edges.slot[key])
         mode = self.driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        stream = torch.cuda.current_stream(self.space.device).cuda_stream
-        _checked(self.driver.cuStreamWaitValue32(stream, self.flag_address(flag), value & 0xFFFFFFFF, mode))
+        checked(self.driver.cuStreamWaitValue32(stream, address, self._program.growth_of(flag), mode))
+        self._write(stream, address, 0)
+
+    def _report(self, where: Where) -> None:
+        """Before a step may wait: let its lane say in host memory where it is."""
+        address = self._progress_pinned.data_ptr() + 4 * self._lane_index[where.lane]
+        self._write(self._stream(), address, where.position + 1)
 
     def signal(self, flag: Flag, value: int) -> None:
         if self._silent:
             return
-        mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        stream = torch.cuda.current_stream(self.space.device).cuda_stream
-        _checked(self.driver.cuStreamWriteValue32(stream, self.flag_address(flag), value & 0xFFFFFFFF, mode))
+        stream = self._stream()
+        for slot in self.edges.slots[flag]:
+            self._write(stream, self._address(flag.rank, slot), self._program.growth_of(flag))
 
-    def flag_address(self, flag: Flag) -> int:
-        return self._addresses[flag.rank] + 4 * self.slots[flag]
+    def _write(self, stream: int, address: int, value: int) -> None:
+        mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        checked(self.driver.cuStreamWriteValue32(stream, address, value, mode))
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self.space.device).cuda_stream)
+
+    def _address(self, rank: int, slot: int) -> int:
+        return self._addresses[rank] + 4 * slot
+
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        return self._address(self.rank, self.edges.slot[flag, where.lane, where.position])
+
+    def count_address(self, flag: Flag) -> int:
+        (slot,) = self.edges.slots[flag]
+        return self._address(flag.rank, slot)
+
+    def gate_need(self, wait: Wait) -> tuple[int, int]:
+        return 0, self._program.growth_of(wait.flag) if wait.at_least else 0
+
+    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+        gates = waits(kernel.step)
+        for gate in gates:
+            if not gate.at_least and self._program.absolute(epoch, gate) > 0:
+                self.wait(gate.flag, 1, where)
+        if not self._silent:
+            self._report(where)
+        kernel.launch(bindings, 0, silent=self._silent, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=self.space.sms)
+        if not self._silent:
+            self._lower([gate.flag for gate in gates if gate.at_least], where)
+
+    def _lower(self, flags: list[Flag], where: Where) -> None:
+        """Write 0 to a kernel's own gates, which lie together, once it has ended."""
+        slots = sorted({self.edges.slot[flag, where.lane, where.position] for flag in flags})
+        if slots:
+            assert slots[-1] - slots[0] == len(slots) - 1, "edges of one step lie together"
+            checked(self.driver.cuMemsetD32Async(self._address(self.rank, slots[0]), 0, len(slots), self._stream()))
 
     def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
         return a.contiguous()
-
-    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
-        kernel.launch(bindings, epoch, silent=self._silent, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=self.space.sms)
-        self._launched.append((kernel, where))
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if out.dtype == a.dtype and not accumulate:
@@ -201,8 +200,12 @@ class CudaProgram(BoundProgram):
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
         caller = torch.cuda.current_stream(self.space.device)
-        zero_us = time.perf_counter_ns() / 1e3
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        capturing = torch.cuda.is_current_stream_capturing()
+        if self._last is not None and not capturing:
+            caller.wait_event(self._last)
+        self._passed.clear()
+        begin, zero_us = self._event(), time.perf_counter_ns() / 1e3
+        ticket = 0 if capturing else self.space.begin(caller)
         begin.record(caller)
         for lane, work in sorted(lanes, key=lambda item: item[0].kind == "compute"):
             stream = caller if lane.kind == "compute" else self.space.stream(lane.name)
@@ -213,70 +216,55 @@ class CudaProgram(BoundProgram):
         for lane, _ in lanes:
             if lane.kind != "compute":
                 caller.wait_stream(self.space.stream(lane.name))
-        end.record(caller)
-        self._finish(end)
-        self._check_kernels()
+        if not capturing:
+            self._end(caller, ticket, begin, zero_us)
+
+    def _end(self, caller: torch.cuda.Stream, ticket: int, begin: torch.cuda.Event, zero_us: float) -> None:
+        """Put the call under watch. With spans: wait for its end, and read them."""
+        self._last = self._event()
+        self._last.record(caller)
+        self.space.end(caller, ticket, self._stuck)
         if self.spans is not None:
+            self.team.until(lambda: self.space.done(ticket), self._stuck)
+            caller.synchronize()
             self.spans += [self._span(begin, zero_us, item) for item in self._events]
             self._events = []
 
-    def _finish(self, end: torch.cuda.Event) -> None:
-        """Wait for the call's end, no longer than the bound; on failure, release what is blocked and say what it was."""
-        try:
-            self.team.until(lambda: bool(end.query()), self._stuck)  # type: ignore[no-untyped-call]
-        except WeftError as error:
-            stuck = "" if isinstance(error, WaitTimeout) else f"; meanwhile {self._stuck()}"
-            self._release()
-            raise type(error)(f"{error}{stuck}") from None
-
-    def _check_kernels(self) -> None:
-        """Raise if a kernel of this call gave up on a gate."""
-        launched, self._launched = self._launched, []
-        for kernel, where in launched:
-            try:
-                kernel.raise_if_late(str(where), self.raiser)
-            except WaitTimeout as error:
-                raise self.team.fail(error) from None
-
     def _stuck(self) -> str:
-        """The first wait of each lane whose flag is not there yet."""
-        seen = self._read_flags()
+        """What each lane waits for: the step that its progress names, and the words of it that are low."""
+        with torch.cuda.stream(self.space.stream("rescue")):
+            seen = self._words.view(torch.int32).cpu().tolist()
         stuck = []
-        for lane in self.schedule.ranks[self.rank]:
-            for position, step in enumerate(lane.steps):
-                missing = [
-                    f"{Where(self.rank, lane.name, position, step)}: {wait.flag}: expected {value}, "
-                    f"seen {seen[self.slots[wait.flag]]}; {self.raiser(wait.flag)}"
-                    for wait in waits(step)
-                    if seen[self.slots[wait.flag]] < (value := self._program.absolute(self.epoch, wait))
-                ]
-                if missing:
-                    stuck.append(missing[0])
+        for index, lane in enumerate(self.schedule.ranks[self.rank]):
+            position = int(self._progress[index]) - 1
+            step = lane.steps[position]
+            for wait in waits(step) if position >= 0 else ():
+                value, need = seen[self.edges.slot[wait.flag, lane.name, position]], self._program.growth_of(wait.flag)
+                if value < need:
+                    where = Where(self.rank, lane.name, position, step)
+                    stuck.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {self.raiser(wait.flag)}")
                     break
         return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
 
-    def _read_flags(self) -> list[int]:
-        """This rank's flags, read beside the blocked streams."""
-        with torch.cuda.stream(self.space.stream("rescue")):
-            words = self._flags.view(torch.int32).cpu()
-        return [int(w) for w in words]
-
     def _release(self) -> None:
-        """Raise every flag of this rank beyond what any wait needs, so that its streams drain."""
+        """Raise every word of this rank beyond what any wait needs, so that its streams drain."""
         stream = self.space.stream("rescue")
-        words = self._flags.numel() // 4
-        _checked(self.driver.cuMemsetD32Async(self._flags.data_ptr(), _RELEASED, words, stream.cuda_stream))
+        checked(self.driver.cuMemsetD32Async(self._words.data_ptr(), _RELEASED, self._words.numel() // 4, stream.cuda_stream))
         stream.synchronize()
 
     def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:
         if self.spans is None:
             work()
             return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start, end = self._event(), self._event()
         start.record()
         work()
         end.record()
         self._events.append((where, kind, start, end, flops, nbytes))
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
     def _span(
         self, begin: torch.cuda.Event, zero_us: float, item: tuple[Where, Kind, torch.cuda.Event, torch.cuda.Event, int, int]

@@ -7,13 +7,14 @@ A rank whose operands the kernel cannot load (odd strides) multiplies part by pa
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from weft.errors import WaitTimeout
-from weft.execute.interpret import Bindings, Program
+from weft.execute.interpret import Bindings, Where
 from weft.kernels.gemm import Tables, blocks_for, fits, gemm, tables, tiles_of
-from weft.schedule import Flag, Gemm, Part, Schedule
+from weft.schedule import Flag, Gemm, Part, Schedule, Wait
 
 
 def is_fused(step: Gemm) -> bool:
@@ -33,15 +34,30 @@ def growth(schedule: Schedule, device: torch.device) -> dict[Flag, int]:
     }
 
 
+class FlagWords(Protocol):
+    """Where a device keeps flags, for kernels."""
+
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        """The word that a step of this rank looks at."""
+        ...
+
+    def gate_need(self, wait: Wait) -> tuple[int, int]:
+        """(growth per call, value in the first call) that opens a gate."""
+        ...
+
+    def count_address(self, flag: Flag) -> int:
+        """The word that a kernel of this rank adds to."""
+        ...
+
+
 class FusedGemm:
     """One step of one rank, ready to launch call after call."""
 
-    def __init__(self, program: Program, step: Gemm, device: torch.device, flag_address: Callable[[Flag], int]) -> None:
-        self.step, self._program, self._device = step, program, device
+    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords) -> None:
+        self.step, self._where, self._device, self._flags = step, where, device, flags
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
         self._outs = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
         self._remote = any(part.out.rank != step.b.rank for part in step.parts)
-        self._flag_address = flag_address
         self._tables: tuple[tuple[int, ...], Tables] | None = None
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
 
@@ -61,8 +77,8 @@ class FusedGemm:
                 out,
                 plan,
                 self.status,
-                epoch=-1 if silent else epoch,
-                count_by=0 if silent else 1,
+                epoch=epoch,
+                silent=silent,
                 tries=tries,
                 sms=sms,
             )
@@ -91,16 +107,12 @@ class FusedGemm:
             view = bindings.view(part.out)
             return view.data_ptr() + row * view.stride(0) * view.element_size()
 
-        def need(part: Part, i: int) -> tuple[int, int]:
-            wait = part.gates[i]
-            once = self._program.absolute(0, wait)
-            return self._program.absolute(1, wait) - once, once
-
         return tables(
             self.step,
             device=self._device,
             source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
-            flag_address=self._flag_address,
+            gate_address=lambda flag: self._flags.gate_address(flag, self._where),
+            count_address=self._flags.count_address,
             out_address=out_address if self._remote else None,
-            need=need,
+            need=self._flags.gate_need,
         )

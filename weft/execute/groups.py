@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from weft import codec, machine, schedules
 from weft.checker import check
 from weft.execute.bound import BoundProgram
-from weft.execute.cuda import CudaProgram, CudaSpace
+from weft.execute.cuda import CudaProgram
+from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
 from weft.problem import Op, Problem, split
 from weft.schedule import Schedule
@@ -94,11 +95,12 @@ class GroupState:
         self.team = Team(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
         self.lock = threading.Lock()
+        self._agreed: dict[tuple[str, int], Problem] = {}
         self._programs: OrderedDict[tuple[Problem, str, str], BoundProgram] = OrderedDict()
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         with self.lock:
-            problem = call.problem(self.team.enter(call.describe(), call.b_size))
+            problem = self._agree(call)
             key = (problem, call.schedule, call.a.device.type)
             # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
             chosen = None if key in self._programs else self._checked(problem, call, kept)
@@ -110,6 +112,16 @@ class GroupState:
             except BaseException as error:
                 # Peers wait for this rank: whatever ends its call must end theirs, with the reason.
                 raise self.team.fail(error) from error.__cause__
+
+    def _agree(self, call: Call) -> Problem:
+        """The problem, once all ranks are seen to call the same. While a graph is captured: as agreed at the call before."""
+        key = (call.describe(), call.b_size)
+        if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
+            if key not in self._agreed:
+                raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
+            return self._agreed[key]
+        self._agreed[key] = call.problem(self.team.enter(*key))
+        return self._agreed[key]
 
     @staticmethod
     def _checked(problem: Problem, call: Call, kept: dict[str, Schedule]) -> Schedule:

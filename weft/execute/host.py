@@ -8,6 +8,10 @@ every other lane is a thread, so that a copy lane really runs beside the matmuls
     steps ...                       steps ...
     signal made  ---------------->  wait made
     join  <-----------------------  end                 a call returns when all lanes of the rank have ended
+
+Memory, by rank: one data segment for all schedules of the team, grown when one needs more; one segment of flags a schedule.
+Schedules share the data segment: `Team.enter` of a call shows that every peer has ended the call before, so no peer still
+reads what another schedule put there.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bound import BoundProgram
 from weft.execute.interpret import Bindings, Where
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Lane, Schedule
+from weft.schedule import Collective, Flag, Lane, Schedule, Wait
 from weft.span import Kind, Span
 from weft.team import Team
 
@@ -93,16 +97,15 @@ class HostSpace:
         return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
 
     def reserve(self, nbytes: int) -> None:
+        """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
         if not self.data or self.data[0].nbytes < nbytes:
             grown = self.team.allocate(nbytes)
             for segment in self.data:
                 segment.close()
             self.data = grown
 
-    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.data[rank].matrix(offset, rows, cols, dtype)
-
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local matrix that keeps its memory from call to call."""
         nbytes = rows * cols * dtype.itemsize
         if name not in self._scratch or self._scratch[name].numel() < nbytes:
             self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
@@ -148,8 +151,27 @@ class HostProgram(BoundProgram):
     def signal(self, flag: Flag, value: int) -> None:
         self._words[flag.rank].store(self.slots[flag], value)
 
-    def flag_address(self, flag: Flag) -> int:
+    def gate_address(self, flag: Flag, where: Where) -> int:
         return self._segments[flag.rank].address + 8 * self.slots[flag]
+
+    def count_address(self, flag: Flag) -> int:
+        return self._segments[flag.rank].address + 8 * self.slots[flag]
+
+    def gate_need(self, wait: Wait) -> tuple[int, int]:
+        first = self._program.absolute(0, wait)
+        return self._program.absolute(1, wait) - first, first
+
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.space.data[rank].matrix(offset, rows, cols, dtype)
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.space.scratch(name, rows, cols, dtype)
+
+    def run(
+        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
+    ) -> dict[str, list[torch.Tensor]]:
+        self.space.reserve(self.layout.nbytes)
+        return super().run(a, bs, spans=spans)
 
     def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
         kernel.launch(bindings, epoch, silent=False, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=_INTERPRETED_BLOCKS)
@@ -190,7 +212,7 @@ class HostProgram(BoundProgram):
         """Where a rank puts its source: its own shard's rows for an all-gather, all rows for a reduce-scatter."""
         low, high = self.schedule.problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
-        return self.space.symmetric(rank, self.layout.staging, rows, step.src.shape[1], self.dtype)
+        return self.symmetric(rank, self.layout.staging, rows, step.src.shape[1], self.dtype)
 
     def _meet(self, where: Where) -> None:
         """Wait until every rank is here: a barrier on a word of each."""

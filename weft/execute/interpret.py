@@ -131,14 +131,18 @@ class Program:
 
         self.device.run_lanes([(lane, lane_runner(lane)) for lane in self.schedule.ranks[self.device.rank]])
 
+    def growth_of(self, flag: Flag) -> int:
+        """How far one advance moves the flag's word."""
+        return self._growth.get(flag, 1)
+
     def absolute(self, epoch: int, wait: Wait) -> int:
         """The word's value that a wait of this epoch needs."""
-        return (epoch * self._base.get(wait.flag, 0) + wait.at_least) * self._growth.get(wait.flag, 1)
+        return (epoch * self._base.get(wait.flag, 0) + wait.at_least) * self.growth_of(wait.flag)
 
     def values(self, epoch: int, lane: str, position: int, step: Step) -> list[tuple[Flag, int]]:
         """(flag, value to store) for each advance of a step."""
         advanced = zip(advances(step), self._ordinals.get((lane, position), ()), strict=True)
-        return [(flag, (epoch * self._base[flag] + n) * self._growth.get(flag, 1)) for flag, n in advanced]
+        return [(flag, (epoch * self._base[flag] + n) * self.growth_of(flag)) for flag, n in advanced]
 
 
 class _LaneRun:

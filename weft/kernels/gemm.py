@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.schedule import Flag, Gemm, Part
+from weft.schedule import Flag, Gemm, Part, Wait
 
 _FIELDS = 7
 
@@ -77,13 +77,14 @@ class Tables:
 
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count. outs: by row
     tile, the address of its first element where parts are stored at peers. gates, needs: addresses, and (per call, in the
-    first) what to wait for. counts: addresses of the flags.
+    first) what to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
     rows: torch.Tensor
     outs: torch.Tensor
     gates: torch.Tensor
     needs: torch.Tensor
+    no_needs: torch.Tensor
     counts: torch.Tensor
     blocks: Blocks
     gated: bool
@@ -110,13 +111,14 @@ def tables(
     *,
     device: torch.device,
     source: Callable[[Part], int],
-    flag_address: Callable[[Flag], int],
+    gate_address: Callable[[Flag], int],
+    count_address: Callable[[Flag], int],
     out_address: Callable[[Part, int], int] | None,
-    need: Callable[[Part, int], tuple[int, int]],
+    need: Callable[[Wait], tuple[int, int]],
     blocks: Blocks | None = None,
 ) -> Tables:
     """Lay a step out for the kernel. source: which tensor of a. out_address: of a row of a part's result, if peers get any.
-    need: (growth per call, value within a call) of the part's i-th gate. blocks: instead of what `blocks_for` says."""
+    need: (growth per call, value in the first call) that opens a gate. blocks: instead of what `blocks_for` says."""
     blocks = blocks or blocks_for(step, device)
     rows: list[tuple[int, ...]] = []
     outs: list[int] = []
@@ -125,10 +127,9 @@ def tables(
     counts: list[int] = []
     for part in step.parts:
         first = len(gates)
-        for i, gate in enumerate(part.gates):
-            gates.append(flag_address(gate.flag))
-            needs.append(need(part, i))
-        counts += [flag_address(part.count)] if part.count else []
+        gates += [gate_address(gate.flag) for gate in part.gates]
+        needs += [need(gate) for gate in part.gates]
+        counts += [count_address(part.count)] if part.count else []
         count = len(counts) - 1 if part.count else -1
         for at in range(0, part.out.shape[0], blocks.m):
             valid = min(blocks.m, part.out.shape[0] - at)
@@ -143,6 +144,7 @@ def tables(
         outs=words(outs, torch.int64, 1),
         gates=words(gates, torch.int64, 1),
         needs=words(needs, torch.int32, 2),
+        no_needs=words([(0, 0)] * len(needs), torch.int32, 2),
         counts=words(counts, torch.int64, 1),
         blocks=blocks,
         gated=bool(gates),
@@ -159,7 +161,7 @@ def gemm(
     status: torch.Tensor,
     *,
     epoch: int,
-    count_by: int = 1,
+    silent: bool = False,
     tries: int = 1 << 24,
     sms: int = 1,
 ) -> None:
@@ -167,7 +169,7 @@ def gemm(
 
     sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
     of the result's dtype and width if all parts are stored by address. status: int32 [2]; [gate + 1, value seen] after a
-    wait ended without its flag. epoch: calls before this one. count_by: 0 runs without advancing flags. sms: blocks.
+    wait ended without its flag. epoch: calls before this one. silent: neither wait nor count. sms: blocks.
     """
     blocks = plan.blocks
     transposed = b.stride(1) != 1
@@ -185,11 +187,11 @@ def gemm(
         plan.rows,
         plan.outs,
         plan.gates,
-        plan.needs,
+        plan.no_needs if silent else plan.needs,
         plan.counts,
         status,
         epoch,
-        count_by,
+        int(not silent),
         tries,
         row_tiles,
         b.shape[1],

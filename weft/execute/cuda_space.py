@@ -1,0 +1,169 @@
+"""What the schedules of one team share on a GPU: symmetric memory, streams, and the watch that bounds every call.
+
+The watch is a thread that reads plain memory: first and last, a call writes its ticket into pinned host words from the
+caller's stream. The bound counts from the first of them, not from when the call was enqueued behind other work. The thread
+calls CUDA only once something is wrong, so that it never disturbs a graph capture.
+
+    caller: begun 7 ... done 7      begun 8 ...
+    watch:  done 7 in time? -> next;   a peer dead, or the bound over -> say which wait is stuck, raise in the caller's
+            thread, release the blocked streams
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from weft.errors import WaitTimeout, WeftError
+from weft.team import Team
+
+_TICK_S = 0.02
+_TICKETS = 1024
+"""Words for calls under way at once; a ticket's word is used again that many calls later."""
+_IDLE_TICKS = 25
+"""A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
+
+
+def driver_api() -> Any:
+    """cuda-bindings' driver API. Raises ValueError if it is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise ValueError("device is cuda: stream flags need cuda-bindings; pip install cuda-bindings") from None
+    return driver
+
+
+def checked(result: tuple[Any, ...]) -> None:
+    """Raise WeftError if a driver call failed."""
+    if int(result[0]) != 0:
+        raise WeftError(f"CUDA driver: {result[0]}")
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A call under way. thread: who made it. stuck: what it waits for, in words. deadline: set once it has begun."""
+
+    ticket: int
+    thread: int
+    stuck: Callable[[], str]
+    deadline: float = math.inf
+
+
+class CudaSpace:
+    """Symmetric memory, scratch, streams and the watch of one team on one GPU."""
+
+    def __init__(self, team: Team, device: torch.device) -> None:
+        self.team, self.device = team, device
+        self.driver = driver_api()
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._host_words = torch.zeros(2, _TICKETS, dtype=torch.int32).pin_memory()
+        self._begun, self._done = self._host_words.numpy()
+        self._tickets = 0
+        self._pending: deque[Pending] = deque()
+        self._releases: dict[int, Callable[[], None]] = {}
+        self._stop = threading.Event()
+        self._watch = threading.Thread(target=self._watch_calls, name=f"weft-watch-{team.rank}", daemon=True)
+        self._watch.start()
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.bfloat16, torch.float16)
+
+    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
+        """Zeroed symmetric memory and its handle. Collective."""
+        area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=self.device)
+        handle = symmetric_memory.rendezvous(area, self.team.group)
+        area.zero_()
+        self.settle()
+        return area, handle
+
+    def settle(self) -> None:
+        """Wait until every rank's GPU has ended all its work. Collective."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.team.group)
+
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue."""
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        return self._streams[name]
+
+    def keep_releasable(self, key: int, release: Callable[[], None]) -> None:
+        """Call `release` if the team fails, also when no call is under way: a graph may be replaying."""
+        self._releases[key] = release
+
+    def forget(self, key: int) -> None:
+        self._releases.pop(key, None)
+
+    def begin(self, stream: torch.cuda.Stream) -> int:
+        """A new call's ticket; its bound counts from when `stream` comes here."""
+        self._tickets += 1
+        self._stamp(stream, 0, self._tickets)
+        return self._tickets
+
+    def end(self, stream: torch.cuda.Stream, ticket: int, stuck: Callable[[], str]) -> None:
+        """Put a call under watch: it is done when `stream` comes here."""
+        self._stamp(stream, 1, ticket)
+        self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck))
+
+    def _stamp(self, stream: torch.cuda.Stream, row: int, ticket: int) -> None:
+        mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
+        address = self._host_words.data_ptr() + 4 * (row * _TICKETS + ticket % _TICKETS)
+        checked(self.driver.cuStreamWriteValue32(stream.cuda_stream, address, ticket, mode))
+
+    def _under_way(self, ticket: int) -> bool:
+        return int(self._begun[ticket % _TICKETS]) >= ticket and not self.done(ticket)
+
+    def done(self, ticket: int) -> bool:
+        return int(self._done[ticket % _TICKETS]) >= ticket
+
+    def _watch_calls(self) -> None:
+        idle = 0
+        while not self._stop.wait(_TICK_S):
+            while self._pending and self.done(self._pending[0].ticket):
+                self._pending.popleft()
+            idle = 0 if self._pending else idle + 1
+            if idle % _IDLE_TICKS == 0 and not self._look():
+                return
+
+    def _look(self) -> bool:
+        """False once the team has failed: then everything has been released and said."""
+        first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
+        try:
+            self.team.check_peers(lambda: first is not None and self.done(first.ticket))
+            if first is not None:
+                first.deadline = min(first.deadline, time.monotonic() + self.team.timeout_s)
+                if time.monotonic() > first.deadline and not self.done(first.ticket):
+                    raise self.team.fail(WaitTimeout(f"{first.stuck()} after {self.team.timeout_s:g} s"))
+        except WeftError as error:
+            self._fail(error, first)
+            return False
+        return True
+
+    def _fail(self, error: WeftError, first: Pending | None) -> None:
+        """Raise in the thread that made the call, then let the streams drain: it wakes into the error, not into the result."""
+        if not isinstance(error, WaitTimeout) and first is not None:
+            error = type(error)(f"{error}; meanwhile {first.stuck()}")
+        print(f"weft: {error}", file=sys.stderr, flush=True)
+        if first is not None:
+            raised = type(type(error).__name__, (type(error),), {"__str__": lambda _: str(error), "__module__": "weft.errors"})
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(first.thread), ctypes.py_object(raised))
+        for release in list(self._releases.values()):
+            release()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._watch is not threading.current_thread():
+            self._watch.join()
+        self._streams, self._releases = {}, {}
