@@ -15,8 +15,9 @@ has rules of weft's own, which a lucky schedule may break: kernels stay off copy
 copy touches the rank that runs it, and nothing narrower than float32 is added to. The one thing left open is a schedule
 whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is refused, and told so.
 
-The proof is one walk through two calls (`weft.checker.walk`). It costs about ten microseconds a step, and does no work per
-element: 8 ranks x 64 chunks take some 25 ms, whatever M, N and K are.
+The proof is one walk through two calls (`weft.checker.walk`). It does no work per element: its cost is that of steps, parts
+and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in 64 chunks, take 8 to 16 ms a schedule,
+every family whose chunks are free, both operators, best of five; with chunks=64, which is 512 chunks, 110 to 230 ms.
 """
 
 from __future__ import annotations
