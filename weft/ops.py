@@ -13,6 +13,7 @@ Every call, ranks agree on what they call before anything moves (RankMismatch sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,58 @@ from weft.problem import split
 from weft.schedule import Schedule
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+@overload
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_gathered: Literal[False] = False,
+    gather_dim: int = 0,
+    rows: int | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_gathered: Literal[True],
+    gather_dim: int = 0,
+    rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_gathered: Literal[False] = False,
+    gather_dim: int = 0,
+    rows: int | None = None,
+) -> list[torch.Tensor]: ...
+
+
+@overload
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_gathered: Literal[True],
+    gather_dim: int = 0,
+    rows: int | None = None,
+) -> tuple[list[torch.Tensor], torch.Tensor]: ...
 
 
 def all_gather_matmul(
