@@ -1,4 +1,4 @@
-"""The tree as a whole: it holds on other machines, its documents name commands that exist, its data ships."""
+"""The tree as a whole: it holds on other machines, its packages and data ship, its dependencies are pinned."""
 
 from __future__ import annotations
 
@@ -32,16 +32,6 @@ def tracked() -> list[Path]:
     return [path for name in names.split("\0") if name and (path := ROOT / name).is_file()]
 
 
-def documents() -> list[Path]:
-    return [path for path in tracked() if path.suffix == ".md"]
-
-
-def commands(text: str) -> list[list[str]]:
-    """Words of every command line in the fenced blocks of a document."""
-    blocks = re.findall(r"^```(?:sh|bash|console|shell)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [line.removeprefix("$ ").split() for block in blocks for line in block.splitlines() if line.strip()]
-
-
 def test_nothing_ties_the_tree_to_a_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {match.group()}"
@@ -50,20 +40,6 @@ def test_nothing_ties_the_tree_to_a_machine() -> None:
         for match in re.finditer("|".join(LOCAL), path.read_text(encoding="utf-8", errors="replace"))
     ]
     assert found == []
-
-
-def test_documents_name_make_targets_that_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = {words[1] for path in documents() for words in commands(path.read_text(encoding="utf-8")) if words[0] == "make"}
-    assert named
-    assert named <= targets
-
-
-def test_documents_name_weft_commands_that_exist() -> None:
-    named = {words[1] for path in documents() for words in commands(path.read_text(encoding="utf-8")) if words[0] == "weft"}
-    app = importlib.import_module("weft.cli").app
-    known = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert named <= known
 
 
 def test_entry_point_exists() -> None:
