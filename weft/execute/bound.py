@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weft.execute.interpret import Bindings, Device, Program, Where
-from weft.schedule import Buffer, Collective, Flag, Gemm, Schedule, Wait, advances
+from weft.schedule import Buffer, Collective, Flag, Gemm, Reduce, Schedule, Wait, advances
 from weft.span import Span
 from weft.team import Team
 
 if TYPE_CHECKING:
-    from weft.execute.fused import FusedGemm
+    from weft.execute.fused import FusedStep
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIGN = 256
@@ -75,7 +75,7 @@ class BoundProgram(ABC, Device):
         self.epoch = 0
         self.spans: list[Span] | None = None
         self._space = space
-        self._kernels: dict[int, FusedGemm] = {}
+        self._kernels: dict[int, FusedStep] = {}
         if space.runs_kernels(self.dtype):
             self._program = self._with_kernels()
         else:
@@ -83,16 +83,17 @@ class BoundProgram(ABC, Device):
 
     def _with_kernels(self) -> Program:
         # Where no kernel runs, nothing needs Triton: it is imported here.
-        from weft.execute.fused import FusedGemm, growth, is_fused
+        from weft.execute.fused import fused_step, growth
 
         program = Program(self.schedule, self, growth(self.schedule, self._space.device))
         for rank, lane, position, step in self.schedule:
-            if rank == self.rank and isinstance(step, Gemm) and is_fused(step):
-                where = Where(rank, lane.name, position, step)
-                self._kernels[id(step)] = FusedGemm(step, where, self._space.device, self)
+            where = Where(rank, lane.name, position, step)
+            kernel = fused_step(step, where, self._space.device, self) if rank == self.rank else None
+            if kernel is not None:
+                self._kernels[id(step)] = kernel
         return program
 
-    def fused(self, step: Gemm, bindings: Bindings, epoch: int, where: Where) -> bool:
+    def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
         kernel = self._kernels.get(id(step))
         if kernel is None or not kernel.runs(bindings):
             return False
@@ -100,7 +101,7 @@ class BoundProgram(ABC, Device):
         return True
 
     @abstractmethod
-    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+    def launch(self, kernel: FusedStep, bindings: Bindings, epoch: int, where: Where) -> None:
         """Run a fused step on this device."""
 
     @abstractmethod

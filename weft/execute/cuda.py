@@ -37,7 +37,7 @@ from weft.schedule import Collective, Flag, Lane, Schedule, Wait, waits
 from weft.span import Kind, Span
 
 if TYPE_CHECKING:
-    from weft.execute.fused import FusedGemm
+    from weft.execute.fused import FusedStep
 
 _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
@@ -141,7 +141,7 @@ class CudaProgram(BoundProgram):
     def gate_need(self, wait: Wait) -> tuple[int, int]:
         return 0, self._program.growth_of(wait.flag) if wait.at_least else 0
 
-    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+    def launch(self, kernel: FusedStep, bindings: Bindings, epoch: int, where: Where) -> None:
         gates = waits(kernel.step)
         for gate in gates:
             if not gate.at_least and self._program.absolute(epoch, gate) > 0:

@@ -1,4 +1,4 @@
-"""A Gemm step with gates, counts or stores to peers as one kernel, on any device whose flags have addresses.
+"""Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts or stores to peers, and a Reduce.
 
 Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
 A rank whose operands the kernel cannot load (odd strides) multiplies part by part and advances the same flags as far.
@@ -6,7 +6,8 @@ A rank whose operands the kernel cannot load (odd strides) multiplies part by pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -14,13 +15,25 @@ import torch
 from weft.errors import WaitTimeout
 from weft.execute.interpret import Bindings, Where
 from weft.kernels.gemm import Tables, blocks_for, fits, gemm, tables, tiles_of
-from weft.schedule import Flag, Gemm, Part, Schedule, Wait
+from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
+from weft.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
 
 
-def is_fused(step: Gemm) -> bool:
-    """Whether a step asks for more than a matmul: tiles that wait, count, or are stored at a peer."""
-    rank = step.b.rank
-    return any(part.gates or part.count or part.out.rank != rank for part in step.parts)
+def is_fused(step: Step) -> bool:
+    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, or are stored at a peer; a sum without counts."""
+    if isinstance(step, Gemm):
+        return any(part.gates or part.count or part.out.rank != step.b.rank for part in step.parts)
+    return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
+
+
+def fused_step(step: Step, where: Where, device: torch.device, flags: FlagWords) -> FusedStep | None:
+    """The kernel of a step, if it runs as one."""
+    if not is_fused(step):
+        return None
+    if isinstance(step, Gemm):
+        return FusedGemm(step, where, device, flags)
+    assert isinstance(step, Reduce)
+    return FusedReduce(step, where, device, flags)
 
 
 def growth(schedule: Schedule, device: torch.device) -> dict[Flag, int]:
@@ -50,54 +63,72 @@ class FlagWords(Protocol):
         ...
 
 
-class FusedGemm:
-    """One step of one rank, ready to launch call after call."""
+class FusedStep(ABC):
+    """One step of one rank as a kernel, ready to launch call after call."""
 
-    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords) -> None:
-        self.step, self._where, self._device, self._flags = step, where, device, flags
-        self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
-        self._outs = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
-        self._remote = any(part.out.rank != step.b.rank for part in step.parts)
-        self._tables: tuple[tuple[int, ...], Tables] | None = None
+    step: Gemm | Reduce
+
+    def __init__(self, where: Where, device: torch.device, flags: FlagWords) -> None:
+        self._where, self._device, self._flags = where, device, flags
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
 
+    @abstractmethod
     def runs(self, bindings: Bindings) -> bool:
         """Whether the kernel can load this call's operands."""
-        sources = [self._whole(bindings, key) for key in self._buffers]
-        return len(sources) <= 2 and all(fits(a, b) for a in sources for b, _ in bindings.pieces(self.step.b))
 
+    @abstractmethod
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int) -> None:
         """Run it. silent: neither wait nor count, for a rehearsal."""
-        plan = self._plan(bindings)
-        sources = tuple(self._whole(bindings, key) for key in self._buffers)
-        for (b, _), (out, _) in zip(bindings.pieces(self.step.b), bindings.tensors[self._outs[-1]], strict=True):
-            gemm(
-                sources,
-                b,
-                out,
-                plan,
-                self.status,
-                epoch=epoch,
-                silent=silent,
-                tries=tries,
-                sms=sms,
-            )
 
     def raise_if_late(self, where: str, describe: Callable[[Flag], str]) -> None:
         """Raise WaitTimeout if a gate of the last launch did not open in time."""
         gate, seen = self.status.tolist()
         if gate:
             self.status.zero_()
-            wait = [g for part in self.step.parts for g in part.gates][gate - 1]
+            wait = waits(self.step)[gate - 1]
             raise WaitTimeout(f"{where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
+
+    def _gate_address(self, flag: Flag) -> int:
+        return self._flags.gate_address(flag, self._where)
+
+
+def _address(bindings: Bindings, region: Region) -> int:
+    return bindings.view(region).data_ptr()
+
+
+def _moved(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
+    """Where the buffers of regions lie now: tables of addresses into them are made anew when that changes."""
+    buffers = dict.fromkeys((region.buffer, region.rank) for region in regions)
+    return tuple(bindings.tensors[key][0][0].data_ptr() for key in buffers)
+
+
+class FusedGemm(FusedStep):
+    """A GEMM with gates, counts, or parts that are stored at peers."""
+
+    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords) -> None:
+        super().__init__(where, device, flags)
+        self.step: Gemm = step
+        self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
+        self._outs = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
+        self._remote = any(part.out.rank != step.b.rank for part in step.parts)
+        self._tables: tuple[tuple[int, ...], Tables] | None = None
+
+    def runs(self, bindings: Bindings) -> bool:
+        sources = [self._whole(bindings, key) for key in self._buffers]
+        return len(sources) <= 2 and all(fits(a, b) for a in sources for b, _ in bindings.pieces(self.step.b))
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int) -> None:
+        plan = self._plan(bindings)
+        sources = tuple(self._whole(bindings, key) for key in self._buffers)
+        for (b, _), (out, _) in zip(bindings.pieces(self.step.b), bindings.tensors[self._outs[-1]], strict=True):
+            gemm(sources, b, out, plan, self.status, epoch=epoch, silent=silent, tries=tries, sms=sms)
 
     def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[key]
         return matrix
 
     def _plan(self, bindings: Bindings) -> Tables:
-        """The tables, made anew when memory that they point into has moved (a larger schedule made it grow)."""
-        moved = tuple(bindings.view(part.out).data_ptr() for part in self.step.parts) if self._remote else ()
+        moved = _moved(bindings, [part.out for part in self.step.parts]) if self._remote else ()
         if self._tables is None or self._tables[0] != moved:
             self._tables = moved, self._lay_out(bindings)
         return self._tables[1]
@@ -111,8 +142,53 @@ class FusedGemm:
             self.step,
             device=self._device,
             source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
-            gate_address=lambda flag: self._flags.gate_address(flag, self._where),
+            gate_address=self._gate_address,
             count_address=self._flags.count_address,
             out_address=out_address if self._remote else None,
+            need=self._flags.gate_need,
+        )
+
+
+class FusedReduce(FusedStep):
+    """A reduction, gated or not, from any addresses."""
+
+    def __init__(self, step: Reduce, where: Where, device: torch.device, flags: FlagWords) -> None:
+        super().__init__(where, device, flags)
+        self.step: Reduce = step
+        self._sources = [src for part in step.parts for src in part.srcs]
+        self._tables: tuple[tuple[int, ...], ReduceTables] | None = None
+
+    def runs(self, bindings: Bindings) -> bool:
+        """One result, and sources of one dtype and row stride, as many for each part."""
+        (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
+        out, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
+        alike = all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors)
+        return alike and not (more or others) and len({len(part.srcs) for part in self.step.parts}) == 1 and out[0].numel() > 0
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int) -> None:
+        moved = _moved(bindings, self._sources)
+        if self._tables is None or self._tables[0] != moved:
+            self._tables = moved, self._lay_out(bindings)
+        ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
+        reduce(
+            like,
+            out,
+            self._tables[1],
+            self.status,
+            divide_by=self.step.divide_by,
+            epoch=epoch,
+            silent=silent,
+            tries=tries,
+            sms=sms,
+        )
+
+    def _lay_out(self, bindings: Bindings) -> ReduceTables:
+        return reduce_tables(
+            self.step,
+            device=self._device,
+            address=lambda region: _address(bindings, region),
+            gate_address=self._gate_address,
             need=self._flags.gate_need,
         )

@@ -35,7 +35,7 @@ from weft.span import Kind, Span
 from weft.team import Team
 
 if TYPE_CHECKING:
-    from weft.execute.fused import FusedGemm
+    from weft.execute.fused import FusedStep
 
 _LOOKS_PER_S = 10_000
 """At most: how often an interpreted kernel looks at a flag in a second."""
@@ -173,7 +173,7 @@ class HostProgram(BoundProgram):
         self.space.reserve(self.layout.nbytes)
         return super().run(a, bs, spans=spans)
 
-    def launch(self, kernel: FusedGemm, bindings: Bindings, epoch: int, where: Where) -> None:
+    def launch(self, kernel: FusedStep, bindings: Bindings, epoch: int, where: Where) -> None:
         kernel.launch(bindings, epoch, silent=False, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=_INTERPRETED_BLOCKS)
         try:
             kernel.raise_if_late(str(where), self.raiser)

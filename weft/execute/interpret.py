@@ -47,7 +47,7 @@ class Device(Protocol):
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
 
-    def fused(self, step: Gemm, bindings: Bindings, epoch: int, where: Where) -> bool:
+    def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
         """Run a step as one kernel, gates and counts included; False if this device multiplies it part by part."""
         ...
 
@@ -216,6 +216,8 @@ class _LaneRun:
         return self.bindings.view(adjacent) if adjacent else torch.cat([self.bindings.view(r) for r in regions])
 
     def _reduce(self, step: Reduce, where: Where) -> None:
+        if self.device.fused(step, self.bindings, self.epoch, where):
+            return
         counts = 0
         for part in step.parts:
             for gate in part.gates:

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.flags import table, wait_gates
 from weft.schedule import Flag, Gemm, Part, Wait
 
 _FIELDS = 7
@@ -136,16 +136,13 @@ def tables(
             rows.append((source(part), part.a.rows[0] + at, valid, part.out.rows[0] + at, first, len(gates), count))
             outs.append(out_address(part, at) if out_address else 0)
 
-    def words(values: list[Any], dtype: torch.dtype, width: int) -> torch.Tensor:
-        return torch.tensor(values or [[0] * width] if width > 1 else values or [0], dtype=dtype, device=device)
-
     return Tables(
-        rows=words(rows, torch.int32, _FIELDS),
-        outs=words(outs, torch.int64, 1),
-        gates=words(gates, torch.int64, 1),
-        needs=words(needs, torch.int32, 2),
-        no_needs=words([(0, 0)] * len(needs), torch.int32, 2),
-        counts=words(counts, torch.int64, 1),
+        rows=table(rows, torch.int32, device),
+        outs=table(outs, torch.int64, device),
+        gates=table(gates, torch.int64, device),
+        needs=table(needs, torch.int32, device),
+        no_needs=table([(0, 0)] * len(needs), torch.int32, device),
+        counts=table(counts, torch.int64, device),
         blocks=blocks,
         gated=bool(gates),
         counted=bool(counts),
@@ -211,22 +208,6 @@ def gemm(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
-
-
-@triton.jit
-def _wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
-    """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times."""
-    for gate in range(first, last):
-        flag_ptr = tl.load(gates_ptr + gate).to(tl.pointer_type(tl.int32))
-        need = epoch * tl.load(needs_ptr + 2 * gate) + tl.load(needs_ptr + 2 * gate + 1)
-        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-        looks = 0
-        while (seen < need) & (looks < tries):
-            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
-            looks += 1
-        if seen < need:
-            tl.store(status_ptr, gate + 1)
-            tl.store(status_ptr + 1, seen)
 
 
 @triton.jit
@@ -305,7 +286,7 @@ def _gemm_kernel(
         valid = tl.load(fields + 2)
         out_row = tl.load(fields + 3)
         if GATED:
-            _wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
+            wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
         # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
         a_desc = a0_desc
         if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device

@@ -1,0 +1,159 @@
+"""One reduction kernel: sums partial results in float32 as they arrive, wherever they lie.
+
+    _reduce_kernel   persistent blocks; each tile waits for its part's gates, adds up its sources, rounds once
+    reduce()         its launcher; ReduceTables  what a step's parts mean to the kernel
+
+Sources are addresses: local memory, or a peer's that this GPU can load from. They are added in the order of the step, so
+that a result has the same bits each call. Waiting is that of weft.kernels.gemm: bounded, and nothing that a gate waits for
+may need an SM of this GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.flags import table, wait_gates
+from weft.schedule import Flag, Reduce, Region, Wait
+
+_FIELDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceTables:
+    """tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns,
+    gates [first, last). srcs: by part, the addresses of its sources. gates, needs: as for a GEMM."""
+
+    tiles: torch.Tensor
+    parts: torch.Tensor
+    srcs: torch.Tensor
+    gates: torch.Tensor
+    needs: torch.Tensor
+    no_needs: torch.Tensor
+    sources: int
+    rows: int
+    cols: int
+    gated: bool
+
+
+def reduce_tables(
+    step: Reduce,
+    *,
+    device: torch.device,
+    address: Callable[[Region], int],
+    gate_address: Callable[[Flag], int],
+    need: Callable[[Wait], tuple[int, int]],
+) -> ReduceTables:
+    """Lay a step out for the kernel. address: of a region's first element. The rest as for weft.kernels.gemm.tables."""
+    rows, cols = (4, 1024) if device.type == "cuda" else (16, 64)
+    tiles: list[tuple[int, int, int]] = []
+    parts: list[tuple[int, ...]] = []
+    gates: list[int] = []
+    needs: list[tuple[int, int]] = []
+    for number, part in enumerate(step.parts):
+        height, width = part.out.shape
+        first = len(gates)
+        gates += [gate_address(gate.flag) for gate in part.gates]
+        needs += [need(gate) for gate in part.gates]
+        parts.append((part.out.rows[0], part.out.cols[0], height, width, first, len(gates)))
+        tiles += [(number, row, col) for row in range(0, height, rows) for col in range(0, width, cols)]
+    return ReduceTables(
+        tiles=table(tiles, torch.int32, device),
+        parts=table(parts, torch.int32, device),
+        srcs=table([[address(src) for src in part.srcs] for part in step.parts], torch.int64, device),
+        gates=table(gates, torch.int64, device),
+        needs=table(needs, torch.int32, device),
+        no_needs=table([(0, 0)] * len(needs), torch.int32, device),
+        sources=len(step.parts[0].srcs),
+        rows=rows,
+        cols=cols,
+        gated=bool(gates),
+    )
+
+
+def reduce(
+    like: torch.Tensor,
+    out: torch.Tensor,
+    plan: ReduceTables,
+    status: torch.Tensor,
+    *,
+    divide_by: int,
+    epoch: int,
+    silent: bool = False,
+    tries: int = 1 << 24,
+    sms: int = 1,
+) -> None:
+    """out = the sums that `plan` says, divided by `divide_by`.
+
+    like: a tensor of the sources' dtype and row stride. out: the whole result. status, epoch, silent, tries, sms: as for
+    weft.kernels.gemm.gemm.
+    """
+    count = plan.tiles.shape[0]
+    _reduce_kernel[(min(8 * sms, count),)](
+        like,
+        out,
+        plan.tiles,
+        plan.parts,
+        plan.srcs,
+        plan.gates,
+        plan.no_needs if silent else plan.needs,
+        status,
+        epoch,
+        tries,
+        count,
+        like.stride(0),
+        out.stride(0),
+        divide_by,
+        SOURCES=plan.sources,
+        ROWS=plan.rows,
+        COLS=plan.cols,
+        FIELDS=_FIELDS,
+        GATED=plan.gated,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["epoch", "tries"])
+def _reduce_kernel(
+    like_ptr,
+    out_ptr,
+    tiles_ptr,
+    parts_ptr,
+    srcs_ptr,
+    gates_ptr,
+    needs_ptr,
+    status_ptr,
+    epoch,
+    tries,
+    tiles,
+    src_stride,
+    out_stride,
+    divide_by,
+    SOURCES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        part = tl.load(tiles_ptr + 3 * tile)
+        fields = parts_ptr + FIELDS * part
+        rows = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)[:, None]
+        cols = tl.load(tiles_ptr + 3 * tile + 2) + tl.arange(0, COLS)[None, :]
+        inside = (rows < tl.load(fields + 2)) & (cols < tl.load(fields + 3))
+        if GATED:
+            wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
+        total = tl.zeros((ROWS, COLS), tl.float32)
+        for source in tl.static_range(SOURCES):
+            src_ptr = tl.load(srcs_ptr + part * SOURCES + source).to(tl.pointer_type(like_ptr.dtype.element_ty))
+            # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
+            here = src_ptr + rows.to(tl.int64) * src_stride + cols
+            total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total = total / divide_by
+        out_row = tl.load(fields).to(tl.int64)
+        there = out_ptr + (out_row + rows) * out_stride + tl.load(fields + 1) + cols
+        tl.store(there, total.to(out_ptr.dtype.element_ty), mask=inside)
