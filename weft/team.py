@@ -152,12 +152,17 @@ class Team:
             if now >= deadline:
                 raise self.fail(WaitTimeout(f"{explain()} after {self.timeout_s:g} s"))
 
-    def check_peers(self, ready: Callable[[], bool] = lambda: False) -> None:
-        """Raise if this team failed here (on another lane) or on a peer, or if a peer is dead; not if `ready()` by now."""
+    def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
+        """Raise if this team failed here (on another lane) or on a peer, or if a peer is dead; not if `ready()` by now.
+
+        may_leave: nothing is awaited of the peers, so one that has closed its team is no error.
+        """
         if self.broken:
             raise PeerLost(str(self.broken))
+        fine = (0, _CLOSED) if may_leave else (0,)
         dead = [p for p in self._others() if process_start(self.pids[p]) != self._starts[p]]
-        gone = [p for p in self._others() if self._words[p].load(_STATE) != 0]
+        dead = [p for p in dead if not (may_leave and self._words[p].load(_STATE) == _CLOSED)]
+        gone = [p for p in self._others() if self._words[p].load(_STATE) not in fine]
         if not (dead or gone) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.

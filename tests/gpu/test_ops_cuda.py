@@ -20,7 +20,7 @@ from weft.schedules import NAMES
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
 SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
-SHAPES = [(512, 256, 384), (253, 129, 77), (5, 7, 3)]
+SHAPES = [(512, 256, 384), (128, 64, 64), (253, 129, 77), (5, 7, 3)]
 BOUND_S = 5.0
 
 
@@ -133,8 +133,9 @@ def _never_arrives(name: str) -> str:
     return message
 
 
-def test_a_flag_that_never_comes(pool: Ranks) -> None:
-    messages = pool.run(_never_arrives, "shard_p2p")
+@pytest.mark.parametrize("name", ["hetero_unfused_1d:2", "track_and_trigger:2"])
+def test_a_flag_that_never_comes(pool: Ranks, name: str) -> None:
+    messages = pool.run(_never_arrives, name)
     assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages
 
 

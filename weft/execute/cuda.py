@@ -16,8 +16,8 @@ past, writes 0. That is the same as growing if a flag is signalled once a call, 
 
 A wait is a stream memory operation (cuStreamWaitValue32), a signal is cuStreamWriteValue32 into the memory of the rank that
 waits: neither takes an SM, so a kernel can never keep a flag from being raised. A GEMM with gates, counts or stores to peers
-is one kernel (weft.kernels.gemm) for 16-bit types whose rows TMA can load; its gates on what previous calls left are waited
-for by the stream before it, since a peer may raise them again while it runs. Else each part is a GEMM of its own.
+is one kernel (weft.kernels.gemm) for 16-bit types whose rows TMA can load; else each part is a GEMM of its own. A sum is one
+kernel (weft.kernels.reduce) behind its waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.execute.bound import BoundProgram
 from weft.execute.cuda_space import CudaSpace, checked
 from weft.execute.edges import Edges
 from weft.execute.interpret import Bindings, Where
-from weft.schedule import Collective, Flag, Lane, Schedule, Wait, waits
+from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait, waits
 from weft.span import Kind, Span
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class CudaProgram(BoundProgram):
         self._progress_pinned = torch.zeros(len(schedule.ranks[self.rank]) + 1, dtype=torch.int32).pin_memory()
         self._progress = self._progress_pinned.numpy()
         self._lane_index = {lane.name: i for i, lane in enumerate(schedule.ranks[self.rank])}
+        self._raised = torch.full((self._words.numel() // 4,), _RELEASED, dtype=torch.int32).pin_memory()
         self._silent = self._rehearsed = False
         self._passed: set[tuple[Flag, str, int]] = set()
         self._last: torch.cuda.Event | None = None
@@ -142,15 +143,22 @@ class CudaProgram(BoundProgram):
         return 0, self._program.growth_of(wait.flag) if wait.at_least else 0
 
     def launch(self, kernel: FusedStep, bindings: Bindings, epoch: int, where: Where) -> None:
+        """A GEMM's tiles wait for this call's chunks themselves; for all else the stream waits before the kernel.
+
+        What previous calls left may be raised again while the kernel runs. And a sum's blocks would fill every SM while they
+        wait: copies of a few KiB, which are kernels, then never ran (a hang on 4 x H200).
+        """
         gates = waits(kernel.step)
+        inside = [gate for gate in gates if gate.at_least and isinstance(kernel.step, Gemm)]
         for gate in gates:
-            if not gate.at_least and self._program.absolute(epoch, gate) > 0:
+            if gate not in inside and self._program.absolute(epoch, gate) > 0:
                 self.wait(gate.flag, 1, where)
-        if not self._silent:
+        if inside and not self._silent:
             self._report(where)
-        kernel.launch(bindings, 0, silent=self._silent, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=self.space.sms)
-        if not self._silent:
-            self._lower([gate.flag for gate in gates if gate.at_least], where)
+        silent = self._silent or isinstance(kernel.step, Reduce)
+        kernel.launch(bindings, 0, silent=silent, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=self.space.sms)
+        if inside and not self._silent:
+            self._lower([gate.flag for gate in inside], where)
 
     def _lower(self, flags: list[Flag], where: Where) -> None:
         """Write 0 to a kernel's own gates, which lie together, once it has ended."""
@@ -205,7 +213,7 @@ class CudaProgram(BoundProgram):
             caller.wait_event(self._last)
         self._passed.clear()
         begin, zero_us = self._event(), time.perf_counter_ns() / 1e3
-        ticket = 0 if capturing else self.space.begin(caller)
+        ticket = 0 if capturing else self.space.begin(caller, self._stuck)
         begin.record(caller)
         for lane, work in sorted(lanes, key=lambda item: item[0].kind == "compute"):
             stream = caller if lane.kind == "compute" else self.space.stream(lane.name)
@@ -223,7 +231,7 @@ class CudaProgram(BoundProgram):
         """Put the call under watch. With spans: wait for its end, and read them."""
         self._last = self._event()
         self._last.record(caller)
-        self.space.end(caller, ticket, self._stuck)
+        self.space.end(caller, ticket)
         if self.spans is not None:
             self.team.until(lambda: self.space.done(ticket), self._stuck)
             caller.synchronize()
@@ -247,9 +255,13 @@ class CudaProgram(BoundProgram):
         return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
 
     def _release(self) -> None:
-        """Raise every word of this rank beyond what any wait needs, so that its streams drain."""
+        """Raise every word of this rank beyond what any wait needs, so that its streams drain.
+
+        From host memory, by a copy engine: a memset is a kernel, and waits for SMs that a spinning kernel may hold.
+        """
         stream = self.space.stream("rescue")
-        checked(self.driver.cuMemsetD32Async(self._words.data_ptr(), _RELEASED, self._words.numel() // 4, stream.cuda_stream))
+        with torch.cuda.stream(stream):
+            self._words.view(torch.int32).copy_(self._raised, non_blocking=True)
         stream.synchronize()
 
     def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:

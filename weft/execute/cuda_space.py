@@ -106,16 +106,16 @@ class CudaSpace:
     def forget(self, key: int) -> None:
         self._releases.pop(key, None)
 
-    def begin(self, stream: torch.cuda.Stream) -> int:
-        """A new call's ticket; its bound counts from when `stream` comes here."""
+    def begin(self, stream: torch.cuda.Stream, stuck: Callable[[], str]) -> int:
+        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued."""
         self._tickets += 1
         self._stamp(stream, 0, self._tickets)
+        self._pending.append(Pending(ticket=self._tickets, thread=threading.get_ident(), stuck=stuck))
         return self._tickets
 
-    def end(self, stream: torch.cuda.Stream, ticket: int, stuck: Callable[[], str]) -> None:
-        """Put a call under watch: it is done when `stream` comes here."""
+    def end(self, stream: torch.cuda.Stream, ticket: int) -> None:
+        """The call is done when `stream` comes here."""
         self._stamp(stream, 1, ticket)
-        self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck))
 
     def _stamp(self, stream: torch.cuda.Stream, row: int, ticket: int) -> None:
         mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
@@ -141,7 +141,7 @@ class CudaSpace:
         """False once the team has failed: then everything has been released and said."""
         first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
         try:
-            self.team.check_peers(lambda: first is not None and self.done(first.ticket))
+            self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
             if first is not None:
                 first.deadline = min(first.deadline, time.monotonic() + self.team.timeout_s)
                 if time.monotonic() > first.deadline and not self.done(first.ticket):
