@@ -34,7 +34,8 @@ from weft.execute.cuda_space import CudaSpace, checked
 from weft.execute.edges import Edges
 from weft.execute.interpret import Bindings, Where
 from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait, waits
-from weft.span import Kind, Span
+from weft.span import Span
+from weft.work import span
 
 if TYPE_CHECKING:
     from weft.execute.fused import FusedStep
@@ -63,7 +64,7 @@ class CudaProgram(BoundProgram):
         self._silent = self._rehearsed = False
         self._passed: set[tuple[Flag, str, int]] = set()
         self._last: torch.cuda.Event | None = None
-        self._events: list[tuple[Where, Kind, torch.cuda.Event, torch.cuda.Event, int, int]] = []
+        self._events: list[tuple[Where, torch.cuda.Event, torch.cuda.Event]] = []
         space.keep_releasable(id(self), self._release)
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -235,7 +236,7 @@ class CudaProgram(BoundProgram):
         if self.spans is not None:
             self.team.until(lambda: self.space.done(ticket), self._stuck)
             caller.synchronize()
-            self.spans += [self._span(begin, zero_us, item) for item in self._events]
+            self.spans += [self._span(begin, zero_us, *event) for event in self._events]
             self._events = []
 
     def _stuck(self) -> str:
@@ -264,7 +265,7 @@ class CudaProgram(BoundProgram):
             self._words.view(torch.int32).copy_(self._raised, non_blocking=True)
         stream.synchronize()
 
-    def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:
+    def record(self, where: Where, work: Callable[[], None]) -> None:
         if self.spans is None:
             work()
             return
@@ -272,24 +273,14 @@ class CudaProgram(BoundProgram):
         start.record()
         work()
         end.record()
-        self._events.append((where, kind, start, end, flops, nbytes))
+        self._events.append((where, start, end))
 
     @staticmethod
     def _event() -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
     def _span(
-        self, begin: torch.cuda.Event, zero_us: float, item: tuple[Where, Kind, torch.cuda.Event, torch.cuda.Event, int, int]
+        self, begin: torch.cuda.Event, zero_us: float, where: Where, start: torch.cuda.Event, end: torch.cuda.Event
     ) -> Span:
-        where, kind, start, end, flops, nbytes = item
         first, last = (zero_us + 1e3 * float(begin.elapsed_time(e)) for e in (start, end))
-        return Span(
-            rank=self.rank,
-            lane=where.lane,
-            kind=kind,
-            name=str(where.step),
-            start_us=first,
-            end_us=max(first, last),
-            flops=flops,
-            bytes=nbytes,
-        )
+        return span(self.schedule, self.rank, where.lane, where.step, first, max(first, last))

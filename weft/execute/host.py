@@ -31,8 +31,9 @@ from weft.execute.bound import BoundProgram
 from weft.execute.interpret import Bindings, Where
 from weft.memory import Segment
 from weft.schedule import Collective, Flag, Lane, Schedule, Wait
-from weft.span import Kind, Span
+from weft.span import Span
 from weft.team import Team
+from weft.work import span
 
 if TYPE_CHECKING:
     from weft.execute.fused import FusedStep
@@ -256,21 +257,11 @@ class HostProgram(BoundProgram):
 
         return run
 
-    def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None:
+    def record(self, where: Where, work: Callable[[], None]) -> None:
         if self.spans is None:
             work()
             return
         start = time.perf_counter_ns()
         work()
         end = time.perf_counter_ns()
-        span = Span(
-            rank=self.rank,
-            lane=where.lane,
-            kind=kind,
-            name=str(where.step),
-            start_us=start / 1e3,
-            end_us=end / 1e3,
-            flops=flops,
-            bytes=nbytes,
-        )
-        self.spans.append(span)
+        self.spans.append(span(self.schedule, self.rank, where.lane, where.step, start / 1e3, end / 1e3))

@@ -19,19 +19,9 @@ import torch
 
 from weft.problem import Span1D
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait, advances
-from weft.span import Kind
 
 Columns = Sequence[tuple[torch.Tensor, Span1D]]
 """Matrices side by side: each with the columns of the buffer that it holds."""
-
-KINDS: dict[type, Kind] = {
-    Wait: "wait",
-    Signal: "signal",
-    Copy: "copy",
-    Gemm: "gemm",
-    Reduce: "reduce",
-    Collective: "collective",
-}
 
 
 class Device(Protocol):
@@ -53,7 +43,7 @@ class Device(Protocol):
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None: ...
 
-    def record(self, where: Where, kind: Kind, work: Callable[[], None], flops: int, nbytes: int) -> None: ...
+    def record(self, where: Where, work: Callable[[], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +145,7 @@ class _LaneRun:
     def run(self) -> None:
         for position, step in enumerate(self.lane.steps):
             where = Where(self.device.rank, self.lane.name, position, step)
-            flops, nbytes = work_of(step, self.bindings)
-            self.device.record(where, KINDS[type(step)], lambda s=step, w=where: self._step(s, w), flops, nbytes)  # type: ignore[misc]
+            self.device.record(where, lambda s=step, w=where: self._step(s, w))  # type: ignore[misc]
 
     def _step(self, step: Step, where: Where) -> None:
         if isinstance(step, Wait):
@@ -238,16 +227,6 @@ class _LaneRun:
 
     def _collective(self, step: Collective, where: Where) -> None:
         self.device.collective(step, self.bindings.view(step.src), self.bindings.view(step.dst), where)
-
-
-def work_of(step: Step, bindings: Bindings) -> tuple[int, int]:
-    """(floating-point operations, bytes moved between ranks or buffers) of a step."""
-    if isinstance(step, Gemm):
-        return sum(2 * p.out.size * p.a.shape[1] for p in step.parts), 0
-    if isinstance(step, (Copy, Collective)):
-        size = bindings.tensors[step.src.buffer, step.src.rank][0][0].element_size()
-        return 0, size * max(step.src.size, step.dst.size)
-    return 0, 0
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:

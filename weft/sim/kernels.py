@@ -20,8 +20,8 @@ import simpy
 
 from weft.schedule import Gemm, Part, Reduce, Sum
 from weft.sim.cost import GemmCost, gemm_cost, local_copy_us
-from weft.sim.work import region_bytes
 from weft.sim.world import Process, World, ns
+from weft.work import region_bytes
 
 
 class Blocks:

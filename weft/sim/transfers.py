@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from weft.schedule import Collective, Copy, LaneKind
 from weft.sim.cost import collective_us, local_copy_us
-from weft.sim.work import collective_shard_bytes, region_bytes
 from weft.sim.world import Process, Rendezvous, World, ns
+from weft.work import collective_shard_bytes, region_bytes
 
 
 def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:

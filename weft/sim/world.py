@@ -14,8 +14,8 @@ import simpy
 from weft.machine import Machine
 from weft.schedule import Flag, Schedule, Step, Wait
 from weft.sim.network import Network, Resource
-from weft.sim.work import KINDS, flops, label, work_bytes
 from weft.span import Span
+from weft.work import span
 
 Process = Generator[simpy.Event, Any, None]
 
@@ -143,15 +143,5 @@ class Recorder:
 
     def __call__(self, step: Step, start: int) -> None:
         """`step` began at `start` and ends now."""
-        self.world.spans.append(
-            Span(
-                rank=self.rank,
-                lane=self.lane,
-                kind=KINDS[type(step)],
-                name=label(self.rank, step),
-                start_us=start / 1e3,
-                end_us=self.world.now / 1e3,
-                flops=flops(step),
-                bytes=work_bytes(self.world.schedule, step),
-            )
-        )
+        world = self.world
+        world.spans.append(span(world.schedule, self.rank, self.lane, step, start / 1e3, world.now / 1e3))

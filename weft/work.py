@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Step, Wait
-from weft.span import Kind
+from weft.span import Kind, Span
 
 KINDS: dict[type, Kind] = {
     Wait: "wait",
@@ -13,6 +13,20 @@ KINDS: dict[type, Kind] = {
     Reduce: "reduce",
     Collective: "collective",
 }
+
+
+def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, end_us: float) -> Span:
+    """A step's stretch of time on `rank`."""
+    return Span(
+        rank=rank,
+        lane=lane,
+        kind=KINDS[type(step)],
+        name=label(rank, step),
+        start_us=start_us,
+        end_us=end_us,
+        flops=flops(step),
+        bytes=work_bytes(schedule, step),
+    )
 
 
 def region_bytes(schedule: Schedule, region: Region) -> int:
