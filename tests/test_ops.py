@@ -97,6 +97,21 @@ def test_leading_dimensions_and_strides(ranks: RankFixture, world_size: int) -> 
     ranks(world_size).run(_layouts)
 
 
+def _modes() -> None:
+    """Inside and outside inference mode in turn: memory that is kept belongs to neither."""
+    for call in range(2):
+        for name in NAMES:
+            with torch.inference_mode():
+                check_gather(37, 23, 19, torch.float32, name, call)
+                check_scatter(37, 23, 19, torch.float32, name, call)
+            check_gather(37, 23, 19, torch.float32, name, call)
+            check_scatter(37, 23, 19, torch.float32, name, call)
+
+
+def test_inference_mode(ranks: RankFixture) -> None:
+    ranks(2).run(_modes)
+
+
 def _several_b() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b, _ = whole(12, 30, 8, torch.float32, 5)

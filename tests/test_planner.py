@@ -172,3 +172,14 @@ def test_an_empty_result_takes_no_time(op: Op) -> None:
     found = plan(Problem(op=op, m=0, n=8, k=4, world_size=4), H200)
     assert (found.chosen.schedule, found.chosen.predicted_us, found.share_of_ideal) == ("sequential", 0.0, 1.0)
     assert found.why == "The result has no elements: there is nothing to do."
+
+
+def test_auto_without_a_profile_says_so() -> None:
+    pytest.importorskip("torch")
+    import torch
+
+    from weft.execute.groups import choose
+
+    with pytest.warns(UserWarning, match=r"no machine profile has 9 GPUs .*: sequential"):
+        chosen = choose(Problem(op="all_gather_matmul", m=18, n=9, k=4, world_size=9), "auto", torch.device("cpu"), {})
+    assert chosen.name == "sequential"

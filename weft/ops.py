@@ -18,8 +18,9 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
+import weft.library  # noqa: F401 - defines torch.ops.weft
 from weft import schedules
-from weft.execute.groups import GROUPS, Call
+from weft.execute.groups import GROUPS
 from weft.problem import split
 from weft.schedule import Schedule
 
@@ -161,46 +162,6 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     After an error, every rank of the group calls this before the group is used again.
     """
     GROUPS.close(_group(group)[0])
-
-
-@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
-def _all_gather_matmul(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
-) -> list[torch.Tensor]:
-    call = Call(
-        op="all_gather_matmul",
-        a=a,
-        bs=bs,
-        rows=rows,
-        row_multiple=unit,
-        schedule=schedule,
-        return_gathered=return_gathered,
-    )
-    outputs = GROUPS.run(group, call)
-    return outputs["out"] + outputs.get("gathered", [])
-
-
-@_all_gather_matmul.register_fake
-def _(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
-) -> list[torch.Tensor]:
-    return [a.new_empty(rows, b.shape[1]) for b in bs] + [a.new_empty(rows, a.shape[1])] * return_gathered
-
-
-@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
-def _matmul_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
-) -> torch.Tensor:
-    call = Call(op="matmul_reduce_scatter", a=a, bs=[b], rows=a.shape[0], row_multiple=unit, schedule=schedule, reduce_op=op)  # type: ignore[arg-type]
-    return GROUPS.run(group, call)["out"][0]
-
-
-@_matmul_reduce_scatter.register_fake
-def _(
-    a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
-) -> torch.Tensor:
-    low, high = split(a.shape[0] // unit, world_size)[rank]
-    return a.new_empty((high - low) * unit, b.shape[1])
 
 
 def _group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:

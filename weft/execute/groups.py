@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,7 +100,9 @@ class GroupState:
         self._programs: OrderedDict[tuple[Problem, str, str], BoundProgram] = OrderedDict()
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
-        with self.lock:
+        """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
+        scratch outlives the mode."""
+        with self.lock, torch.inference_mode(False), torch.no_grad():
             problem = self._agree(call)
             key = (problem, call.schedule, call.a.device.type)
             # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
@@ -193,7 +196,10 @@ GROUPS = Groups()
 
 
 def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
-    """The schedule that `spec` asks for. Raises ValueError if a kept value is for another problem."""
+    """The schedule that `spec` asks for; sequential, with a warning, where "auto" has no profile with so many GPUs.
+
+    Raises ValueError if a kept value is for another problem.
+    """
     if spec in kept:
         schedule = kept[spec]
         if schedule.problem != problem:
@@ -204,7 +210,14 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Sc
     # Only "auto" needs the simulator and its packages: a stock PyTorch container runs every schedule that is named.
     from weft.planner import plan
 
-    best = plan(problem, machine.load(machine_for(device))).chosen
+    profile = machine.load(machine_for(device))
+    if problem.world_size > profile.world_size:
+        warnings.warn(
+            f"no machine profile has {problem.world_size} GPUs ({profile.name} has {profile.world_size}): sequential",
+            stacklevel=2,
+        )
+        return schedules.build(problem, "sequential")
+    best = plan(problem, profile).chosen
     return schedules.build(problem, best.schedule, best.chunks)
 
 

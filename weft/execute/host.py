@@ -62,6 +62,7 @@ class LaneThread:
         self._thread.start()
 
     def _loop(self) -> None:
+        torch.set_grad_enabled(False)  # a mode of the thread; the caller's is set by GroupState.run
         while (task := self._tasks.get()) is not None:
             try:
                 task()

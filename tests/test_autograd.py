@@ -1,0 +1,95 @@
+"""Gradients of the operators against those of the sequential program in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+import weft
+from weft.problem import split
+
+pytestmark = pytest.mark.ranks
+
+
+def _leaf(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).requires_grad_()
+
+
+def _gather_gradients(m: int, schedule: str, return_gathered: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    n, k = 13, 6
+    full, right, other = _leaf(m, k, seed=1), _leaf(k, n, seed=2), _leaf(k, 4 * size, seed=3)
+    weights, more = _leaf(m, n + 4 * size, seed=4).detach(), _leaf(m, k, seed=5).detach()
+    loss = (torch.cat([full @ right, full @ other], 1) * weights).sum() + size * (full * more).sum() * return_gathered
+    loss.backward()
+
+    low, high = split(m, size)[rank]
+    left, last = split(n, size)[rank]
+    a = full.detach()[low:high].clone().requires_grad_()
+    bs = [
+        right.detach()[:, left:last].clone().requires_grad_(),
+        other.detach()[:, 4 * rank : 4 * rank + 4].clone().requires_grad_(),
+    ]
+    here = torch.cat([weights[:, left:last], weights[:, n + 4 * rank : n + 4 * rank + 4]], 1)
+    if return_gathered:
+        outs, gathered = weft.all_gather_matmul(a, bs, rows=m, schedule=schedule, return_gathered=True)
+        ((torch.cat(outs, 1) * here).sum() + (gathered * more).sum()).backward()
+    else:
+        (torch.cat(weft.all_gather_matmul(a, bs, rows=m, schedule=schedule), 1) * here).sum().backward()
+    assert full.grad is not None
+    assert right.grad is not None
+    assert other.grad is not None
+    torch.testing.assert_close(a.grad, full.grad[low:high], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bs[0].grad, right.grad[:, left:last], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bs[1].grad, other.grad[:, 4 * rank : 4 * rank + 4], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "flag_gated:2"])
+@pytest.mark.parametrize("return_gathered", [False, True])
+def test_backward_of_all_gather_matmul(ranks: RankFixture, schedule: str, return_gathered: bool) -> None:
+    for m in (12, 7):
+        ranks(3).run(_gather_gradients, m, schedule, return_gathered)
+
+
+def _scatter_gradients(m: int, schedule: str, op: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    n, k = 5, 11
+    left, right, weights = _leaf(m, k, seed=1), _leaf(k, n, seed=2), _leaf(m, n, seed=3).detach()
+    ((left @ right) * weights / (size if op == "avg" else 1)).sum().backward()
+
+    (low, high), (first, last) = split(m, size)[rank], split(k, size)[rank]
+    a, b = left.detach()[:, first:last].clone().requires_grad_(), right.detach()[first:last].clone().requires_grad_()
+    (weft.matmul_reduce_scatter(a, b, schedule=schedule, op=op) * weights[low:high]).sum().backward()
+    assert left.grad is not None
+    assert right.grad is not None
+    torch.testing.assert_close(a.grad, left.grad[:, first:last], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(b.grad, right.grad[first:last], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "hetero_fused_1d:2"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_backward_of_matmul_reduce_scatter(ranks: RankFixture, schedule: str, op: str) -> None:
+    for m in (12, 7):
+        ranks(3).run(_scatter_gradients, m, schedule, op)
+
+
+LEAVES_NOTHING = """
+import gc, sys, tempfile, threading
+import torch, torch.distributed as dist, weft
+dist.init_process_group("gloo", store=dist.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)
+weft.all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4))
+weft.matmul_reduce_scatter(torch.ones(4, 4), torch.ones(4, 4))
+assert "torch._dynamo" not in sys.modules
+weft.close()
+assert [t.name for t in threading.enumerate() if t.name.startswith("weft")] == []
+"""
+
+
+def test_calls_load_no_compiler_that_would_keep_the_group_alive() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES_NOTHING], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
