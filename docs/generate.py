@@ -5,17 +5,20 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text timeline OP FAMILY    weft.timeline of the family on the example that `weft schedules` shows
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
+    ```text results MODE          benchmarks/results/tp.jsonl as a table
 
 tests/test_docs.py holds that nothing is out of date.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import weft
 from weft import machine
@@ -31,7 +34,7 @@ EXAMPLE_CHUNKS = 2
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (timeline|counts|chart|results) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def timeline(op: str, family: str) -> str:
@@ -95,7 +98,26 @@ def chart(model: str) -> str:
     return f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}\n{drawn}"
 
 
-MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart}
+def results(mode: str) -> str:
+    """The tensor-parallel cases as measured. Times in us."""
+    lines = (ROOT / "benchmarks" / "results" / "tp.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["mode"] == mode]
+    heads = ("operator, case", "NCCL", "cuBLAS", "sequential", "async TP", "weft", "schedule", "of ideal", "speed-up")
+    table = [heads, *(_result(row) for row in rows)]
+    first = rows[0]
+    versions = " ".join(f"{name} {first['versions'][name]}" for name in ("torch", "cuda", "nccl"))
+    return f"{_table(table)}\n\n{first['machine']}, {versions}, {first['dtype']}, mode {mode}, commit {first['commit']}"
+
+
+def _result(row: dict[str, Any]) -> tuple[str, ...]:
+    short = {"all_gather_matmul": "AG+MM", "matmul_reduce_scatter": "MM+RS"}[row["op"]]
+    names = ("communication_us", "computation_us", "sequential_us")
+    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["async_tp"], row["overlapped_us"])]
+    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
+    return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+
+
+MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart, "results": results}
 
 
 def rewritten(text: str) -> str:
