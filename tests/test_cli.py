@@ -251,7 +251,7 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["run", "llama3-8b", "--json", "/nowhere/x.json"], ["--json /nowhere/x.json", "No such file"]),
         (["run", "llama3-8b", "--trace", "/tmp"], ["--trace /tmp", "directory"]),
         (["run", "llama3-8b", "--json", "/tmp/weft_same", "--trace", "/tmp/weft_same"], ["name two files"]),
-        (["run", "dlrm-mlperf"], ["dlrm-mlperf", "embedding_bag_all_to_all"]),
+        (["run", "dlrm-mlperf", "--op", "all_gather_matmul"], ["dlrm-mlperf", "no site of it"]),
         (["run"], ["MODEL", "weft run --help"]),
         (["run", "llama3-8b", "--nope"], ["--nope", "weft run --help"]),
         (["nope"], ["nope", "weft --help"]),
@@ -411,3 +411,21 @@ def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
     assert status == 0
     assert all(name in out for name in NAMES)
     assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
+
+
+def test_a_model_whose_sites_must_wait_is_listed(tmp_path: Path) -> None:
+    """dlrm-mlperf has no operator yet: its sites are named with the reason, and that is no error."""
+    report, trace = tmp_path / "report", tmp_path / "trace.json"
+    command = [sys.executable, "-m", "weft"]
+    run = subprocess.run(
+        [*command, "run", "dlrm-mlperf", "--report", str(report), "--trace", str(trace)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    plan = subprocess.run([*command, "plan", "dlrm-mlperf"], capture_output=True, text=True, timeout=60)
+    for done in (run, plan):
+        assert done.returncode == 0, done.stderr
+        assert "not yet (needs embedding_bag_all_to_all" in done.stdout
+    assert "not yet" in (report / "index.html").read_text(encoding="utf-8")
+    assert trace.exists()

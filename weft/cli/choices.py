@@ -22,9 +22,8 @@ def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...], tu
     everything = sites(model)
     found = tuple(s for s in everything if isinstance(s, Site) and only in (None, s.op))
     skipped = tuple(s for s in everything if not isinstance(s, Site))
-    if not found:
-        why = "; ".join(map(str, skipped)) or f"it has no {only}"
-        raise ValueError(f"model {model.name} has nothing that weft can overlap: {why}")
+    if only is not None and not found:
+        raise ValueError(f"op is {op!r}; model {model.name} has no site of it, use another or none")
     return model, found, skipped
 
 

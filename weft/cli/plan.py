@@ -63,9 +63,10 @@ def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.Site
     for note in model.notes:
         out.print(f"note: {note}")
     out.print()
-    tables.print_candidates(out, plans)
-    tables.print_chart(out, plans)
-    tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
+    if plans:
+        tables.print_candidates(out, plans)
+        tables.print_chart(out, plans)
+        tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
     for site, plan in plans:
         out.print(f"{site}: {plan.why}")
     tables.print_skipped(out, skipped)

@@ -98,6 +98,9 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
 
 def _show(run: Run, machine: Machine) -> None:
     out = output.console()
+    if not run.sites:
+        tables.print_skipped(out, run.skipped)
+        return
     plans = [(site.site, site.plan) for site in run.sites]
     title = f"Predicted on {machine.words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
     out.print()
