@@ -118,6 +118,7 @@ def measure(case: Case, shapes: bool) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="append a JSON line for each case")
+    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
     parser.add_argument("--shapes", action="store_true", help="also each tile shape by itself")
     arguments = parser.parse_args()
     ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": []}
@@ -136,7 +137,9 @@ def main() -> None:
                 "shape": [problem.m, problem.columns(0), problem.inner(0)],
                 "machine": torch.cuda.get_device_name(),
                 "versions": versions("cuda"),
+                "commit": arguments.commit,
                 "dtype": "bfloat16",
+                "world_size": 1,
                 "mode": "graph",
                 "us": us,
                 "samples": ROUNDS,
