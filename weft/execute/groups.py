@@ -31,7 +31,7 @@ from weft.team import Team
 from weft.version import __version__
 
 PROGRAMS_PER_GROUP = 128
-"""Programs kept; the least recently used goes first. Each holds a few KiB of flags."""
+"""Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
 
 @dataclass(frozen=True, kw_only=True)
