@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,20 +73,3 @@ def _scatter_gradients(m: int, schedule: str, op: str) -> None:
 def test_backward_of_matmul_reduce_scatter(ranks: RankFixture, schedule: str, op: str) -> None:
     for m in (12, 7):
         ranks(3).run(_scatter_gradients, m, schedule, op)
-
-
-LEAVES_NOTHING = """
-import gc, sys, tempfile, threading
-import torch, torch.distributed as dist, weft
-dist.init_process_group("gloo", store=dist.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)
-weft.all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4))
-weft.matmul_reduce_scatter(torch.ones(4, 4), torch.ones(4, 4))
-assert "torch._dynamo" not in sys.modules
-weft.close()
-assert [t.name for t in threading.enumerate() if t.name.startswith("weft")] == []
-"""
-
-
-def test_calls_load_no_compiler_that_would_keep_the_group_alive() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVES_NOTHING], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

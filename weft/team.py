@@ -185,10 +185,15 @@ class Team:
         return error
 
     def close(self) -> None:
-        """Leave: peers that wait for this rank are told. Not collective."""
+        """Leave: peers that wait for this rank are told. Not collective.
+
+        The process group is let go of: kept in a cycle, it and its threads would live on until the interpreter ends, which
+        aborts where a thread of gloo's still runs.
+        """
         if self._words[self.rank].load(_STATE) == 0:
             self._words[self.rank].store(_STATE, _CLOSED)
         self.broken = self.broken or WeftError("the team is closed")
+        self.__dict__.pop("group", None)
 
     def _check_usable(self) -> None:
         if self.broken:

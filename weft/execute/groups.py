@@ -6,6 +6,7 @@ a string, so the way from that string to the state has to be global.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import threading
 import warnings
@@ -162,6 +163,8 @@ class Groups:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
         self._kept: dict[str, Schedule] = {}
         self._lock = threading.Lock()
+        # A process group that outlives the interpreter's threads aborts it: none may be held until then.
+        atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
         return self.state(name).run(call, self._kept)
@@ -185,6 +188,10 @@ class Groups:
         spec = f"value:{schedule.name}:{digest}"
         self._kept[spec] = schedule
         return spec
+
+    def close_all(self) -> None:
+        for name in list(self._states):
+            self.close(name)
 
     def close(self, name: str) -> None:
         known = self._states.pop(name, None)

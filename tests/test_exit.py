@@ -1,0 +1,35 @@
+"""A process that used the operators ends cleanly: no thread of weft's or of the process group's is left to abort it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ENDS = """
+import atexit, os, pathlib, sys, tempfile
+
+@atexit.register  # runs last: after what weft registers when it is loaded
+def look():
+    names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+    left = [name for name in names if "gloo" in name or name.startswith("weft")]
+    os.write(1, f"left: {left}\\n".encode())
+
+import torch, torch.distributed as dist, weft
+dist.init_process_group("gloo", store=dist.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)
+weft.all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4), schedule="flag_gated")
+weft.matmul_reduce_scatter(torch.ones(4, 4), torch.ones(4, 4), schedule="track_and_trigger")
+assert "torch._dynamo" not in sys.modules, "a call loaded the compiler, which keeps the process group alive"
+if CLOSE:
+    weft.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_nothing_runs_on_at_exit(close: bool) -> None:
+    source = ENDS.replace("CLOSE", str(close))
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "left: []\n"
