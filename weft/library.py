@@ -10,7 +10,7 @@ gathered is scattered, what was scattered is gathered, overlapped with the matmu
     matmul_reduce_scatter   grad_a = all_gather(grad_out) @ b^T          grad_b = a^T @ all_gather(grad_out)
 
 Defined through torch.library.Library, not the custom_op decorator: that one's wrapper loads torch._dynamo at the first
-call, and a module which it imports keeps the process group of that moment alive, threads and all, until the process aborts.
+call, and once that is loaded beside a process group, the group's threads outlive its destruction (docs/log.md).
 """
 
 from __future__ import annotations

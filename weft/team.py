@@ -187,8 +187,7 @@ class Team:
     def close(self) -> None:
         """Leave: peers that wait for this rank are told. Not collective.
 
-        The process group is let go of: kept in a cycle, it and its threads would live on until the interpreter ends, which
-        aborts where a thread of gloo's still runs.
+        The process group is let go of: kept in a reference cycle, its threads would run on until the interpreter ends.
         """
         if self._words[self.rank].load(_STATE) == 0:
             self._words[self.rank].store(_STATE, _CLOSED)

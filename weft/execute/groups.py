@@ -163,7 +163,7 @@ class Groups:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
         self._kept: dict[str, Schedule] = {}
         self._lock = threading.Lock()
-        # A process group that outlives the interpreter's threads aborts it: none may be held until then.
+        # No process group may be held until the interpreter ends: its threads would still run (docs/log.md).
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
