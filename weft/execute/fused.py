@@ -191,4 +191,5 @@ class FusedReduce(FusedStep):
             address=lambda region: _address(bindings, region),
             gate_address=self._gate_address,
             need=self._flags.gate_need,
+            itemsize=bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0].element_size(),
         )

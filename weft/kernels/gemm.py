@@ -19,6 +19,7 @@ Legend: M N K of one GEMM; a tile is BLOCK_M x BLOCK_N. Sources: `a` may lie in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class Tables:
     """A Gemm step's parts as the kernel reads them, on the device.
 
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count. outs: by row
-    tile, the address of its first element where parts are stored at peers. gates, needs: addresses, and (per call, in the
+    tile, the address of its first element where parts are stored at peers, and align_bytes divides them all. gates, needs: addresses, and (per call, in the
     first) what to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
@@ -90,6 +91,7 @@ class Tables:
     gated: bool
     counted: bool
     peers: bool
+    align_bytes: int
 
 
 def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -147,6 +149,7 @@ def tables(
         gated=bool(gates),
         counted=bool(counts),
         peers=out_address is not None,
+        align_bytes=math.gcd(16, *outs),
     )
 
 
@@ -205,6 +208,7 @@ def gemm(
         COUNTED=plan.counted,
         PEERS=plan.peers,
         OUT_TMA=out_tma,
+        ALIGN_BYTES=math.gcd(plan.align_bytes, out.stride(0) * out.element_size()),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
@@ -272,6 +276,7 @@ def _gemm_kernel(
     COUNTED: tl.constexpr,
     PEERS: tl.constexpr,
     OUT_TMA: tl.constexpr,
+    ALIGN_BYTES: tl.constexpr,
 ):
     col_tiles = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
@@ -295,7 +300,9 @@ def _gemm_kernel(
         acc = _multiply(a_desc, b_desc, a_row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
         result = acc.to(out_ptr.dtype.element_ty)
         if PEERS:
+            # An address from a table has no alignment that the compiler knows of: without the hint, stores are of one element.
             base_ptr = tl.load(outs_ptr + row_tile).to(tl.pointer_type(out_ptr.dtype.element_ty))
+            base_ptr = tl.multiple_of(base_ptr, ALIGN_BYTES)
         else:
             base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
         if OUT_TMA:

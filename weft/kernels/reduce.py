@@ -10,6 +10,7 @@ may need an SM of this GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ _FIELDS = 6
 @dataclass(frozen=True, kw_only=True)
 class ReduceTables:
     """tiles: (part, first row, first column within it) of each tile. parts: row and column of the result, rows, columns,
-    gates [first, last). srcs: by part, the addresses of its sources. gates, needs: as for a GEMM."""
+    gates [first, last). srcs: by part, the addresses of its sources. gates, needs: as for a GEMM. align: elements; every
+    address, column and width is a multiple of it, so that a thread may load as many at once."""
 
     tiles: torch.Tensor
     parts: torch.Tensor
@@ -38,6 +40,7 @@ class ReduceTables:
     rows: int
     cols: int
     gated: bool
+    align: int
 
 
 def reduce_tables(
@@ -47,8 +50,10 @@ def reduce_tables(
     address: Callable[[Region], int],
     gate_address: Callable[[Flag], int],
     need: Callable[[Wait], tuple[int, int]],
+    itemsize: int,
 ) -> ReduceTables:
-    """Lay a step out for the kernel. address: of a region's first element. The rest as for weft.kernels.gemm.tables."""
+    """Lay a step out for the kernel. address: of a region's first element. itemsize: bytes of one. The rest as for
+    weft.kernels.gemm.tables."""
     rows, cols = (4, 1024) if device.type == "cuda" else (16, 64)
     tiles: list[tuple[int, int, int]] = []
     parts: list[tuple[int, ...]] = []
@@ -61,10 +66,11 @@ def reduce_tables(
         needs += [need(gate) for gate in part.gates]
         parts.append((part.out.rows[0], part.out.cols[0], height, width, first, len(gates)))
         tiles += [(number, row, col) for row in range(0, height, rows) for col in range(0, width, cols)]
+    srcs = [[address(src) for src in part.srcs] for part in step.parts]
     return ReduceTables(
         tiles=table(tiles, torch.int32, device),
         parts=table(parts, torch.int32, device),
-        srcs=table([[address(src) for src in part.srcs] for part in step.parts], torch.int64, device),
+        srcs=table(srcs, torch.int64, device),
         gates=table(gates, torch.int64, device),
         needs=table(needs, torch.int32, device),
         no_needs=table([(0, 0)] * len(needs), torch.int32, device),
@@ -72,7 +78,19 @@ def reduce_tables(
         rows=rows,
         cols=cols,
         gated=bool(gates),
+        align=_align(step, srcs, itemsize),
     )
+
+
+def _align(step: Reduce, srcs: list[list[int]], itemsize: int) -> int:
+    """The most elements, up to 16 bytes of them, that divide every source address, and every column and width of results."""
+    columns = [n for part in step.parts for n in part.out.cols]
+    elements = 16 // itemsize
+    return math.gcd(elements, *columns, *(_elements(address, itemsize) for row in srcs for address in row))
+
+
+def _elements(address: int, itemsize: int) -> int:
+    return address // itemsize if address % itemsize == 0 else 1
 
 
 def reduce(
@@ -113,6 +131,7 @@ def reduce(
         COLS=plan.cols,
         FIELDS=_FIELDS,
         GATED=plan.gated,
+        ALIGN=math.gcd(plan.align, like.stride(0), out.stride(0), out.data_ptr() // out.element_size()),
         num_warps=8,
     )
 
@@ -138,22 +157,25 @@ def _reduce_kernel(
     COLS: tl.constexpr,
     FIELDS: tl.constexpr,
     GATED: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         part = tl.load(tiles_ptr + 3 * tile)
         fields = parts_ptr + FIELDS * part
         rows = tl.load(tiles_ptr + 3 * tile + 1) + tl.arange(0, ROWS)[:, None]
-        cols = tl.load(tiles_ptr + 3 * tile + 2) + tl.arange(0, COLS)[None, :]
-        inside = (rows < tl.load(fields + 2)) & (cols < tl.load(fields + 3))
+        # What comes from a table has no alignment that the compiler knows of: without these hints it moves element by element.
+        cols = tl.multiple_of(tl.load(tiles_ptr + 3 * tile + 2), COLS) + tl.arange(0, COLS)[None, :]
+        inside = (rows < tl.load(fields + 2)) & (cols < tl.multiple_of(tl.load(fields + 3), ALIGN))
         if GATED:
             wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
         total = tl.zeros((ROWS, COLS), tl.float32)
         for source in tl.static_range(SOURCES):
             src_ptr = tl.load(srcs_ptr + part * SOURCES + source).to(tl.pointer_type(like_ptr.dtype.element_ty))
+            src_ptr = tl.multiple_of(src_ptr, ALIGN * like_ptr.dtype.element_ty.primitive_bitwidth // 8)
             # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
             here = src_ptr + rows.to(tl.int64) * src_stride + cols
             total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         total = total / divide_by
         out_row = tl.load(fields).to(tl.int64)
-        there = out_ptr + (out_row + rows) * out_stride + tl.load(fields + 1) + cols
+        there = out_ptr + (out_row + rows) * out_stride + tl.multiple_of(tl.load(fields + 1), ALIGN) + cols
         tl.store(there, total.to(out_ptr.dtype.element_ty), mask=inside)
