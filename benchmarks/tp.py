@@ -1,38 +1,40 @@
 """How much of the communication do the tensor-parallel operators hide, on the 14 cases?
 
-Protocol: one process a GPU; bf16, normal data; each method is captured in a CUDA graph of REPEAT calls (mode graph) or
-called REPEAT times (mode eager); methods take turns round by round; a round's time is the slowest rank's, by GPU events
-between two barriers; medians over ROUNDS. Baselines of the same run: sequential (torch.mm and NCCL's collective), NCCL alone,
-cuBLAS alone, PyTorch's asynchronous tensor parallelism (symm_mem.fused_*). ideal = the larger of the two alone.
-Traps: results are compared with sequential's before anything is timed; multicast stays off; each case gives its memory back.
-NCCL here is its default algorithm on plain buffers: neither symmetric kernels nor the copy-engine policy.
+Protocol: measure.py's; bf16, normal data; results are compared with sequential's before anything is timed. Baselines of the
+same run: sequential (torch.mm and NCCL's collective), NCCL alone, cuBLAS alone, PyTorch's asynchronous tensor parallelism
+(symm_mem.fused_*). NCCL, alone and in sequential, is the fastest of its ways (collectives.py), by case and mode.
+ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the best of the schedules that are named; auto = weft's own
+choice. Traps: multicast stays off; each case gives its memory back; registered buffers are used in place, which favours NCCL;
+host time of weft includes that ranks meet at each call, that of the others does not.
 
     torchrun --nproc-per-node 4 benchmarks/tp.py --json benchmarks/results/tp.jsonl
+    torchrun --nproc-per-node 4 benchmarks/tp.py --cases M=512 --ops matmul_reduce_scatter --specs direct_store:1,flag_gated:2
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import json
-import math
-import os
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 from cases import CASES, Case
+from collectives import REGISTERED, Way, ways
+from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+from summary import sentence, summary
 
 import weft
-from weft.execute.versions import versions
-from weft.problem import Problem
+from weft import schedules
+from weft.execute.groups import GROUPS
+from weft.problem import OPS, Problem
 
-ROUNDS, WARM_UP, REPEAT = 11, 3, 4
+ROUNDS = 11
+REPEAT, REPEAT_LONG = 4, 2
+LONG_FLOPS = 8e11
+"""A rank's matmul of about 1 ms: fewer calls are enough."""
 SPECS = {
     "all_gather_matmul": (
         "shard_p2p",
@@ -52,189 +54,191 @@ SPECS = {
         "direct_store:1",
     ),
 }
-Work = Callable[[], torch.Tensor]
 
 
-def methods(problem: Problem, specs: tuple[str, ...]) -> dict[str, Work]:
-    """Everything that is timed, by name."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    gather = problem.op == "all_gather_matmul"
-    shard = problem.m // size
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    a = torch.randn(shard if gather else problem.m, problem.inner(rank), **options)
-    b = torch.randn(problem.inner(rank), problem.columns(rank), **options) * problem.k**-0.5
-    full = torch.randn(problem.m, problem.inner(rank), **options)
-    product = torch.empty(problem.m, problem.columns(rank), **options)
-    scattered = torch.empty(shard, problem.n, **options)
+class Site:
+    """One case on this rank: its tensors, and every method that is timed."""
+
+    def __init__(self, problem: Problem) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.problem, self.gather = problem, problem.op == "all_gather_matmul"
+        self.shard_rows, rows = problem.m // size, problem.m
+        inner, columns = problem.inner(rank), problem.columns(rank)
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.a = torch.randn(self.shard_rows if self.gather else rows, inner, **options)
+        self.b = torch.randn(inner, columns, **options) * problem.k**-0.5
+        self.product = torch.empty(rows, columns, **options)
+
+    def works(self, found: Sequence[Way], specs: Sequence[str]) -> dict[str, Work]:
+        """Everything that is timed, by name: NCCL's ways as `sequential NAME` and `communication NAME`."""
+        works: dict[str, Work] = {}
+        for way in found:
+            if way.runs("all_gather" if self.gather else "reduce_scatter"):
+                works |= self._gathers(way) if self.gather else self._scatters(way)
+        works["async_tp"] = self._async_tp
+        return works | {spec: self.overlapped(spec) for spec in (*specs, "auto")}
+
+    def _gathers(self, way: Way) -> dict[str, Work]:
+        shard = way.shard(*self.a.shape).copy_(self.a)
+        whole = way.whole(self.problem.m, self.a.shape[1])
+
+        def sequential() -> torch.Tensor:
+            way.all_gather(whole, shard)
+            return torch.mm(whole, self.b, out=self.product)
+
+        works: dict[str, Work] = {f"sequential {way.name}": sequential}
+        works[f"communication {way.name}"] = lambda: way.all_gather(whole, shard)
+        if way.name == "default":
+            works["computation"] = lambda: torch.mm(whole, self.b, out=self.product)
+        return works
+
+    def _scatters(self, way: Way) -> dict[str, Work]:
+        shard = way.shard(self.shard_rows, self.b.shape[1])
+        whole = way.whole(*self.product.shape)
+
+        def sequential() -> torch.Tensor:
+            torch.mm(self.a, self.b, out=whole)
+            return way.reduce_scatter(shard, whole)
+
+        works: dict[str, Work] = {f"sequential {way.name}": sequential}
+        works[f"communication {way.name}"] = lambda: way.reduce_scatter(shard, whole)
+        if way.name == "default":
+            works["computation"] = lambda: torch.mm(self.a, self.b, out=whole)
+        return works
+
+    def _async_tp(self) -> torch.Tensor:
+        group = dist.group.WORLD
+        assert group is not None
+        if self.gather:
+            outs: list[torch.Tensor] = torch.ops.symm_mem.fused_all_gather_matmul(self.a, [self.b], 0, group.group_name)[1]
+            return outs[0]
+        out: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, group.group_name)
+        return out
+
+    def overlapped(self, spec: str) -> Work:
+        if self.gather:
+            return lambda: weft.all_gather_matmul(self.a, self.b, schedule=spec)
+        return lambda: weft.matmul_reduce_scatter(self.a, self.b, schedule=spec)
+
+
+def chosen(site: Site) -> str | None:
+    """What "auto" stands for at this site: the schedule used last, after a call of it."""
     group = dist.group.WORLD
     assert group is not None
+    try:
+        together("auto", site.overlapped("auto"))
+    except Failed:
+        return None
+    last = GROUPS.state(group.group_name).schedules()[-1]
+    return schedules.spec(last.name, last.chunks)
 
-    def communicate() -> torch.Tensor:
-        if gather:
-            dist.all_gather_into_tensor(full, a)
-            return full
-        dist.reduce_scatter_tensor(scattered, product)
-        return scattered
 
-    def compute() -> torch.Tensor:
-        return torch.mm(full if gather else a, b, out=product)
+def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One case in every mode: its JSON lines."""
+    torch.manual_seed(dist.get_rank())
+    problem = case.problem(dist.get_world_size())
+    specs = arguments.specs.split(",") if arguments.specs else SPECS[problem.op]
+    site = Site(problem)
+    works = site.works(found, specs)
+    expected = together("sequential default", works["sequential default"])
+    compare = close_to(expected.float())  # type: ignore[attr-defined]
 
-    def sequential() -> torch.Tensor:
-        if gather:
-            communicate()
-            return compute()
-        compute()
-        return communicate()
+    def check(name: str, result: object) -> None:
+        if not name.startswith("comm") and name != "computation":
+            compare(name, result)  # type: ignore[arg-type]
 
-    def async_tp() -> torch.Tensor:
-        if gather:
-            return torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, group.group_name)[1][0]
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, group.group_name)
+    times, missing = trial(
+        works,
+        arguments.modes.split(","),
+        check=check,
+        needed=("sequential default", "communication default", "computation"),
+        rounds=arguments.rounds,
+        repeat=REPEAT if problem.flops < LONG_FLOPS else REPEAT_LONG,
+    )
+    name = chosen(site) if "auto" not in missing else None
+    lines = []
+    for mode, us in times.items():
+        line = row(bench="tp", op=problem.op, case=case.name, dtype=problem.dtype, mode=mode, arguments=arguments)
+        lines.append(line | figures(us, mode, [spec for spec in specs if spec in us], name) | {"missing": missing})
+    return lines
 
-    def overlapped(spec: str) -> Work:
-        if gather:
-            return lambda: weft.all_gather_matmul(a, b, schedule=spec)
-        return lambda: weft.matmul_reduce_scatter(a, b, schedule=spec)
 
-    found: dict[str, Work] = {
-        "sequential": sequential,
-        "communication": communicate,
-        "computation": compute,
-        "async_tp": async_tp,
+def figures(times: Mapping[str, Times], mode: str, specs: Sequence[str], name: str | None) -> dict[str, Any]:
+    """What one case's times say. A method that is missing has no figure. name: what auto stands for."""
+    us = {method: t.us for method, t in times.items()}
+    nccl = {
+        way: {f"{what}_us": us[f"{what} {way}"] for what in ("communication", "sequential") if f"{what} {way}" in us}
+        for way in dict.fromkeys(method.split()[1] for method in us if " " in method)
     }
-    return found | {spec: overlapped(spec) for spec in specs}
-
-
-def check(works: dict[str, Work]) -> None:
-    """Every method's result against sequential's."""
-    expected = works["sequential"]().float().clone()
-    for name, work in works.items():
-        if name not in ("communication", "computation"):
-            error = (work().float() - expected).abs().max() / expected.abs().max()
-            assert float(error) < 0.03, f"{name} is off by {float(error):.3f}"
-
-
-def captured(work: Work) -> Callable[[], None]:
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(REPEAT):
-            work()
-    return graph.replay
-
-
-def repeated(work: Work) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(REPEAT):
-            work()
-
-    return run
-
-
-def measure(works: dict[str, Work], mode: str) -> dict[str, float]:
-    """Median over rounds of the slowest rank's time, in us a call."""
-    runs = {name: (captured if mode == "graph" else repeated)(work) for name, work in works.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(ROUNDS + WARM_UP):
-        for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            dist.barrier()
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            if round_ >= WARM_UP:
-                times[name].append(start.elapsed_time(end) * 1e3 / REPEAT)
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64, device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return {name: statistics.median(row) for name, row in zip(times, slowest.tolist(), strict=True)}
-
-
-def line(case: Case, problem: Problem, mode: str, us: dict[str, float], commit: str) -> dict[str, Any]:
-    specs = SPECS[problem.op]
-    best = min(specs, key=lambda spec: us[spec])
-    return {
-        "bench": "tp",
-        "op": problem.op,
-        "case": case.name,
-        "machine": f"{problem.world_size} x {torch.cuda.get_device_name()}",
-        "versions": versions("cuda"),
-        "commit": commit,
-        "dtype": problem.dtype,
-        "world_size": problem.world_size,
-        "mode": mode,
+    sequential = min((method for method in us if method.startswith("sequential ")), key=lambda method: us[method])
+    communication_us = min(found["communication_us"] for found in nccl.values() if "communication_us" in found)
+    best = min(specs, key=lambda spec: us[spec], default=None)
+    line = {
         "schedule": best,
-        "sequential_us": us["sequential"],
-        "communication_us": us["communication"],
+        "sequential_us": us[sequential],
+        "communication_us": communication_us,
         "computation_us": us["computation"],
-        "ideal_us": max(us["communication"], us["computation"]),
-        "overlapped_us": us[best],
+        "ideal_us": max(communication_us, us["computation"]),
+        "overlapped_us": us[best] if best else None,
+        "auto_us": us.get("auto"),
+        "chosen": name,
+        "nccl": nccl,
         "candidates": {spec: us[spec] for spec in specs},
-        "peers": {"async_tp": us["async_tp"]},
-        "samples": ROUNDS,
+        "peers": {peer: us[peer] for peer in ("async_tp",) if peer in us},
     }
+    if mode == "eager":
+        hosts: dict[str, str | None] = {"sequential": sequential, "async_tp": "async_tp", "overlapped": best, "auto": "auto"}
+        line["host_us"] = {label: times[method].host_us for label, method in hosts.items() if method and method in times}
+    return line
 
 
-def geomean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
+def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
+    """The cases that are asked for. Raises ValueError where there is none."""
+    found = [case for case in CASES if arguments.cases in case.name and case.op in arguments.ops.split(",")]
+    if not found:
+        names = ", ".join(dict.fromkeys(case.name for case in CASES))
+        raise ValueError(
+            f"--cases {arguments.cases!r} --ops {arguments.ops!r}: no such case; there are {names} of {', '.join(OPS)}"
+        )
+    return found
+
+
+def windows(cases: Sequence[Case], world_size: int) -> tuple[int, int]:
+    """Bytes of the largest shard and of the largest whole that the cases gather or scatter."""
+    shard_bytes = max(case.problem(world_size).shard_bytes for case in cases)
+    return shard_bytes, shard_bytes * world_size
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="append a JSON line for each case and mode")
-    parser.add_argument("--modes", default="graph,eager")
-    parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
-    arguments = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
-    found: list[dict[str, Any]] = []
-    for case in CASES:
-        for mode in arguments.modes.split(","):
-            faulthandler.dump_traceback_later(60, exit=True)
-            problem = case.problem(dist.get_world_size())
-            works = methods(problem, SPECS[problem.op])
-            check(works)
-            found.append(line(case, problem, mode, measure(works, mode), arguments.commit))
-            weft.close()
-            del works
-            torch.cuda.empty_cache()
-            dist.barrier()
-            if rank == 0:
-                report(found[-1], arguments.json)
-    if rank == 0:
-        summary(found)
-    dist.destroy_process_group()
-
-
-def report(row: dict[str, Any], path: Path | None) -> None:
-    share = row["ideal_us"] / row["overlapped_us"]
-    candidates = " ".join(f"{spec}={us:.0f}" for spec, us in row["candidates"].items())
-    print(
-        f"{row['op']:21} {row['case']:18} {row['mode']:5} seq {row['sequential_us']:.0f} comm {row['communication_us']:.0f} "
-        f"comp {row['computation_us']:.0f} async {row['peers']['async_tp']:.0f} best {row['schedule']} "
-        f"{row['overlapped_us']:.0f} ({share:.2f} of ideal) | {candidates}",
-        time.strftime("%H:%M:%S"),
-        flush=True,
-    )
-    if path:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def summary(found: list[dict[str, Any]]) -> None:
-    for op in SPECS:
-        for mode in ("graph", "eager"):
-            rows = [r for r in found if r["op"] == op and r["mode"] == mode]
-            if rows:
-                share = geomean([r["ideal_us"] / r["overlapped_us"] for r in rows])
-                over = geomean([r["sequential_us"] / r["overlapped_us"] for r in rows])
-                peer = geomean([r["peers"]["async_tp"] / r["overlapped_us"] for r in rows])
-                print(
-                    f"{op} {mode}: {share:.3f} of the ideal, {over:.2f}x sequential, {peer:.2f}x async TP ({len(rows)} cases)"
-                )
+    options = parser(__doc__, rounds=ROUNDS)
+    options.add_argument("--cases", default="", help="only cases whose name contains this")
+    options.add_argument("--ops", default=",".join(OPS), help="only these operators (%(default)s)")
+    options.add_argument("--specs", default="", help="the schedules to try beside auto, with commas")
+    options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's ways beside the default (%(default)s)")
+    arguments = options.parse_args()
+    cases = chosen_cases(arguments)
+    for spec in filter(None, arguments.specs.split(",")):
+        schedules.parse(spec)
+    start()
+    found, missing = ways(arguments.nccl, *windows(cases, dist.get_world_size()))
+    lines = []
+    for case in cases:
+        try:
+            new = measured(case, found, arguments)
+        except Failed as failed:
+            say(f"LEFT OUT the case {case.op} {case.name}: {failed}", file=sys.stderr)
+            new = []
+        for line in new:
+            line["missing"] |= missing
+            say(sentence(line))
+            append(arguments.json, line)
+        lines += new
+        release()
+    if dist.get_rank() == 0:
+        print(summary(lines))
+    for way in found:
+        way.close()
+    stop()
 
 
 if __name__ == "__main__":

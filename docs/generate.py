@@ -112,7 +112,8 @@ def results(mode: str) -> str:
 def _result(row: dict[str, Any]) -> tuple[str, ...]:
     short = {"all_gather_matmul": "AG+MM", "matmul_reduce_scatter": "MM+RS"}[row["op"]]
     names = ("communication_us", "computation_us", "sequential_us")
-    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["async_tp"], row["overlapped_us"])]
+    figures = (*(row[name] for name in names), row["peers"].get("async_tp"), row["overlapped_us"])
+    times = ["-" if us is None else f"{us:.0f}" for us in figures]
     share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
     return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 

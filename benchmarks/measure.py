@@ -1,0 +1,281 @@
+"""How the benchmarks measure: one process a GPU, methods that take turns, times of the slowest rank.
+
+A method is a function without arguments that enqueues one call. `trial` takes several through three stages, each of them on
+all ranks together: every method's result is checked; every method is captured in a CUDA graph of `repeat` calls (mode graph)
+or called `repeat` times (mode eager); then all take turns round by round. Between two methods all GPUs are idle, and ranks
+meet at a barrier. A round's time is the slowest rank's, between two GPU events; the figure is the median over rounds. Host
+time is what the same calls keep the host busy, from a GPU without work.
+
+A method that raises on any rank is left out on all, with its reason, and the trial begins anew: what failed may have taken
+the programs of other methods with it. A wrong result is no such failure: WrongResult ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.execute.versions import versions
+
+ALARM_S = 90
+"""A stage that takes longer ends the run, with every thread's stack."""
+WARM_UP = 2
+_REASON = 400
+"""Letters of an error that a JSON line keeps."""
+Work = Callable[[], object]
+Check = Callable[[str, object], None]
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """A method that some rank could not run. name: which. reason: of the first such rank."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+
+class WrongResult(AssertionError):
+    """A method's result is not the reference's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """A method's medians, for one call. us: on the GPU. host_us: until the call returns."""
+
+    us: float
+    host_us: float
+
+
+def start() -> int:
+    """Join the world as torchrun set it up; this rank. Nothing of weft waits longer than the alarm."""
+    alarm()
+    os.environ.setdefault("WEFT_TIMEOUT_S", "45")
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+    return rank
+
+
+def stop() -> None:
+    """Leave the world."""
+    alarm()
+    release()
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def alarm() -> None:
+    """The run is alive."""
+    faulthandler.dump_traceback_later(ALARM_S, exit=True)
+
+
+def release() -> None:
+    """Give back what weft and the allocator hold. Collective."""
+    torch.cuda.synchronize()
+    weft.close()
+    torch.cuda.empty_cache()
+    dist.barrier()
+
+
+def say(*words: object, file: Any = None) -> None:
+    """Print on rank 0, with the time."""
+    if dist.get_rank() == 0:
+        print(time.strftime("%H:%M:%S"), *words, file=file or sys.stdout, flush=True)
+
+
+def together(name: str, work: Callable[[], T]) -> T:
+    """work(), on every rank. Raises Failed on all of them if one cannot, and WrongResult as it is."""
+    alarm()
+    result, reason = None, ""
+    try:
+        result = work()
+        torch.cuda.synchronize()
+    except WrongResult:
+        raise
+    except Exception as error:
+        reason = _words(error)
+    _agree(name, reason)
+    return result  # type: ignore[return-value]
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON]
+
+
+def _agree(name: str, reason: str) -> None:
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    for rank, text in enumerate(reasons):
+        if text:
+            raise Failed(name, f"rank {rank}: {text}")
+
+
+def trial(
+    works: Mapping[str, Work], modes: Sequence[str], *, check: Check, needed: Collection[str], rounds: int, repeat: int
+) -> tuple[dict[str, dict[str, Times]], dict[str, str]]:
+    """(each mode's times by method, why methods are missing). Collective.
+
+    check(name, result) raises WrongResult. needed: methods without which there is nothing to say: Failed is raised.
+    """
+    missing: dict[str, str] = {}
+    while True:
+        left = {name: work for name, work in works.items() if name not in missing}
+        try:
+            return _stages(left, modes, check, rounds, repeat), missing
+        except Failed as failed:
+            if failed.name in needed:
+                raise
+            missing[failed.name] = failed.reason
+            say(f"LEFT OUT {failed}", file=sys.stderr)
+        release()
+
+
+def _stages(
+    works: Mapping[str, Work], modes: Sequence[str], check: Check, rounds: int, repeat: int
+) -> dict[str, dict[str, Times]]:
+    for name, work in works.items():
+        together(name, lambda name=name, work=work: check(name, work()))  # type: ignore[misc]
+    found = {}
+    for mode in modes:
+        make = partial(captured if mode == "graph" else repeated, repeat=repeat)
+        runs = {name: together(name, partial(make, work)) for name, work in works.items()}
+        found[mode] = timed(runs, rounds, repeat)
+    return found
+
+
+def captured(work: Work, repeat: int) -> Callable[[], None]:
+    """`repeat` calls as one CUDA graph. The mode lets NCCL's watchdog thread work meanwhile."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeat):
+            work()
+    return graph.replay
+
+
+def repeated(work: Work, repeat: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(repeat):
+            work()
+
+    return run
+
+
+def timed(runs: Mapping[str, Callable[[], None]], rounds: int, repeat: int) -> dict[str, Times]:
+    """Each method's times. A rank that fails goes on meeting the others, so that none waits for it; Failed names the first."""
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    failures: list[tuple[int, str, str]] = []
+    turn = 0
+    for round_ in range(rounds + WARM_UP):
+        alarm()
+        for name, run in runs.items():
+            turn += 1
+            torch.cuda.synchronize()
+            dist.barrier()
+            try:
+                sample = _once(run)
+            except Exception as error:
+                failures.append((turn, name, _words(error)))
+                sample = (math.nan, math.nan)
+            if round_ >= WARM_UP:
+                samples[name].append(sample)
+    _raise_first(failures)
+    return _slowest(samples, repeat)
+
+
+def _once(run: Callable[[], None]) -> tuple[float, float]:
+    """(GPU time, host time) in us."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    called_ns = time.perf_counter_ns()
+    run()
+    returned_ns = time.perf_counter_ns()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3, (returned_ns - called_ns) / 1e3
+
+
+def _raise_first(failures: Sequence[tuple[int, str, str]]) -> None:
+    """After the first failure others follow, of methods that share its team: the first of all ranks is the one to name."""
+    everyone: list[list[tuple[int, str, str]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, list(failures))
+    first = min(((*failed[0], rank) for rank, failed in enumerate(everyone) if failed), default=None)
+    if first is not None:
+        _, name, reason, rank = first
+        raise Failed(name, f"rank {rank}: {reason}")
+
+
+def _slowest(samples: Mapping[str, Sequence[tuple[float, float]]], repeat: int) -> dict[str, Times]:
+    """Medians over rounds of the slowest rank's times, for one call of `repeat`."""
+    slowest = torch.tensor(list(samples.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    found = {}
+    for name, rounds in zip(samples, slowest.tolist(), strict=True):
+        us, host_us = (statistics.median(column) / repeat for column in zip(*rounds, strict=True))
+        found[name] = Times(us=us, host_us=host_us)
+    return found
+
+
+def close_to(expected: torch.Tensor, tolerance: float = 0.03) -> Callable[[str, torch.Tensor], None]:
+    """A check: differences of at most `tolerance` of the expected tensor's largest element."""
+    largest = float(expected.abs().max())
+
+    def check(name: str, result: torch.Tensor) -> None:
+        worst = float((result.float() - expected).abs().max()) / largest
+        if not worst <= tolerance:
+            raise WrongResult(f"{name} is off by {worst:.3g} of the largest element; {tolerance} is allowed")
+
+    return check
+
+
+def parser(text: str | None, *, rounds: int, modes: str = "graph,eager") -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", type=Path, help="append a JSON line for each case and mode")
+    made.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
+    made.add_argument("--modes", default=modes, help="of graph and eager, with commas (%(default)s)")
+    made.add_argument("--rounds", type=int, default=rounds, help="samples of each method (%(default)s)")
+    return made
+
+
+def row(*, bench: str, op: str, case: str, dtype: str, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """How every JSON line begins."""
+    return {
+        "bench": bench,
+        "op": op,
+        "case": case,
+        "machine": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        "versions": versions("cuda"),
+        "commit": arguments.commit,
+        "dtype": dtype,
+        "world_size": dist.get_world_size(),
+        "mode": mode,
+        "samples": arguments.rounds,
+    }
+
+
+def append(path: Path | None, line: Mapping[str, Any]) -> None:
+    """Write a JSON line, on rank 0."""
+    if path and dist.get_rank() == 0:
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def geomean(values: Collection[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan
