@@ -114,7 +114,7 @@ class Local(Sequential):
 
 
 class AsyncTp(Sequential):
-    """PyTorch's. What the backward gathers for grad_w alone is NCCL's."""
+    """PyTorch's. What the backward gathers for grad_w alone is NCCL's. The gathered a is always asked for: tp.py says why."""
 
     @property
     def group_name(self) -> str:

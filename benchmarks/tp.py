@@ -4,7 +4,8 @@ Protocol: measure.py's; bf16, normal data; results are compared with sequential'
 same run: sequential (torch.mm and NCCL's collective), NCCL alone, cuBLAS alone, PyTorch's asynchronous tensor parallelism
 (symm_mem.fused_*). NCCL, alone and in sequential, is the fastest of its ways (collectives.py), by case and mode.
 ideal = the larger of NCCL alone and cuBLAS alone. overlapped = the best of the schedules that are named; auto = weft's own
-choice. Traps: multicast stays off; each case gives its memory back; registered buffers are used in place, which favours NCCL;
+choice. Traps: multicast stays off, so async TP is always asked for the gathered a: without that it may take multimem kernels
+for small M; each case gives its memory back; registered buffers are used in place, which favours NCCL;
 host time of weft includes that ranks meet at each call, that of the others does not.
 
     torchrun --nproc-per-node 4 benchmarks/tp.py --json benchmarks/results/tp.jsonl
