@@ -51,8 +51,8 @@ def _new_data_each_call(delay: str) -> None:
     """Many calls in a row, new data each, while one lane or one rank is slow: buffers and flags are reused early and late."""
     import time
 
+    from weft.execute.bindings import Bindings
     from weft.execute.host import HostProgram
-    from weft.execute.interpret import Bindings
 
     matmul, view = HostProgram.matmul, Bindings.pieces
     slow = dist.get_rank() == 1

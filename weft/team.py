@@ -3,19 +3,21 @@
 Each rank owns a control segment that all map:
 
     word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed
-    word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the call
+    word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the meeting
     word 2 MAPPED    segment rounds that it has mapped          text: why it failed; text: name of its newest segment
-    words 4, 5       a number that it offers in a call, by parity
+    words 4, 5       a number that it offers, by parity         words: what each of its last calls was, by call
 
-A call begins with `enter`: a rank publishes what it is about to run and waits until all have published the same.
+What all ranks have agreed on once has a number. A first call meets: `enter` publishes what is about to run and waits until
+all have published the same. A later one only leaves its number (`repeat`), and whoever looks after the team compares the
+numbers of all ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others.
 
     rank 0                          rank 1
-    slot[c % 2] = text              slot[c % 2] = text
+    slot[n % 2] = text              slot[n % 2] = text
     ENTERED = c   ~~~~~~~~~~~~~~~>  wait ENTERED of rank 0 >= c, compare its slot
     wait ENTERED of rank 1 >= c     ENTERED = c
 
-Two slots are enough: a rank can enter call c + 1 while another still compares call c, but not c + 2, for which it needs
-that other's ENTERED = c + 1.
+Two slots are enough: a rank can begin meeting n + 1 while another still compares meeting n, but not n + 2, for which it needs
+that other's part in n + 1.
 
 A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
 """
@@ -37,7 +39,12 @@ DEFAULT_TIMEOUT_S = 60.0
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
 _FAILED, _CLOSED = 1, 2
 _TEXT_BYTES = 4096
-_FAILURE_AT, _NAME_AT, _CONTROL_BYTES = 3 * _TEXT_BYTES, 4 * _TEXT_BYTES, 5 * _TEXT_BYTES
+_FAILURE_AT, _NAME_AT, _LOG_AT = 3 * _TEXT_BYTES, 4 * _TEXT_BYTES, 5 * _TEXT_BYTES
+_LOGGED = 1024
+"""Calls whose numbers can be read: more than a rank can be ahead of another."""
+_CONTROL_BYTES = _LOG_AT + 8 * _LOGGED
+_NUMBERS = 4096
+"""A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
 _PEER_CHECK_S = 0.02
 
 
@@ -63,7 +70,8 @@ class Team:
         self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.calls = 0
+        self.calls = self._meetings = self._compared = 0
+        self._known: dict[int, str] = {}
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
         self._rounds = 0
@@ -78,6 +86,7 @@ class Team:
             self._starts = [start for _, _, start, _ in everyone]
             self._control = [control if r == self.rank else Segment.open(name) for r, (_, _, _, name) in enumerate(everyone)]
             self._words = [segment.words(0, 6) for segment in self._control]
+            self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
             self._publish_mapped()
         finally:
             unlink(control.name)
@@ -96,21 +105,61 @@ class Team:
         Raises RankMismatch with the lines that differ.
         """
         self._check_usable()
-        self.calls += 1
-        parity = self.calls % 2
+        self._meetings += 1
+        parity = self._meetings % 2
         slot = (1 + parity) * _TEXT_BYTES
         self._control[self.rank].write_text(slot, _TEXT_BYTES, text)
         self._words[self.rank].store(_OFFERED + parity, mine)
-        self._words[self.rank].store(_ENTERED, self.calls)
+        self._log_call(parity)
         for peer in self._others():
             self._await_word(peer, _ENTERED, self.calls, "entered")
         for peer in self._others():
-            theirs = self._control[peer].read_text(slot, _TEXT_BYTES)
+            theirs = self._text_of(peer, self.calls)
             if theirs != text[:_TEXT_BYTES]:
-                raise self.fail(
-                    RankMismatch(f"ranks disagree in call {self.calls}:\n{_difference(self.rank, text, peer, theirs)}")
-                )
+                raise self.fail(self._mismatch(self.calls, text, peer, theirs))
         return tuple(words.load(_OFFERED + parity) for words in self._words)
+
+    def remember(self, text: str) -> int:
+        """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
+        number = 2 + len(self._known) % (_NUMBERS - 2)
+        self._known[number] = text
+        return number
+
+    def repeat(self, number: int) -> None:
+        """Begin a call that all ranks have agreed on before. Waits for nobody."""
+        self._check_usable()
+        self._log_call(number)
+
+    def _log_call(self, number: int) -> None:
+        self.calls += 1
+        self._logs[self.rank].store(self.calls % _LOGGED, self.calls * _NUMBERS + number)
+        self._words[self.rank].store(_ENTERED, self.calls)
+
+    def _number_of(self, rank: int, call: int) -> int | None:
+        """What a rank's call was; None if that is no longer there."""
+        logged, number = divmod(self._logs[rank].load(call % _LOGGED), _NUMBERS)
+        return number if logged == call else None
+
+    def _text_of(self, rank: int, call: int) -> str:
+        number = self._number_of(rank, call)
+        if number in (0, 1):
+            return self._control[rank].read_text((1 + number) * _TEXT_BYTES, _TEXT_BYTES)
+        return self._known.get(number or 0, "")
+
+    def _compare(self) -> None:
+        """Raise RankMismatch if calls that all ranks have entered differ."""
+        entered = min(words.load(_ENTERED) for words in self._words)
+        for call in range(max(self._compared + 1, entered - _LOGGED), entered + 1):
+            mine = self._number_of(self.rank, call)
+            for peer in self._others():
+                theirs = self._number_of(peer, call)
+                # Of calls that met, each rank has compared the texts itself.
+                if None not in (mine, theirs) and mine != theirs:
+                    raise self.fail(self._mismatch(call, self._text_of(self.rank, call), peer, self._text_of(peer, call)))
+        self._compared = max(self._compared, entered)
+
+    def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
+        return RankMismatch(f"ranks disagree in call {call}:\n{_difference(self.rank, mine, peer, theirs)}")
 
     def allocate(self, nbytes: int) -> list[Segment]:
         """A new segment of `nbytes` on every rank, mapped on all, by rank. Collective."""
@@ -153,12 +202,14 @@ class Team:
                 raise self.fail(WaitTimeout(f"{explain()} after {self.timeout_s:g} s"))
 
     def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
-        """Raise if this team failed here (on another lane) or on a peer, or if a peer is dead; not if `ready()` by now.
+        """Raise if this team failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
+        the ranks' calls differ.
 
         may_leave: nothing is awaited of the peers, so one that has closed its team is no error.
         """
         if self.broken:
             raise PeerLost(str(self.broken))
+        self._compare()
         fine = (0, _CLOSED) if may_leave else (0,)
         dead = [p for p in self._others() if process_start(self.pids[p]) != self._starts[p]]
         dead = [p for p in dead if not (may_leave and self._words[p].load(_STATE) == _CLOSED)]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rank_work import check_gather, check_scatter, here, whole
 
 import weft
-from weft.errors import PeerLost, WaitTimeout
+from weft.errors import PeerLost, WaitTimeout, WeftError
 from weft.execute.ranks import Ranks
 from weft.problem import split
 from weft.schedules import NAMES
@@ -108,21 +108,30 @@ def test_any_stream_of_the_user(pool: Ranks) -> None:
 
 
 def _never_arrives(name: str) -> str:
-    """Rank 1 stays out of a call in which its peers already wait on the GPU; then all go on together."""
+    """Rank 1 raises no flag of its peers in a call in which they already wait on the GPU; then all go on together."""
     from weft.execute.cuda import CudaProgram
+    from weft.execute.tape import Words
+
+    def mute(self: CudaProgram, item: object, bindings: object, stream: int) -> None:
+        if not isinstance(item, Words):
+            one(self, item, bindings, stream)  # type: ignore[arg-type]
+            return
+        peers = [base for rank, base in enumerate(self._addresses) if rank != self.rank]
+        kept = [w for w in item.words if not any(base <= w.address < base + 4 * self.edges.words for base in peers)]
+        self.driver.words(kept)(stream)
 
     faulthandler.dump_traceback_later(90, exit=True)
     check_scatter(256, 128, 64, torch.bfloat16, name, 0)
-    signal = CudaProgram.signal
+    one = CudaProgram._one
     if dist.get_rank() == 1:
-        CudaProgram.signal = lambda *_: None  # type: ignore[method-assign]
+        CudaProgram._one = mute  # type: ignore[method-assign, assignment]
     try:
         check_scatter(256, 128, 64, torch.bfloat16, name, 1)
         message = "right"
     except (PeerLost, WaitTimeout) as error:
         message = f"{type(error).__name__}: {error}"
     finally:
-        CudaProgram.signal = signal  # type: ignore[method-assign]
+        CudaProgram._one = one  # type: ignore[method-assign]
     torch.cuda.synchronize()
     time.sleep(1)
     dist.barrier()
@@ -211,6 +220,38 @@ def _capture_unseen() -> None:
 
 def test_a_capture_without_a_call_before_is_refused(pool: Ranks) -> None:
     pool.run(_capture_unseen)
+
+
+def _different_calls() -> str:
+    """Two operators that every rank knows; then rank 1 calls the other one."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    a, b = torch.ones(64, 64, device="cuda").bfloat16(), torch.ones(64, 48, device="cuda").bfloat16()
+    for _ in range(2):
+        weft.all_gather_matmul(a, b, schedule="flag_gated:1")
+        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:1")
+    torch.cuda.synchronize()
+    message = "right"
+    try:
+        if dist.get_rank() == 1:
+            weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:1")
+        else:
+            weft.all_gather_matmul(a, b, schedule="flag_gated:1")
+        torch.cuda.synchronize()
+        time.sleep(1)
+    except WeftError as error:
+        message = f"{type(error).__name__}: {error}"
+    torch.cuda.synchronize()
+    dist.barrier()
+    weft.close()
+    check_scatter(256, 128, 64, torch.bfloat16, "flag_gated", 2)
+    faulthandler.cancel_dump_traceback_later()
+    return message
+
+
+def test_ranks_that_call_different_things_they_know(pool: Ranks) -> None:
+    messages = pool.run(_different_calls)
+    assert all("RankMismatch" in m or "PeerLost" in m for m in messages), messages
+    assert any("op: rank" in m and "matmul_reduce_scatter" in m for m in messages), messages
 
 
 def _many_calls() -> tuple[int, int]:

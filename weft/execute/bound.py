@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from weft.execute.interpret import Bindings, Device, Program, Where
-from weft.schedule import Buffer, Collective, Flag, Gemm, Reduce, Schedule, Wait, advances
+from weft.execute.bindings import Bindings, Where
+from weft.schedule import Collective, Flag, Schedule, Wait, advances
 from weft.span import Span
 from weft.team import Team
 
@@ -62,7 +62,7 @@ class Space(Protocol):
     def close(self) -> None: ...
 
 
-class BoundProgram(ABC, Device):
+class BoundProgram(ABC):
     """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
 
     def __init__(self, space: Space, schedule: Schedule) -> None:
@@ -73,36 +73,32 @@ class BoundProgram(ABC, Device):
         self.slots = flag_slots(schedule)
         self.writers = flag_writers(schedule)
         self.epoch = 0
+        self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
         self.spans: list[Span] | None = None
         self._space = space
-        self._kernels: dict[int, FusedStep] = {}
+        self.kernels: dict[int, FusedStep] = {}
+        self._growth: dict[Flag, int] = {}
         if space.runs_kernels(self.dtype):
-            self._program = self._with_kernels()
-        else:
-            self._program = Program(schedule, self)
+            self._add_kernels()
 
-    def _with_kernels(self) -> Program:
+    def _add_kernels(self) -> None:
         # Where no kernel runs, nothing needs Triton: it is imported here.
         from weft.execute.fused import fused_step, growth
 
-        program = Program(self.schedule, self, growth(self.schedule, self._space.device))
+        self._growth = growth(self.schedule, self._space.device)
         for rank, lane, position, step in self.schedule:
             where = Where(rank, lane.name, position, step)
             kernel = fused_step(step, where, self._space.device, self) if rank == self.rank else None
             if kernel is not None:
-                self._kernels[id(step)] = kernel
-        return program
+                self.kernels[id(step)] = kernel
 
-    def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
-        kernel = self._kernels.get(id(step))
-        if kernel is None or not kernel.runs(bindings):
-            return False
-        self.launch(kernel, bindings, epoch, where)
-        return True
+    def growth_of(self, flag: Flag) -> int:
+        """How far one advance moves a flag's word: kernels count tiles."""
+        return self._growth.get(flag, 1)
 
     @abstractmethod
-    def launch(self, kernel: FusedStep, bindings: Bindings, epoch: int, where: Where) -> None:
-        """Run a fused step on this device."""
+    def play(self, bindings: Bindings) -> None:
+        """Run every lane of this rank once."""
 
     @abstractmethod
     def gate_address(self, flag: Flag, where: Where) -> int: ...
@@ -132,34 +128,37 @@ class BoundProgram(ABC, Device):
         """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
         self.spans = spans
         bindings, outputs = self._bind(a, bs)
-        self.rehearse(bindings)
-        self._program.run(self.epoch, bindings)
+        self.play(bindings)
         self.epoch += 1
         return outputs
 
     def _bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Bindings, dict[str, list[torch.Tensor]]]:
-        bindings = Bindings()
+        bindings = self.own_bindings()
         outputs: dict[str, list[torch.Tensor]] = {}
         bindings.bind("a", self.rank, self.prepare_a(a))
         bindings.bind("b", self.rank, *(self.prepare(b) for b in bs))
-        for buffer in self.schedule.buffers:
-            if buffer.kind == "output":
-                widths = [b.shape[1] for b in bs] if buffer.name == "out" else [buffer.cols[self.rank]]
-                outputs[buffer.name] = [a.new_empty(buffer.rows[self.rank], width) for width in widths]
-                bindings.bind(buffer.name, self.rank, *outputs[buffer.name])
-            elif buffer.kind != "input":
-                self._bind_own(bindings, buffer)
+        for buffer in self._outputs:
+            widths = [b.shape[1] for b in bs] if buffer.name == "out" else [buffer.cols[self.rank]]
+            outputs[buffer.name] = [a.new_empty(buffer.rows[self.rank], width) for width in widths]
+            bindings.bind(buffer.name, self.rank, *outputs[buffer.name])
         return bindings, outputs
 
-    def _bind_own(self, bindings: Bindings, buffer: Buffer) -> None:
-        if buffer.kind == "local":
-            dtype = torch.float32 if buffer.float32 else self.dtype
-            matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
-            bindings.bind(buffer.name, self.rank, matrix)
-            return
-        for rank in range(self.team.world_size):
-            offset = self.layout.offsets[buffer.name, rank]
-            bindings.bind(buffer.name, rank, self.symmetric(rank, offset, buffer.rows[rank], buffer.cols[rank], self.dtype))
+    def own_bindings(self) -> Bindings:
+        """Where this rank finds all but the caller's tensors, for one call."""
+        return self._fixed_bindings()
+
+    def _fixed_bindings(self) -> Bindings:
+        bindings = Bindings()
+        for buffer in self.schedule.buffers:
+            if buffer.kind == "local":
+                dtype = torch.float32 if buffer.float32 else self.dtype
+                matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
+                bindings.bind(buffer.name, self.rank, matrix)
+            elif buffer.kind == "symmetric":
+                for rank in range(self.team.world_size):
+                    offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
+                    bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
+        return bindings
 
     def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
         """a as the device's copies want it."""
@@ -168,9 +167,6 @@ class BoundProgram(ABC, Device):
     def prepare(self, b: torch.Tensor) -> torch.Tensor:
         """b as the device's matmul wants it."""
         return b
-
-    def rehearse(self, bindings: Bindings) -> None:
-        """What a device must do before the first call's flags may be waited for. Collective."""
 
     def raiser(self, flag: Flag) -> str:
         """Who advances a flag, for messages."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from weft.errors import WaitTimeout, WeftError
+from weft.execute.driver import Driver
 from weft.team import Team
 
 _TICK_S = 0.02
@@ -33,21 +34,6 @@ _TICKETS = 1024
 """Words for calls under way at once; a ticket's word is used again that many calls later."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
-
-
-def driver_api() -> Any:
-    """cuda-bindings' driver API. Raises ValueError if it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise ValueError("device is cuda: stream flags need cuda-bindings; pip install cuda-bindings") from None
-    return driver
-
-
-def checked(result: tuple[Any, ...]) -> None:
-    """Raise WeftError if a driver call failed."""
-    if int(result[0]) != 0:
-        raise WeftError(f"CUDA driver: {result[0]}")
 
 
 @dataclass(kw_only=True)
@@ -65,11 +51,13 @@ class CudaSpace:
 
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.device = team, device
-        self.driver = driver_api()
+        self.driver = Driver()
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._host_words = torch.zeros(2, _TICKETS, dtype=torch.int32).pin_memory()
         self._begun, self._done = self._host_words.numpy()
+        self._host_address = self._host_words.data_ptr()
         self._tickets = 0
         self._pending: deque[Pending] = deque()
         self._releases: dict[int, Callable[[], None]] = {}
@@ -99,6 +87,10 @@ class CudaSpace:
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[name]
 
+    def current_stream(self) -> int:
+        """The caller's stream."""
+        return int(torch._C._cuda_getCurrentRawStream(self._index))
+
     def keep_releasable(self, key: int, release: Callable[[], None]) -> None:
         """Call `release` if the team fails, also when no call is under way: a graph may be replaying."""
         self._releases[key] = release
@@ -106,27 +98,31 @@ class CudaSpace:
     def forget(self, key: int) -> None:
         self._releases.pop(key, None)
 
-    def begin(self, stream: torch.cuda.Stream, stuck: Callable[[], str]) -> int:
-        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued."""
+    def begin(self, stream: int, stuck: Callable[[], str]) -> int:
+        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued.
+
+        Waits, bounded, where so many calls are under way that its words still belong to one of them.
+        """
         self._tickets += 1
-        self._stamp(stream, 0, self._tickets)
-        self._pending.append(Pending(ticket=self._tickets, thread=threading.get_ident(), stuck=stuck))
-        return self._tickets
+        ticket = self._tickets
+        if not self.done(ticket - _TICKETS + 1):
+            self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck)
+        self.driver.write(stream, self._stamp(0, ticket), ticket)
+        self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck))
+        return ticket
 
-    def end(self, stream: torch.cuda.Stream, ticket: int) -> None:
+    def end(self, stream: int, ticket: int) -> None:
         """The call is done when `stream` comes here."""
-        self._stamp(stream, 1, ticket)
+        self.driver.write(stream, self._stamp(1, ticket), ticket)
 
-    def _stamp(self, stream: torch.cuda.Stream, row: int, ticket: int) -> None:
-        mode = self.driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        address = self._host_words.data_ptr() + 4 * (row * _TICKETS + ticket % _TICKETS)
-        checked(self.driver.cuStreamWriteValue32(stream.cuda_stream, address, ticket, mode))
+    def _stamp(self, row: int, ticket: int) -> int:
+        return int(self._host_address + 4 * (row * _TICKETS + ticket % _TICKETS))
 
     def _under_way(self, ticket: int) -> bool:
         return int(self._begun[ticket % _TICKETS]) >= ticket and not self.done(ticket)
 
     def done(self, ticket: int) -> bool:
-        return int(self._done[ticket % _TICKETS]) >= ticket
+        return ticket <= 0 or int(self._done[ticket % _TICKETS]) >= ticket
 
     def _watch_calls(self) -> None:
         idle = 0

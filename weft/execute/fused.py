@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 
 from weft.errors import WaitTimeout
-from weft.execute.interpret import Bindings, Where
+from weft.execute.bindings import Bindings, Where
+from weft.kernels import gemm as gemm_kernel
+from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, blocks_for, fits, gemm, tables, tiles_of
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
@@ -77,8 +79,8 @@ class FusedStep(ABC):
         """Whether the kernel can load this call's operands."""
 
     @abstractmethod
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int) -> None:
-        """Run it. silent: neither wait nor count, for a rehearsal."""
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        """Run it. silent: neither wait nor count, for a rehearsal. stream: default, torch's current one."""
 
     def raise_if_late(self, where: str, describe: Callable[[Flag], str]) -> None:
         """Raise WaitTimeout if a gate of the last launch did not open in time."""
@@ -112,16 +114,34 @@ class FusedGemm(FusedStep):
         self._outs = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
         self._remote = any(part.out.rank != step.b.rank for part in step.parts)
         self._tables: tuple[tuple[int, ...], Tables] | None = None
+        self._launcher = gemm_kernel.launcher()
+        self._fits: dict[tuple[int, ...], bool] = {}
 
     def runs(self, bindings: Bindings) -> bool:
         sources = [self._whole(bindings, key) for key in self._buffers]
-        return len(sources) <= 2 and all(fits(a, b) for a in sources for b, _ in bindings.pieces(self.step.b))
+        bs = [b for b, _ in bindings.tensors[self.step.b.buffer, self.step.b.rank]]
+        key = tuple(n for t in (*sources, *bs) for n in (t.data_ptr() & 15, *t.stride()))
+        if key not in self._fits:
+            self._fits[key] = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs)
+        return self._fits[key]
 
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int) -> None:
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plan(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
         for (b, _), (out, _) in zip(bindings.pieces(self.step.b), bindings.tensors[self._outs[-1]], strict=True):
-            gemm(sources, b, out, plan, self.status, epoch=epoch, silent=silent, tries=tries, sms=sms)
+            gemm(
+                sources,
+                b,
+                out,
+                plan,
+                self.status,
+                epoch=epoch,
+                silent=silent,
+                tries=tries,
+                sms=sms,
+                launched_by=self._launcher,
+                stream=stream,
+            )
 
     def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[key]
@@ -157,6 +177,7 @@ class FusedReduce(FusedStep):
         self.step: Reduce = step
         self._sources = [src for part in step.parts for src in part.srcs]
         self._tables: tuple[tuple[int, ...], ReduceTables] | None = None
+        self._launcher = reduce_kernel.launcher()
 
     def runs(self, bindings: Bindings) -> bool:
         """One result, and sources of one dtype and row stride, as many for each part."""
@@ -166,7 +187,7 @@ class FusedReduce(FusedStep):
         alike = all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors)
         return alike and not (more or others) and len({len(part.srcs) for part in self.step.parts}) == 1 and out[0].numel() > 0
 
-    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int) -> None:
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         moved = _moved(bindings, self._sources)
         if self._tables is None or self._tables[0] != moved:
             self._tables = moved, self._lay_out(bindings)
@@ -182,6 +203,8 @@ class FusedReduce(FusedStep):
             silent=silent,
             tries=tries,
             sms=sms,
+            launched_by=self._launcher,
+            stream=stream,
         )
 
     def _lay_out(self, bindings: Bindings) -> ReduceTables:

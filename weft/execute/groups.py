@@ -54,6 +54,13 @@ class Call:
         """This rank's part of b's sharded dimension."""
         return sum(b.shape[1] for b in self.bs) if self.op == "all_gather_matmul" else int(self.bs[0].shape[0])
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What calls alike have in common, on this rank."""
+        a, shapes = self.a, tuple(b.shape for b in self.bs)
+        fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
+        return (*fixed, a.shape, a.dtype, a.device, *shapes)
+
     def describe(self) -> str:
         """What every rank must have in common, a line each."""
         common = f"K: {self.a.shape[1]}" if self.op == "all_gather_matmul" else f"N: {self.bs[0].shape[1]}"
@@ -90,6 +97,14 @@ class Call:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What calls alike share: the number by which ranks compare them, and the program that runs them."""
+
+    number: int
+    program: BoundProgram
+
+
 class GroupState:
     """One group's team, space and programs on this rank."""
 
@@ -97,35 +112,52 @@ class GroupState:
         self.team = Team(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
         self.lock = threading.Lock()
-        self._agreed: dict[tuple[str, int], Problem] = {}
-        self._programs: OrderedDict[tuple[Problem, str, str], BoundProgram] = OrderedDict()
+        self._sites: dict[tuple[object, ...], Site] = {}
+        self._programs: OrderedDict[BoundProgram, tuple[Problem, str, torch.device]] = OrderedDict()
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
         scratch outlives the mode."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            problem = self._agree(call)
-            key = (problem, call.schedule, call.a.device.type)
-            # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-            chosen = None if key in self._programs else self._checked(problem, call, kept)
+            # CPU ranks meet in every call: their buffers are shared by all programs (weft.execute.host).
+            site = self._sites.get(call.key) if call.a.is_cuda else None
+            if site is None:
+                site = self._meet(call, kept)
+            elif not torch.cuda.is_current_stream_capturing():
+                self.team.repeat(site.number)
+            self._programs.move_to_end(site.program)
             try:
-                if chosen is not None:
-                    self._keep(key, self._bind(chosen, call.a.device))
-                self._programs.move_to_end(key)
-                return self._programs[key].run(call.a, call.bs, spans=call.spans)
+                return site.program.run(call.a, call.bs, spans=call.spans)
             except BaseException as error:
-                # Peers wait for this rank: whatever ends its call must end theirs, with the reason.
-                raise self.team.fail(error) from error.__cause__
+                raise self._failed(error) from error.__cause__
 
-    def _agree(self, call: Call) -> Problem:
-        """The problem, once all ranks are seen to call the same. While a graph is captured: as agreed at the call before."""
-        key = (call.describe(), call.b_size)
+    def _failed(self, error: BaseException) -> BaseException:
+        """Peers wait for this rank: whatever ends its call must end theirs, with the reason."""
+        return self.team.fail(error)
+
+    def _meet(self, call: Call, kept: dict[str, Schedule]) -> Site:
+        """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
         if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
-            if key not in self._agreed:
-                raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-            return self._agreed[key]
-        self._agreed[key] = call.problem(self.team.enter(*key))
-        return self._agreed[key]
+            raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
+        text = call.describe()
+        sizes = self.team.enter(text, call.b_size)
+        problem = call.problem(sizes)
+        bound = (problem, call.schedule, call.a.device)
+        program = next((program for program, key in self._programs.items() if key == bound), None)
+        if program is None:
+            # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
+            chosen = self._checked(problem, call, kept)
+            try:
+                program = self._bind(chosen, call.a.device)
+                self._programs[program] = bound
+                self._drop_oldest()
+            except BaseException as error:
+                raise self._failed(error) from error.__cause__
+        site = Site(number=0, program=program)
+        if call.a.is_cuda:
+            site = Site(number=self.team.remember(f"{text}\nsizes of b: {sizes}"), program=program)
+            self._sites[call.key] = site
+        return site
 
     @staticmethod
     def _checked(problem: Problem, call: Call, kept: dict[str, Schedule]) -> Schedule:
@@ -133,10 +165,11 @@ class GroupState:
         check(schedule)
         return schedule
 
-    def _keep(self, key: tuple[Problem, str, str], program: BoundProgram) -> None:
-        self._programs[key] = program
+    def _drop_oldest(self) -> None:
         if len(self._programs) > PROGRAMS_PER_GROUP:
-            self._programs.popitem(last=False)[1].close()
+            oldest, _ = self._programs.popitem(last=False)
+            self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
+            oldest.close()
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
         if device not in self._spaces:
@@ -146,10 +179,10 @@ class GroupState:
 
     def schedules(self) -> list[Schedule]:
         """What has been chosen so far, oldest use first."""
-        return [program.schedule for program in self._programs.values()]
+        return [program.schedule for program in self._programs]
 
     def close(self) -> None:
-        for program in self._programs.values():
+        for program in self._programs:
             program.close()
         for space in self._spaces.values():
             space.close()

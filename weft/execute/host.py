@@ -22,21 +22,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft.errors import PeerLost, WaitTimeout
+from weft.execute.bindings import Bindings, Where
 from weft.execute.bound import BoundProgram
-from weft.execute.interpret import Bindings, Where
+from weft.execute.interpret import Device, Program
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Lane, Schedule, Wait
+from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait
 from weft.span import Span
 from weft.team import Team
 from weft.work import span
-
-if TYPE_CHECKING:
-    from weft.execute.fused import FusedStep
 
 _LOOKS_PER_S = 10_000
 """At most: how often an interpreted kernel looks at a flag in a second."""
@@ -126,12 +123,13 @@ class HostSpace:
         self._threads, self.data, self._scratch = {}, [], {}
 
 
-class HostProgram(BoundProgram):
+class HostProgram(BoundProgram, Device):
     """A schedule on one CPU rank. Words of its segment: the flags, then one for meetings in collectives."""
 
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
         super().__init__(space, schedule)
         self.space = space
+        self._program = Program(schedule, self, self.growth_of)
         self._segments = self.team.allocate(8 * (self.words_needed + 1))
         self._words = [segment.words(0, self.words_needed + 1) for segment in self._segments]
         self._meetings = 0
@@ -175,13 +173,20 @@ class HostProgram(BoundProgram):
         self.space.reserve(self.layout.nbytes)
         return super().run(a, bs, spans=spans)
 
-    def launch(self, kernel: FusedStep, bindings: Bindings, epoch: int, where: Where) -> None:
+    def play(self, bindings: Bindings) -> None:
+        self._program.run(self.epoch, bindings)
+
+    def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
+        kernel = self.kernels.get(id(step))
+        if kernel is None or not kernel.runs(bindings):
+            return False
         kernel.launch(bindings, epoch, silent=False, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=_INTERPRETED_BLOCKS)
         try:
             kernel.raise_if_late(str(where), self.raiser)
         except WaitTimeout:
             self.team.check_peers()
             raise
+        return True
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if a.dtype != b.dtype:

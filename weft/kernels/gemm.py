@@ -29,6 +29,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.flags import table, wait_gates
+from weft.kernels.launch import Launcher
 from weft.schedule import Flag, Gemm, Part, Wait
 
 _FIELDS = 7
@@ -77,8 +78,8 @@ class Tables:
     """A Gemm step's parts as the kernel reads them, on the device.
 
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count. outs: by row
-    tile, the address of its first element where parts are stored at peers, and align_bytes divides them all. gates, needs: addresses, and (per call, in the
-    first) what to wait for; no_needs: nothing. counts: addresses of the flags.
+    tile, the address of its first element where parts are stored at peers; align_bytes divides them all. gates, needs:
+    addresses, and (per call, in the first) what to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
     rows: torch.Tensor
@@ -153,6 +154,11 @@ def tables(
     )
 
 
+def launcher() -> Launcher:
+    """For `gemm`, call after call."""
+    return Launcher(_gemm_kernel)
+
+
 def gemm(
     sources: tuple[torch.Tensor, ...],
     b: torch.Tensor,
@@ -164,23 +170,26 @@ def gemm(
     silent: bool = False,
     tries: int = 1 << 24,
     sms: int = 1,
+    launched_by: Launcher | None = None,
+    stream: int | None = None,
 ) -> None:
     """out = a @ b, tile by tile as `plan` says.
 
     sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
     of the result's dtype and width if all parts are stored by address. status: int32 [2]; [gate + 1, value seen] after a
-    wait ended without its flag. epoch: calls before this one. silent: neither wait nor count. sms: blocks.
+    wait ended without its flag. epoch: calls before this one. silent: neither wait nor count. sms: blocks. launched_by: what
+    made earlier launches on this device with the same plan. stream: default, torch's current one.
     """
     blocks = plan.blocks
     transposed = b.stride(1) != 1
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
-    descriptors = [TensorDescriptor.from_tensor(a, a_shape) for a in (sources[0], sources[-1])]
-    aligned = out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
-    out_tma = aligned and not plan.counted and not plan.peers
+    first = TensorDescriptor.from_tensor(sources[0], a_shape)
+    out_stride, aligned = out.stride(0), out.data_ptr() % 16 == 0
+    out_tma = aligned and out_stride % 8 == 0 and not plan.counted and not plan.peers
     row_tiles = plan.rows.shape[0]
-    grid = min(sms, row_tiles * -(-b.shape[1] // blocks.n))
-    _gemm_kernel[(grid,)](
-        *descriptors,
+    arguments = (
+        first,
+        TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
         TensorDescriptor.from_tensor(b.t() if transposed else b, b_shape),
         TensorDescriptor.from_tensor(out, [blocks.m, blocks.n]) if out_tma else out,
         out,
@@ -196,19 +205,27 @@ def gemm(
         row_tiles,
         b.shape[1],
         b.shape[0],
-        out.stride(0),
-        BLOCK_M=blocks.m,
-        BLOCK_N=blocks.n,
-        BLOCK_K=blocks.k,
-        GROUP=blocks.group,
-        FIELDS=_FIELDS,
-        TWO_SOURCES=len(sources) > 1,
-        B_TRANSPOSED=transposed,
-        GATED=plan.gated,
-        COUNTED=plan.counted,
-        PEERS=plan.peers,
-        OUT_TMA=out_tma,
-        ALIGN_BYTES=math.gcd(plan.align_bytes, out.stride(0) * out.element_size()),
+        out_stride,
+    )
+    (launched_by or launcher())(
+        min(sms, row_tiles * -(-b.shape[1] // blocks.n)),
+        arguments,
+        {
+            "BLOCK_M": blocks.m,
+            "BLOCK_N": blocks.n,
+            "BLOCK_K": blocks.k,
+            "GROUP": blocks.group,
+            "FIELDS": _FIELDS,
+            "TWO_SOURCES": len(sources) > 1,
+            "B_TRANSPOSED": transposed,
+            "GATED": plan.gated,
+            "COUNTED": plan.counted,
+            "PEERS": plan.peers,
+            "OUT_TMA": out_tma,
+            "ALIGN_BYTES": math.gcd(plan.align_bytes, out_stride * out.element_size()),
+        },
+        key=(b.shape, out_stride, aligned, transposed, len(sources)),
+        stream=stream,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )

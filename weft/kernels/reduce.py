@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.flags import table, wait_gates
+from weft.kernels.launch import Launcher
 from weft.schedule import Flag, Reduce, Region, Wait
 
 _FIELDS = 6
@@ -93,6 +94,11 @@ def _elements(address: int, itemsize: int) -> int:
     return address // itemsize if address % itemsize == 0 else 1
 
 
+def launcher() -> Launcher:
+    """For `reduce`, call after call."""
+    return Launcher(_reduce_kernel)
+
+
 def reduce(
     like: torch.Tensor,
     out: torch.Tensor,
@@ -104,14 +110,15 @@ def reduce(
     silent: bool = False,
     tries: int = 1 << 24,
     sms: int = 1,
+    launched_by: Launcher | None = None,
+    stream: int | None = None,
 ) -> None:
     """out = the sums that `plan` says, divided by `divide_by`.
 
-    like: a tensor of the sources' dtype and row stride. out: the whole result. status, epoch, silent, tries, sms: as for
-    weft.kernels.gemm.gemm.
+    like: a tensor of the sources' dtype and row stride. out: the whole result. The rest as for weft.kernels.gemm.gemm.
     """
     count = plan.tiles.shape[0]
-    _reduce_kernel[(min(8 * sms, count),)](
+    arguments = (
         like,
         out,
         plan.tiles,
@@ -126,12 +133,21 @@ def reduce(
         like.stride(0),
         out.stride(0),
         divide_by,
-        SOURCES=plan.sources,
-        ROWS=plan.rows,
-        COLS=plan.cols,
-        FIELDS=_FIELDS,
-        GATED=plan.gated,
-        ALIGN=math.gcd(plan.align, like.stride(0), out.stride(0), out.data_ptr() // out.element_size()),
+    )
+    align = math.gcd(plan.align, like.stride(0), out.stride(0), out.data_ptr() // out.element_size())
+    (launched_by or launcher())(
+        min(8 * sms, count),
+        arguments,
+        {
+            "SOURCES": plan.sources,
+            "ROWS": plan.rows,
+            "COLS": plan.cols,
+            "FIELDS": _FIELDS,
+            "GATED": plan.gated,
+            "ALIGN": align,
+        },
+        key=(align, like.stride(0), like.data_ptr() % 16 == 0, out.stride(0), out.data_ptr() % 16 == 0),
+        stream=stream,
         num_warps=8,
     )
 

@@ -1,0 +1,83 @@
+"""A step's arithmetic by torch operations, the same on every device: matmuls, partial sums in float32, one rounding at the end.
+
+Parts of a GEMM that share no gate and no count are multiplied together (`groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from weft.execute.bindings import Bindings
+from weft.problem import Span1D
+from weft.schedule import Gemm, Part, Region, Sum
+
+
+class Matmul(Protocol):
+    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not."""
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
+
+
+def groups(parts: Sequence[Part]) -> list[list[Part]]:
+    """Consecutive parts that may be multiplied together: none waits, or counts, in between."""
+    found: list[list[Part]] = []
+    for part in parts:
+        if found and not part.gates and found[-1][-1].count is None:
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matmul) -> None:
+    """The parts as one matmul; rows that do not lie together are gathered before it and scattered after it."""
+    a = _rows(bindings, [p.a for p in parts])
+    adjacent = _adjacent([p.out for p in parts])
+    for b, cols in bindings.pieces(step.b):
+        outs = [bindings.view(_columns(p.out, cols)) for p in parts] if adjacent is None else []
+        if adjacent is not None:
+            out = bindings.view(_columns(adjacent, cols))
+            matmul(a, b, out, accumulate=step.accumulate)
+        elif step.accumulate:
+            for out, rows in zip(outs, torch.split(a, [o.shape[0] for o in outs]), strict=True):
+                matmul(rows, b, out, accumulate=True)
+        else:
+            product = torch.empty(a.shape[0], b.shape[1], dtype=outs[0].dtype, device=a.device)
+            matmul(a, b, product, accumulate=False)
+            for out, rows in zip(outs, torch.split(product, [o.shape[0] for o in outs]), strict=True):
+                out.copy_(rows)
+
+
+def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
+    """out = the sum of the part's sources, in order, divided."""
+    for out, cols in bindings.pieces(part.out):
+        total = bindings.view(_columns(part.srcs[0], cols)).to(torch.float32, copy=True)
+        for src in part.srcs[1:]:
+            total += bindings.view(_columns(src, cols))
+        if divide_by != 1:
+            total /= divide_by
+        out.copy_(total)
+
+
+def _rows(bindings: Bindings, regions: Sequence[Region]) -> torch.Tensor:
+    adjacent = _adjacent(regions)
+    return bindings.view(adjacent) if adjacent else torch.cat([bindings.view(r) for r in regions])
+
+
+def _adjacent(regions: Sequence[Region]) -> Region | None:
+    """The one region that they make up if their rows follow each other, else None."""
+    first, last = regions[0], regions[-1]
+    for one, next_one in pairwise(regions):
+        if (one.buffer, one.rank, one.cols, one.rows[1]) != (next_one.buffer, next_one.rank, next_one.cols, next_one.rows[0]):
+            return None
+    return Region(first.buffer, first.rank, (first.rows[0], last.rows[1]), first.cols)
+
+
+def _columns(region: Region, cols: Span1D) -> Region:
+    """Columns of a region, counted from its own first."""
+    low = region.cols[0]
+    return Region(region.buffer, region.rank, region.rows, (low + cols[0], low + cols[1]))

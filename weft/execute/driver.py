@@ -1,0 +1,105 @@
+"""What torch has no name for, straight from the CUDA driver (cuda-bindings): memory operations on streams, copies by address.
+
+Every function here enqueues and returns; none waits for the GPU. Addresses and streams are integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.errors import WeftError
+
+_BATCH = 128
+"""Memory operations in one submission; the driver takes 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A memory operation on a 32-bit word. wait: until it holds at least the value. write: set it, after all that the stream
+    has written is visible to the whole machine."""
+
+    kind: Literal["wait", "write"]
+    address: int
+    value: int
+
+
+def driver_api() -> Any:
+    """cuda-bindings' driver API. Raises ValueError if it is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise ValueError("device is cuda: stream flags need cuda-bindings; pip install cuda-bindings") from None
+    return driver
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a driver call returned. Raises WeftError if it failed."""
+    if result[0]:
+        raise WeftError(f"CUDA driver: {result[0]}")
+    return result[1] if len(result) > 1 else None
+
+
+class Driver:
+    """The driver calls that schedules need."""
+
+    def __init__(self) -> None:
+        self.api = driver_api()
+
+    def words(self, words: Sequence[Word]) -> Callable[[int], None]:
+        """A function that enqueues these operations, in this order, on a stream."""
+        params = [self._operation(word) for word in words]
+        batches = [params[i : i + _BATCH] for i in range(0, len(params), _BATCH)]
+        submit = self.api.cuStreamBatchMemOp
+
+        def enqueue(stream: int) -> None:
+            for batch in batches:
+                checked(submit(stream, len(batch), batch, 0))
+
+        return enqueue
+
+    def _operation(self, word: Word) -> Any:
+        kinds, operation = self.api.CUstreamBatchMemOpType, self.api.CUstreamBatchMemOpParams()
+        wait = word.kind == "wait"
+        kind = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if wait else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        part = operation.waitValue if wait else operation.writeValue
+        operation.operation = part.operation = kind
+        part.address, part.value = word.address, self.api.cuuint32_t(word.value)
+        part.flags = int(self.api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) if wait else 0
+        return operation
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Set a word, after all that the stream has written is visible to the whole machine."""
+        checked(self.api.cuStreamWriteValue32(stream, address, value, 0))
+
+    def copier(self, *, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], None]:
+        """A function (dst, src, stream) that copies `rows` rows; pitches: bytes from row to row, of source and destination.
+
+        A copy engine's, also of rows that do not follow each other, if one side lies on a peer.
+        """
+        if rows == 1 or pitches == (row_bytes, row_bytes):
+            copy, nbytes = self.api.cuMemcpyAsync, rows * row_bytes
+            return lambda dst, src, stream: checked(copy(dst, src, nbytes, stream))
+        shape = self.api.CUDA_MEMCPY2D()
+        shape.srcMemoryType = shape.dstMemoryType = self.api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        shape.srcPitch, shape.dstPitch = pitches
+        shape.WidthInBytes, shape.Height = row_bytes, rows
+
+        def copy_rows(dst: int, src: int, stream: int) -> None:
+            shape.srcDevice, shape.dstDevice = src, dst
+            checked(self.api.cuMemcpy2DAsync(shape, stream))
+
+        return copy_rows
+
+    def event(self) -> Any:
+        """An event without a time."""
+        return checked(self.api.cuEventCreate(self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def forget(self, event: Any) -> None:
+        checked(self.api.cuEventDestroy(event))
+
+    def after(self, later: int, earlier: int, event: Any) -> None:
+        """Stream `later` goes on once `earlier` has come here. event: used for it, as often as one likes."""
+        checked(self.api.cuEventRecord(event, earlier))
+        checked(self.api.cuStreamWaitEvent(later, event, 0))

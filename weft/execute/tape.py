@@ -1,0 +1,161 @@
+"""One rank's lanes as what CUDA streams are given, prepared once: a call only fills in where its tensors lie.
+
+    Words   memory operations on flags: waits and writes at addresses that never change
+    Work    a copy, a kernel, a matmul: enqueued with this call's tensors
+
+    schedule step            items of the tape
+    wait                     Words: say where we are, wait, lower
+    copy                     Work: a peer copy, by a copy engine
+    signal                   Words: raise, at each waiter
+    gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
+    gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count
+
+Neighbouring Words become one submission. A copy of rows that do not follow each other is one two-dimensional copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.execute.arithmetic import add_up, groups, multiply
+from weft.execute.bindings import Bindings, Where
+from weft.execute.driver import Word
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Region, Signal, Step, Wait, waits
+
+if TYPE_CHECKING:
+    from weft.execute.cuda import CudaProgram
+    from weft.execute.fused import FusedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Memory operations, in this order."""
+
+    where: Where
+    words: tuple[Word, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Enqueue something on a stream. by_torch: on torch's current stream, which must then be the lane's."""
+
+    where: Where
+    run: Callable[[Bindings, int], None]
+    by_torch: bool
+
+
+Item = Words | Work
+
+
+class Tape:
+    """The items of one rank's lanes. running: which of its kernels (by id of the step) can load this call's operands."""
+
+    def __init__(self, program: CudaProgram, running: frozenset[int]) -> None:
+        self._program, self._running = program, running
+        self.lanes = [(lane, list(self._lane(lane))) for lane in program.schedule.ranks[program.rank]]
+        self.merged = [(lane, merged(items)) for lane, items in self.lanes]
+
+    def _lane(self, lane: Lane) -> Iterator[Item]:
+        for position, step in enumerate(lane.steps):
+            yield from self._step(step, Where(self._program.rank, lane.name, position, step))
+
+    def _step(self, step: Step, where: Where) -> Iterator[Item]:
+        if isinstance(step, Wait):
+            yield from self._pass([step], where)
+        elif isinstance(step, Signal):
+            yield self._raise(step.flag, where)
+        elif isinstance(step, Copy):
+            yield from self._copy(step, where)
+        elif isinstance(step, Collective):
+            yield Work(where, lambda bindings, _: self._program.collective(step, bindings), by_torch=True)
+        elif id(step) in self._running:
+            yield from self._kernel(self._program.kernels[id(step)], where)
+        elif isinstance(step, Gemm):
+            yield from self._matmuls(step, where)
+        else:
+            yield from self._sums(step, where)
+
+    def _pass(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[Words]:
+        """Wait for gates and lower them, each once a step. passed: gates of the step that have been."""
+        passed = set() if passed is None else passed
+        words = []
+        for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._ever(gate)):
+            passed.add(flag)
+            address = self._program.gate_address(flag, where)
+            words += [Word("wait", address, self._program.growth_of(flag)), Word("write", address, 0)]
+        if words:
+            yield Words(where, (self._program.here(where), *words))
+
+    def _ever(self, gate: Wait) -> bool:
+        """Whether it can ever be open: previous calls may have nothing to signal."""
+        return gate.at_least > 0 or self._program.edges.raised(gate.flag)
+
+    def _raise(self, flag: Flag, where: Where) -> Words:
+        value = self._program.growth_of(flag)
+        return Words(where, tuple(Word("write", address, value) for address in self._program.waiters(flag)))
+
+    def _copy(self, step: Copy, where: Where) -> Iterator[Work]:
+        height, width = step.src.shape
+        if height * width == 0:
+            return
+        item = self._program.itemsize(step.src)
+        (src, src_pitch), (dst, dst_pitch) = self._place(step.src), self._place(step.dst)
+        copy = self._program.space.driver.copier(rows=height, row_bytes=width * item, pitches=(src_pitch, dst_pitch))
+        yield Work(where, lambda bindings, stream: copy(dst(bindings), src(bindings), stream), by_torch=False)
+
+    def _place(self, region: Region) -> tuple[Callable[[Bindings], int], int]:
+        """(the address of a region's first element in a call, bytes from row to row)."""
+        program, key = self._program, (region.buffer, region.rank)
+        buffer, item = program.schedule.buffer[region.buffer], program.itemsize(region)
+        pitch = buffer.cols[region.rank] * item
+        offset = region.rows[0] * pitch + region.cols[0] * item
+        if buffer.kind in ("symmetric", "local"):
+            fixed = program.fixed.tensors[key][0][0].data_ptr() + offset
+            return lambda _: fixed, pitch
+        return lambda bindings: bindings.tensors[key][0][0].data_ptr() + offset, pitch
+
+    def _kernel(self, kernel: FusedStep, where: Where) -> Iterator[Item]:
+        """A GEMM's tiles wait for this call's chunks themselves; for all else the stream waits before the kernel.
+
+        What previous calls left may be raised again while the kernel runs. And a sum's blocks would fill every SM while they
+        wait: copies of a few KiB, which are kernels, then never ran (a hang on 4 x H200).
+        """
+        gates = waits(kernel.step)
+        inside = [gate for gate in gates if gate.at_least and isinstance(kernel.step, Gemm)]
+        yield from self._pass([gate for gate in gates if gate not in inside], where)
+        if inside:
+            yield Words(where, (self._program.here(where),))
+        yield Work(where, lambda bindings, stream: self._program.launch(kernel, bindings, stream), by_torch=True)
+        if inside:
+            own = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in inside)
+            yield Words(where, tuple(Word("write", address, 0) for address in own))
+
+    def _matmuls(self, step: Gemm, where: Where) -> Iterator[Item]:
+        passed: set[Flag] = set()
+        for group in groups(step.parts):
+            yield from self._pass(group[0].gates, where, passed)
+            yield Work(where, lambda bindings, _, g=group: multiply(bindings, step, g, self._program.matmul), by_torch=True)  # type: ignore[misc]
+            if group[-1].count is not None:
+                yield self._raise(group[-1].count, where)
+
+    def _sums(self, step: Reduce, where: Where) -> Iterator[Item]:
+        passed: set[Flag] = set()
+        for part in step.parts:
+            yield from self._pass(part.gates, where, passed)
+            yield Work(where, lambda bindings, _, p=part: add_up(bindings, p, step.divide_by), by_torch=True)  # type: ignore[misc]
+            if part.count is not None:
+                yield self._raise(part.count, where)
+
+
+def merged(items: Sequence[Item]) -> list[Item]:
+    """The same items, neighbouring Words as one."""
+    found: list[Item] = []
+    for item in items:
+        last = found[-1] if found else None
+        if isinstance(item, Words) and isinstance(last, Words):
+            found[-1] = Words(last.where, last.words + item.words)
+        else:
+            found.append(item)
+    return found
