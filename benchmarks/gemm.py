@@ -22,7 +22,8 @@ import torch
 from cases import CASES, Case
 
 from weft.execute.versions import versions
-from weft.kernels.gemm import SHAPES, Blocks, fits, gemm, tables
+from weft.kernels.gemm import fits, gemm, tables
+from weft.kernels.shapes import SHAPES, Blocks
 from weft.schedule import Flag, Gemm, Part, Region, Wait
 
 ROUNDS, WARM_UP = 12, 4

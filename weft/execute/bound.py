@@ -19,6 +19,7 @@ from weft.team import Team
 
 if TYPE_CHECKING:
     from weft.execute.fused import FusedStep
+    from weft.execute.pushes import FusedPush
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIGN = 256
@@ -77,6 +78,7 @@ class BoundProgram(ABC):
         self.spans: list[Span] | None = None
         self._space = space
         self.kernels: dict[int, FusedStep] = {}
+        self.pushes: dict[tuple[str, int], FusedPush] = {}
         self._growth: dict[Flag, int] = {}
         if space.runs_kernels(self.dtype):
             self._add_kernels()
@@ -84,17 +86,28 @@ class BoundProgram(ABC):
     def _add_kernels(self) -> None:
         # Where no kernel runs, nothing needs Triton: it is imported here.
         from weft.execute.fused import fused_step, growth
+        from weft.execute.pushes import FusedPush, push_growth, runs
 
-        self._growth = growth(self.schedule, self._space.device)
+        device, itemsize = self._space.device, self.dtype.itemsize
+        self._growth = growth(self.schedule, device) | push_growth(self.schedule, itemsize, device)
+        for lane in self.schedule.ranks[self.rank]:
+            for run in runs(lane):
+                where = Where(self.rank, lane.name, run.first, lane.steps[run.first])
+                self.pushes[lane.name, run.first] = FusedPush(run, where, device, self)
         for rank, lane, position, step in self.schedule:
             where = Where(rank, lane.name, position, step)
-            kernel = fused_step(step, where, self._space.device, self) if rank == self.rank else None
+            kernel = fused_step(step, where, device, self) if rank == self.rank else None
             if kernel is not None:
                 self.kernels[id(step)] = kernel
 
     def growth_of(self, flag: Flag) -> int:
         """How far one advance moves a flag's word: kernels count tiles."""
         return self._growth.get(flag, 1)
+
+    def length_of(self, where: Where) -> int:
+        """How many steps run with this one: several where they are one push."""
+        push = self.pushes.get((where.lane, where.position))
+        return push.length if push else 1
 
     @abstractmethod
     def play(self, bindings: Bindings) -> None:

@@ -36,18 +36,23 @@ from weft.execute.bound import BoundProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word, checked
 from weft.execute.edges import Edges
+from weft.execute.replay import Replays
 from weft.execute.tape import Item, Tape, Words, Work
-from weft.schedule import Collective, Flag, Lane, Reduce, Region, Schedule, Wait, waits
+from weft.schedule import Collective, Flag, Reduce, Region, Schedule, Wait, waits
 from weft.work import span
 
 if TYPE_CHECKING:
     from weft.execute.fused import FusedStep
+    from weft.execute.pushes import FusedPush
 
 _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
 _LOOKS_PER_S = 4_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
-Lanes = Sequence[tuple[Lane, Sequence[Item]]]
+
+
+_PUSH_SMS = 16
+"""Of 132: stores of 16 bytes from so many fill the port of a GPU behind a switch."""
 
 
 class CudaProgram(BoundProgram):
@@ -70,6 +75,9 @@ class CudaProgram(BoundProgram):
         self.fixed = self._fixed_bindings()
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
+        own = [(buffer.name, self.rank) for buffer in schedule.buffers if buffer.kind in ("input", "output")]
+        self._replays = Replays(space.device, own, self._fork_and_join)
+        self._replayable = not any(isinstance(step, Collective) for _, _, _, step in schedule)
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
@@ -106,6 +114,7 @@ class CudaProgram(BoundProgram):
     def close(self) -> None:
         self.space.forget(id(self))
         torch.cuda.synchronize(self.space.device)
+        self._replays.close()
         for event in (self._last, *(event for pair in self._forks.values() for event in pair)):
             self.driver.forget(event)
         del self._words, self._words_handle, self._area, self._area_handle
@@ -130,10 +139,15 @@ class CudaProgram(BoundProgram):
         return 0, self.growth_of(wait.flag) if wait.at_least else 0
 
     def launch(self, kernel: FusedStep, bindings: Bindings, stream: int) -> None:
-        """A step as one kernel. A sum's gates have been waited for by its stream."""
+        """A step as one kernel, beside what pushes take of the SMs. A sum's gates have been waited for by its stream."""
         silent = self._silent or isinstance(kernel.step, Reduce)
         tries = int(self.team.timeout_s * _LOOKS_PER_S)
-        kernel.launch(bindings, 0, silent=silent, tries=tries, sms=self.space.sms, stream=stream)
+        sms = self.space.sms - (_PUSH_SMS if self.pushes else 0)
+        kernel.launch(bindings, 0, silent=silent, tries=tries, sms=sms, stream=stream)
+
+    def push(self, run: FusedPush, bindings: Bindings, stream: int) -> None:
+        """Copies by SMs that a gated kernel leaves free: what it waits for can run."""
+        run.launch(bindings, silent=self._silent, sms=_PUSH_SMS, stream=stream)
 
     def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
@@ -176,15 +190,22 @@ class CudaProgram(BoundProgram):
             dst.copy_(reduced[: dst.shape[0]])
 
     def play(self, bindings: Bindings) -> None:
+        if not self._rehearsed:
+            self._rehearse(bindings)
+        if torch.cuda.is_current_stream_capturing():
+            self._fork_and_join(bindings)
+            return
+        # A vendor collective keeps books of its own about graphs: those schedules are never replayed.
+        graph = self._replays.find(bindings) if self.spans is None and self._replayable else None
+        self._submit((lambda _: graph.replay()) if graph else self._fork_and_join, bindings)
+
+    def _tape(self, bindings: Bindings) -> Tape:
         running = frozenset(step for step, kernel in self.kernels.items() if kernel.runs(bindings))
         if running not in self._tapes:
             self._tapes[running] = Tape(self, running)
-        tape = self._tapes[running]
-        if not self._rehearsed:
-            self._rehearse(tape, bindings)
-        self._submit(tape.merged if self.spans is None else tape.lanes, bindings)
+        return self._tapes[running]
 
-    def _rehearse(self, tape: Tape, bindings: Bindings) -> None:
+    def _rehearse(self, bindings: Bindings) -> None:
         """Run the first call's steps once without flags, on all ranks, and throw the result away.
 
         CUDA loads a kernel, and the allocator takes memory, at first use, and both may wait for all streams: behind a stream
@@ -193,16 +214,13 @@ class CudaProgram(BoundProgram):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         spans, self.spans, self._silent = self.spans, None, True
-        self._submit(tape.merged, bindings)
+        self._submit(self._fork_and_join, bindings)
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
 
-    def _submit(self, lanes: Lanes, bindings: Bindings) -> None:
-        """Enqueue every lane: the compute lane on the caller's stream, the others forked from it and joined to it."""
+    def _submit(self, enqueue: Callable[[Bindings], None], bindings: Bindings) -> None:
+        """One call on the caller's stream, after the program's last one, and under watch."""
         caller = self.space.current_stream()
-        if torch.cuda.is_current_stream_capturing():
-            self._fork_and_join(caller, lanes, bindings)
-            return
         if self._last_stream not in (None, caller):
             checked(self.driver.api.cuStreamWaitEvent(caller, self._last, 0))
         zero_us, watched = time.perf_counter_ns() / 1e3, self.spans is not None
@@ -210,14 +228,17 @@ class CudaProgram(BoundProgram):
         self._times = []
         if watched:
             self._timed(None, caller, lambda: None)
-        self._fork_and_join(caller, lanes, bindings)
+        enqueue(bindings)
         checked(self.driver.api.cuEventRecord(self._last, caller))
         self._last_stream = caller
         self.space.end(caller, ticket)
         if watched:
             self._read_spans(ticket, zero_us)
 
-    def _fork_and_join(self, caller: int, lanes: Lanes, bindings: Bindings) -> None:
+    def _fork_and_join(self, bindings: Bindings) -> None:
+        """Enqueue every lane: the compute lane on the caller's stream, the others forked from it and joined to it."""
+        caller, tape = self.space.current_stream(), self._tape(bindings)
+        lanes = tape.merged if self.spans is None else tape.lanes
         for lane, items in lanes:
             if lane.kind != "compute":
                 stream = self.space.stream(lane.name)

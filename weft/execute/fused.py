@@ -16,8 +16,9 @@ from weft.errors import WaitTimeout
 from weft.execute.bindings import Bindings, Where
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
-from weft.kernels.gemm import Tables, blocks_for, fits, gemm, tables, tiles_of
+from weft.kernels.gemm import Tables, fits, gemm, tables
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
+from weft.kernels.shapes import blocks_for, tiles_of
 from weft.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
 
 

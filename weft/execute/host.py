@@ -188,6 +188,15 @@ class HostProgram(BoundProgram, Device):
             raise
         return True
 
+    def pushed(self, where: Where, bindings: Bindings) -> bool:
+        push = self.pushes.get((where.lane, where.position))
+        if push is not None:
+            push.launch(bindings, silent=False, sms=_INTERPRETED_BLOCKS)
+        return push is not None
+
+    def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
+        return a.contiguous() if self.pushes else a
+
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if a.dtype != b.dtype:
             a = a.to(b.dtype)
@@ -235,8 +244,15 @@ class HostProgram(BoundProgram, Device):
             )
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
-        """The compute lane here, the others on their threads; returns when all have ended, raises the first error."""
-        lanes = sorted(lanes, key=lambda item: item[0].kind != "compute")
+        """The compute lane here, the others on their threads; returns when all have ended, raises the first error.
+
+        Triton interprets one kernel at a time in a process: lanes that are kernels run here too, before the others. What
+        they wait for, previous calls have signalled.
+        """
+        interpreted = {name for name, _ in self.pushes}
+        for _, work in (item for item in lanes if item[0].name in interpreted):
+            self._guarded(work)()
+        lanes = sorted((item for item in lanes if item[0].name not in interpreted), key=lambda item: item[0].kind != "compute")
         started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
         for thread, (_, work) in zip(started, lanes[1:], strict=True):
             thread.start(self._guarded(work))

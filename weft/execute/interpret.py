@@ -36,6 +36,14 @@ class Device(Protocol):
         """Run a step as one kernel, gates and counts included; False if this device multiplies it part by part."""
         ...
 
+    def pushed(self, where: Where, bindings: Bindings) -> bool:
+        """Run the steps from this one on as one kernel, if they are such a run."""
+        ...
+
+    def length_of(self, where: Where) -> int:
+        """How many steps run with this one."""
+        ...
+
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None: ...
 
     def record(self, where: Where, work: Callable[[], None]) -> None: ...
@@ -93,11 +101,16 @@ class _LaneRun:
         self.device = program.device
 
     def run(self) -> None:
-        for position, step in enumerate(self.lane.steps):
+        position = 0
+        while position < len(self.lane.steps):
+            step = self.lane.steps[position]
             where = Where(self.device.rank, self.lane.name, position, step)
             self.device.record(where, lambda s=step, w=where: self._step(s, w))  # type: ignore[misc]
+            position += self.device.length_of(where)
 
     def _step(self, step: Step, where: Where) -> None:
+        if self.device.pushed(where, self.bindings):
+            return
         if isinstance(step, Wait):
             self._wait(step, where)
         elif isinstance(step, Signal):

@@ -6,6 +6,7 @@
     schedule step            items of the tape
     wait                     Words: say where we are, wait, lower
     copy                     Work: a peer copy, by a copy engine
+    copies of SM blocks      Work: a run of them, with their signals, as one kernel
     signal                   Words: raise, at each waiter
     gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count
@@ -58,8 +59,15 @@ class Tape:
         self.merged = [(lane, merged(items)) for lane, items in self.lanes]
 
     def _lane(self, lane: Lane) -> Iterator[Item]:
-        for position, step in enumerate(lane.steps):
-            yield from self._step(step, Where(self._program.rank, lane.name, position, step))
+        position = 0
+        while position < len(lane.steps):
+            where = Where(self._program.rank, lane.name, position, lane.steps[position])
+            push = self._program.pushes.get((lane.name, position))
+            if push is None:
+                yield from self._step(where.step, where)
+            else:
+                yield Work(where, lambda bindings, stream, p=push: self._program.push(p, bindings, stream), by_torch=True)  # type: ignore[misc]
+            position += self._program.length_of(where)
 
     def _step(self, step: Step, where: Where) -> Iterator[Item]:
         if isinstance(step, Wait):

@@ -30,47 +30,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.flags import table, wait_gates
 from weft.kernels.launch import Launcher
+from weft.kernels.shapes import Blocks, blocks_for
 from weft.schedule import Flag, Gemm, Part, Wait
 
 _FIELDS = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    rate: float = 1.0
-    group: int = 8
-
-
-SHAPES = (
-    Blocks(m=128, n=256, k=64, warps=8, stages=3),
-    Blocks(m=128, n=128, k=64, warps=8, stages=4, rate=0.955),
-    Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95),
-    Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72),
-)
-"""What GPUs run, the best for large sizes first. Rates: measured on H200 (docs/log.md)."""
-INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1)
-"""What the interpreter runs, element by element."""
-_SMS = 132
-
-
-def blocks_for(step: Gemm, device: torch.device) -> Blocks:
-    """The tile shape for a step: the least waves of tiles times a tile's time. A function of the step alone, so that ranks
-    which wait for tiles that another one counts know how many there are."""
-    if device.type != "cuda":
-        return INTERPRETED
-
-    def cost(blocks: Blocks) -> float:
-        tiles = sum(tiles_of(part, blocks) for part in step.parts)
-        return -(-tiles // _SMS) * blocks.m * blocks.n / blocks.rate
-
-    return min(SHAPES, key=cost)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +64,6 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     lead = b.stride(0) if b.stride(1) == 1 else b.stride(1)
     return all(n % 8 == 0 for n in (a.stride(0), lead)) and all(t.data_ptr() % 16 == 0 for t in (a, b))
-
-
-def tiles_of(part: Part, blocks: Blocks) -> int:
-    """Tiles of one part: how far its count grows in a call."""
-    rows, cols = part.out.shape
-    return -(-rows // blocks.m) * -(-cols // blocks.n)
 
 
 def tables(

@@ -41,6 +41,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.flags import table
+from weft.kernels.launch import Launcher
 from weft.schedule import Flag, Region
 
 _FIELDS = 8
@@ -155,38 +156,61 @@ def _lay_out(moves: Sequence[_Move], device: torch.device) -> PushTables:
     return PushTables(tiles=table(tiles, torch.int64, device), count=len(tiles), unit=unit, tile_bytes=tile_bytes, runs=runs)
 
 
-def push(plan: PushTables, *, sms: int, silent: bool = False) -> None:
-    """Make the copies that `plan` says, and count. sms: blocks. silent: do not count, for a rehearsal."""
+def launcher() -> Launcher:
+    """For `push`, call after call."""
+    return Launcher(_push_kernel)
+
+
+def push(
+    plan: PushTables,
+    *,
+    sms: int,
+    silent: bool = False,
+    src_base: int = 0,
+    launched_by: Launcher | None = None,
+    stream: int | None = None,
+) -> None:
+    """Make the copies that `plan` says, and count.
+
+    sms: blocks. silent: do not count, for a rehearsal. src_base: what the plan's source addresses count from, a multiple of
+    16, so that a plan serves tensors that move from call to call. launched_by, stream: as for weft.kernels.gemm.gemm.
+    """
+    assert src_base % 16 == 0, f"src_base is {src_base}, no multiple of 16"
     if not plan.count:
         return
     element = _ELEMENTS[plan.unit]
     lanes = plan.unit * 8 // element.primitive_bitwidth
     units = plan.tile_bytes // plan.unit
-    _push_kernel[(min(sms, plan.count),)](
-        plan.tiles,
-        int(not silent),
-        plan.count,
-        UNITS=units,
+    constants = {
+        "UNITS": units,
         # Narrow units in rounds: all at once, they would take every register.
-        ROUND=min(units, plan.tile_bytes // 8),
-        LANES=lanes,
-        UNIT_BYTES=plan.unit,
-        ELEMENT=element,
-        RUNS=plan.runs,
-        FIELDS=_FIELDS,
+        "ROUND": min(units, plan.tile_bytes // 8),
+        "LANES": lanes,
+        "UNIT_BYTES": plan.unit,
+        "ELEMENT": element,
+        "RUNS": plan.runs,
+        "FIELDS": _FIELDS,
+    }
+    (launched_by or launcher())(
+        min(sms, plan.count),
+        (plan.tiles, src_base, int(not silent), plan.count),
+        constants,
+        key=(plan.unit, plan.runs),
+        stream=stream,
         num_warps=_WARPS,
     )
 
 
 @triton.jit
-def _pointer(address_ptr, ELEMENT: tl.constexpr, UNIT_BYTES: tl.constexpr):
-    """The pointer whose address lies at address_ptr; without the hint its accesses would be one element wide."""
-    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(ELEMENT)), UNIT_BYTES)
+def _pointer(address, ELEMENT: tl.constexpr, UNIT_BYTES: tl.constexpr):
+    """An address as a pointer; without the hint its accesses would be one element wide."""
+    return tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), UNIT_BYTES)
 
 
-@triton.jit(do_not_specialize=["count_by", "tiles"])
+@triton.jit(do_not_specialize=["src_base", "count_by", "tiles"])
 def _push_kernel(
     tiles_ptr,
+    src_base: tl.int64,
     count_by,
     tiles,
     UNITS: tl.constexpr,
@@ -203,8 +227,8 @@ def _push_kernel(
     done = 0
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         fields = tiles_ptr + FIELDS * tile
-        src_ptr = _pointer(fields, ELEMENT, UNIT_BYTES)
-        dst_ptr = _pointer(fields + 1, ELEMENT, UNIT_BYTES)
+        src_ptr = _pointer(src_base + tl.load(fields), ELEMENT, UNIT_BYTES)
+        dst_ptr = _pointer(tl.load(fields + 1), ELEMENT, UNIT_BYTES)
         units = tl.load(fields + 2).to(tl.int32)
         for start in range(0, UNITS, ROUND):
             unit = start + first

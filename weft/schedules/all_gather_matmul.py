@@ -87,10 +87,13 @@ class _Gather(Builder):
         blocks: by communication blocks, not copy engines. stage_own: its pieces also go to their places in its own a_full.
         """
         for rank in range(self.world_size):
+            if blocks and self.pieces[rank]:
+                # All waits first: the copies after them are one kernel.
+                self.add(rank, "blocks", *(Wait(Flag("free", rank, peer), 0) for peer in self.peers(rank, step=-1)))
             for piece in self.pieces[rank]:
                 for peer in [rank] * stage_own + self.peers(rank, step=-1):
                     lane = "blocks" if blocks else self.copy_lane(peer)
-                    if peer != rank and piece is self.pieces[rank][0]:
+                    if peer != rank and piece is self.pieces[rank][0] and not blocks:
                         self.add(rank, lane, Wait(Flag("free", rank, peer), 0))
                     self.add(rank, lane, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
 

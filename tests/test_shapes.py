@@ -1,0 +1,44 @@
+"""The tile shape of a GEMM step: smaller tiles where its last chunk arrives late, the largest where there is work enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.problem import Problem
+from weft.schedule import Gemm
+from weft.schedules import build
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from weft.kernels.shapes import SHAPES, blocks_for, tiles_of
+
+GPU = torch.device("cuda")
+
+
+def first_gemm(m: int, name: str, world_size: int = 4) -> Gemm:
+    schedule = build(Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=world_size), name, 1)
+    return next(step for _, _, _, step in schedule if isinstance(step, Gemm))
+
+
+def test_large_steps_take_the_largest_tiles() -> None:
+    for name in ("flag_gated", "sequential"):
+        assert (blocks_for(first_gemm(8192, name), GPU).m, blocks_for(first_gemm(8192, name), GPU).n) == (128, 256)
+
+
+def test_a_gated_step_of_one_wave_is_cut_finer() -> None:
+    """With one wave, the tiles of the last chunk would all start when it arrives."""
+    plain, gated = blocks_for(first_gemm(512, "sequential"), GPU), blocks_for(first_gemm(512, "flag_gated"), GPU)
+    assert (plain.m, plain.n) == (128, 256)
+    assert gated.m * gated.n < plain.m * plain.n
+    assert gated.group < 4, "row tiles of the own shard must not take turns with those of the last chunk"
+
+
+@pytest.mark.parametrize("m", [1, 100, 512, 2048, 8192])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_every_rank_chooses_alike(m: int, world_size: int) -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=m, n=world_size * 640, k=512, world_size=world_size), "flag_gated", 2)
+    steps = [step for _, _, _, step in schedule if isinstance(step, Gemm)]
+    full = [step for step in steps if len(step.parts) == max(len(s.parts) for s in steps)]
+    assert len({blocks_for(step, GPU) for step in full}) == 1
+    assert all((b.m, b.n) in {(s.m, s.n) for s in SHAPES} for b in map(lambda s: blocks_for(s, GPU), steps))  # noqa: C417
+    assert all(tiles_of(part, blocks_for(step, GPU)) > 0 for step in steps for part in step.parts)

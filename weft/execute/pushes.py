@@ -1,0 +1,96 @@
+"""Runs of copies as kernels: what a lane of communication blocks ("blocks") sends, by stores from SMs of its own.
+
+Steps of such a lane that follow each other as Copy, Signal, Copy, Signal ... are one kernel (weft.kernels.push), whose
+copies each add to the flag of their Signal, tile by tile. Waits end a run. Which steps run so depends on the schedule
+alone, since a flag that a kernel counts grows by tiles, and its waiter must know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from weft.execute.bindings import Bindings, Where
+from weft.execute.fused import FlagWords
+from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
+from weft.schedule import Copy, Flag, Lane, Region, Schedule, Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Steps [first, last) of a lane, as copies with the flags that they raise."""
+
+    first: int
+    last: int
+    copies: tuple[tuple[Copy, Flag], ...]
+
+
+def runs(lane: Lane) -> Iterator[Run]:
+    """The runs of a lane, in order; none but in lanes of communication blocks."""
+    position = 0
+    while lane.kind == "blocks" and position < len(lane.steps):
+        copies, first = [], position
+        pairs = zip(lane.steps[position::2], lane.steps[position + 1 :: 2], strict=False)
+        for copy, signal in pairs:
+            if not (isinstance(copy, Copy) and isinstance(signal, Signal)):
+                break
+            copies.append((copy, signal.flag))
+        position += 2 * len(copies)
+        if copies:
+            yield Run(first, position, tuple(copies))
+        position += not copies
+
+
+def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict[Flag, int]:
+    """By flag that a push raises: how far one advance of the schedule moves its word."""
+    return {
+        flag: tiles_of_copy(copy.dst, itemsize=itemsize, device=device)
+        for lanes in schedule.ranks
+        for lane in lanes
+        for run in runs(lane)
+        for copy, flag in run.copies
+    }
+
+
+class FusedPush:
+    """One run of one rank as a kernel, ready to launch call after call."""
+
+    def __init__(self, run: Run, where: Where, device: torch.device, flags: FlagWords) -> None:
+        self.where, self.length = where, run.last - run.first
+        self._run, self._device, self._flags = run, device, flags
+        self._source = (run.copies[0][0].src.buffer, run.copies[0][0].src.rank)
+        assert all((copy.src.buffer, copy.src.rank) == self._source for copy, _ in run.copies), "a run has one source"
+        self._launcher = launcher()
+        self._tables: dict[tuple[int, ...], PushTables] = {}
+
+    def launch(self, bindings: Bindings, *, silent: bool, sms: int, stream: int | None = None) -> None:
+        """Send. silent: do not count, for a rehearsal. sms: blocks."""
+        ((source, _),) = bindings.tensors[self._source]
+        base = source.data_ptr() & ~15
+        # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
+        targets = dict.fromkeys((copy.dst.buffer, copy.dst.rank) for copy, _ in self._run.copies)
+        key = (source.data_ptr() & 15, *source.stride(), *(bindings.tensors[t][0][0].data_ptr() for t in targets))
+        if key not in self._tables:
+            self._tables = {key: self._lay_out(bindings, base)}
+        push(self._tables[key], sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
+
+    def _lay_out(self, bindings: Bindings, base: int) -> PushTables:
+        def address(region: Region) -> int:
+            found = bindings.view(region).data_ptr()
+            return found - base if (region.buffer, region.rank) == self._source else found
+
+        def stride(region: Region) -> int:
+            view = bindings.view(region)
+            return view.stride(0) * view.element_size()
+
+        ((source, _),) = bindings.tensors[self._source]
+        return push_tables(
+            [(copy.src, copy.dst, flag) for copy, flag in self._run.copies],
+            device=self._device,
+            itemsize=source.element_size(),
+            address=address,
+            stride=stride,
+            count_address=self._flags.count_address,
+        )

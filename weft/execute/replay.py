@@ -1,0 +1,66 @@
+"""Calls that are replayed: a CUDA graph for each set of tensors that a program meets again.
+
+Enqueuing a call step by step costs the host some 5 us a step; a graph of the same steps is one launch. Its addresses are
+fixed, so a graph serves only calls whose tensors lie where they lay before. Allocators hand out the same addresses again in
+loops: a training step, a layer's weights. A set of addresses is captured when it comes for the second time; until then, and
+where addresses never repeat, calls are enqueued step by step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from weft.execute.bindings import Bindings
+
+Addresses = tuple[int, ...]
+_KEPT = 256
+"""Sets of addresses a program: as many as layers that share a shape."""
+
+
+class Replays:
+    """Graphs of one program.
+
+    enqueue: puts a call's steps on torch's current stream. caller: buffers of the caller's tensors.
+    """
+
+    def __init__(self, device: torch.device, caller: list[tuple[str, int]], enqueue: Callable[[Bindings], None]) -> None:
+        self._device, self._caller, self._enqueue = device, caller, enqueue
+        self._graphs: OrderedDict[Addresses, torch.cuda.CUDAGraph | None] = OrderedDict()
+        self._stream: torch.cuda.Stream | None = None
+
+    def find(self, bindings: Bindings) -> torch.cuda.CUDAGraph | None:
+        """The graph for a call with these tensors; None if they are here for the first time."""
+        addresses = self._addresses(bindings)
+        if addresses not in self._graphs:
+            self._graphs[addresses] = None
+            if len(self._graphs) > _KEPT:
+                self._graphs.popitem(last=False)
+            return None
+        self._graphs.move_to_end(addresses)
+        graph = self._graphs[addresses]
+        if graph is None:
+            graph = self._graphs[addresses] = self._capture(bindings)
+        return graph
+
+    def _addresses(self, bindings: Bindings) -> Addresses:
+        tensors = [matrix for key in self._caller for matrix, _ in bindings.tensors[key]]
+        return tuple(n for matrix in tensors for n in (matrix.data_ptr(), *matrix.stride()))
+
+    def _capture(self, bindings: Bindings) -> torch.cuda.CUDAGraph:
+        """Capturing runs nothing. Other threads may go on using CUDA meanwhile."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._enqueue(bindings)
+            finally:
+                graph.capture_end()
+        return graph
+
+    def close(self) -> None:
+        self._graphs.clear()
