@@ -46,6 +46,33 @@ def _gather(
     return outputs["out"] + outputs.get("gathered", [])
 
 
+def run_gather(
+    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
+) -> list[torch.Tensor]:
+    """weft::all_gather_matmul."""
+    way = _gather if _unseen(a, *bs) else torch.ops.weft.all_gather_matmul
+    return way(a, bs, group, rows, unit, schedule, return_gathered)
+
+
+def run_scatter(
+    a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
+) -> torch.Tensor:
+    """weft::matmul_reduce_scatter."""
+    way = _scatter if _unseen(a, b) else torch.ops.weft.matmul_reduce_scatter
+    return way(a, b, group, rank, world_size, unit, schedule, op)
+
+
+def _unseen(*tensors: torch.Tensor) -> bool:
+    """Whether nobody but the caller looks at this call: no gradient, tracer, mode or subclass. Then torch's dispatch, some 15
+    us of host time, has nothing to do."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    grad = torch.is_grad_enabled()
+    return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
+
+
 def _gather_fake(
     a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
 ) -> list[torch.Tensor]:

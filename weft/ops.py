@@ -18,9 +18,9 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-import weft.library  # noqa: F401 - defines torch.ops.weft
 from weft import schedules
 from weft.execute.groups import GROUPS
+from weft.library import run_gather, run_scatter
 from weft.problem import split
 from weft.schedule import Schedule
 
@@ -114,7 +114,7 @@ def all_gather_matmul(
     _check_rows(rows, moved.shape[0], rank, world_size)
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1])
-    results = torch.ops.weft.all_gather_matmul(flat, bs, group_name, total * unit, unit, _spec(schedule), return_gathered)
+    results = run_gather(flat, bs, group_name, total * unit, unit, _spec(schedule), return_gathered)
     shaped = [r.view(total, *moved.shape[1:-1], r.shape[1]).movedim(0, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
@@ -150,7 +150,7 @@ def matmul_reduce_scatter(
     moved = a.movedim(dim, 0)
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1])
-    out = torch.ops.weft.matmul_reduce_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule), op)
+    out = run_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule), op)
     low, high = split(moved.shape[0], world_size)[rank]
     shaped: torch.Tensor = out.view(high - low, *moved.shape[1:-1], b.shape[1]).movedim(0, dim)
     return shaped

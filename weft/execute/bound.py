@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from weft.execute.pushes import FusedPush
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+Outputs = dict[str, list[torch.Tensor]]
+"""Output buffers by name: matrices side by side."""
 _ALIGN = 256
 
 
@@ -110,7 +112,7 @@ class BoundProgram(ABC):
         return push.length if push else 1
 
     @abstractmethod
-    def play(self, bindings: Bindings) -> None:
+    def play(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> None:
         """Run every lane of this rank once."""
 
     @abstractmethod
@@ -135,26 +137,31 @@ class BoundProgram(ABC):
         """Flag words on the rank that has most."""
         return max(self.slots.values(), default=-1) + 1
 
-    def run(
-        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
-    ) -> dict[str, list[torch.Tensor]]:
+    def run(self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None) -> Outputs:
         """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
         self.spans = spans
-        bindings, outputs = self._bind(a, bs)
-        self.play(bindings)
+        a = self.prepare_a(a)
+        outputs = self._allocate(a, bs)
+        self.play(a, bs, outputs)
         self.epoch += 1
         return outputs
 
-    def _bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> tuple[Bindings, dict[str, list[torch.Tensor]]]:
-        bindings = self.own_bindings()
-        outputs: dict[str, list[torch.Tensor]] = {}
-        bindings.bind("a", self.rank, self.prepare_a(a))
-        bindings.bind("b", self.rank, *(self.prepare(b) for b in bs))
+    def _allocate(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Outputs:
+        """This call's outputs: `out` as one matrix for each b."""
+        outputs = {}
         for buffer in self._outputs:
             widths = [b.shape[1] for b in bs] if buffer.name == "out" else [buffer.cols[self.rank]]
             outputs[buffer.name] = [a.new_empty(buffer.rows[self.rank], width) for width in widths]
-            bindings.bind(buffer.name, self.rank, *outputs[buffer.name])
-        return bindings, outputs
+        return outputs
+
+    def bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> Bindings:
+        """All buffers of one call by name."""
+        bindings = self.own_bindings()
+        bindings.bind("a", self.rank, a)
+        bindings.bind("b", self.rank, *(self.prepare(b) for b in bs))
+        for name, matrices in outputs.items():
+            bindings.bind(name, self.rank, *matrices)
+        return bindings
 
     def own_bindings(self) -> Bindings:
         """Where this rank finds all but the caller's tensors, for one call."""

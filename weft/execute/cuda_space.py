@@ -17,21 +17,26 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from weft.errors import WaitTimeout, WeftError
-from weft.execute.driver import Driver
+from weft.execute.driver import Driver, Word
 from weft.team import Team
+
+if TYPE_CHECKING:
+    from weft.kernels.launch import Launcher
 
 _TICK_S = 0.02
 _TICKETS = 1024
 """Words for calls under way at once; a ticket's word is used again that many calls later."""
+_LOOKS_PER_S = 4_000_000
+"""More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
 
@@ -58,6 +63,8 @@ class CudaSpace:
         self._host_words = torch.zeros(2, _TICKETS, dtype=torch.int32).pin_memory()
         self._begun, self._done = self._host_words.numpy()
         self._host_address = self._host_words.data_ptr()
+        self.tries = int(team.timeout_s * _LOOKS_PER_S)
+        self._words_launcher: Launcher | None = None
         self._tickets = 0
         self._pending: deque[Pending] = deque()
         self._releases: dict[int, Callable[[], None]] = {}
@@ -97,6 +104,21 @@ class CudaSpace:
 
     def forget(self, key: int) -> None:
         self._releases.pop(key, None)
+
+    def words(self, words: Sequence[Word], *, by_kernel: bool) -> Callable[[int], None]:
+        """A function that enqueues memory operations on a stream."""
+        if not by_kernel:
+            return self.driver.words(words)
+        from weft.kernels.words import SIGNAL, WAIT, WRITE, do_words, launcher, words_table
+
+        if self._words_launcher is None:
+            # Loaded now: loading waits for all streams, and later one may wait for a flag.
+            self._words_launcher = launcher()
+            do_words(words_table([], self.device), 0, tries=1, launched_by=self._words_launcher)
+        kinds = {"wait": WAIT, "write": WRITE, "signal": SIGNAL}
+        table = words_table([(kinds[word.kind], word.address, word.value) for word in words], self.device)
+        options = {"tries": self.tries, "launched_by": self._words_launcher}
+        return lambda stream: do_words(table, len(words), stream=stream, **options)  # type: ignore[arg-type]
 
     def begin(self, stream: int, stuck: Callable[[], str]) -> int:
         """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued.

@@ -17,10 +17,10 @@ _BATCH = 128
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A memory operation on a 32-bit word. wait: until it holds at least the value. write: set it, after all that the stream
-    has written is visible to the whole machine."""
+    """A memory operation on a 32-bit word. wait: until it holds at least the value. write: set it. signal: set it, after all
+    that the stream has done is visible to the whole machine (a stream's own writes all are signals)."""
 
-    kind: Literal["wait", "write"]
+    kind: Literal["wait", "write", "signal"]
     address: int
     value: int
 

@@ -27,10 +27,10 @@ import torch
 
 from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bindings import Bindings, Where
-from weft.execute.bound import BoundProgram
+from weft.execute.bound import BoundProgram, Outputs
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait
+from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait, waits
 from weft.span import Span
 from weft.team import Team
 from weft.work import span
@@ -130,9 +130,20 @@ class HostProgram(BoundProgram, Device):
         super().__init__(space, schedule)
         self.space = space
         self._program = Program(schedule, self, self.growth_of)
+        self._keep_pushes_that_need_no_lane_of_this_call()
         self._segments = self.team.allocate(8 * (self.words_needed + 1))
         self._words = [segment.words(0, self.words_needed + 1) for segment in self._segments]
         self._meetings = 0
+
+    def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
+        """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
+        that waits for this call's compute lane cannot: its copies are made step by step."""
+        late = {
+            lane.name
+            for lane in self.schedule.ranks[self.rank]
+            if lane.kind == "blocks" and any(wait.at_least for step in lane.steps for wait in waits(step))
+        }
+        self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
 
     def prepare(self, b: torch.Tensor) -> torch.Tensor:
         return b if multiplies(b.dtype) or self.space.runs_kernels(b.dtype) else b.float()
@@ -167,14 +178,12 @@ class HostProgram(BoundProgram, Device):
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)
 
-    def run(
-        self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None
-    ) -> dict[str, list[torch.Tensor]]:
+    def run(self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None) -> Outputs:
         self.space.reserve(self.layout.nbytes)
         return super().run(a, bs, spans=spans)
 
-    def play(self, bindings: Bindings) -> None:
-        self._program.run(self.epoch, bindings)
+    def play(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> None:
+        self._program.run(self.epoch, self.bind(a, bs, outputs))
 
     def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
         kernel = self.kernels.get(id(step))
@@ -246,13 +255,13 @@ class HostProgram(BoundProgram, Device):
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
         """The compute lane here, the others on their threads; returns when all have ended, raises the first error.
 
-        Triton interprets one kernel at a time in a process: lanes that are kernels run here too, before the others. What
-        they wait for, previous calls have signalled.
+        Lanes of blocks that are interpreted kernels run here too, before the others.
         """
-        interpreted = {name for name, _ in self.pushes}
-        for _, work in (item for item in lanes if item[0].name in interpreted):
+        pushed = {name for name, _ in self.pushes}
+        first = [item for item in lanes if item[0].kind == "blocks" and item[0].name in pushed]
+        for _, work in first:
             self._guarded(work)()
-        lanes = sorted((item for item in lanes if item[0].name not in interpreted), key=lambda item: item[0].kind != "compute")
+        lanes = sorted((item for item in lanes if item not in first), key=lambda item: item[0].kind != "compute")
         started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
         for thread, (_, work) in zip(started, lanes[1:], strict=True):
             thread.start(self._guarded(work))

@@ -1,8 +1,9 @@
-"""Runs of copies as kernels: what a lane of communication blocks ("blocks") sends, by stores from SMs of its own.
+"""Runs of copies as kernels: what a lane that runs on SMs sends, by stores.
 
-Steps of such a lane that follow each other as Copy, Signal, Copy, Signal ... are one kernel (weft.kernels.push), whose
-copies each add to the flag of their Signal, tile by tile. Waits end a run. Which steps run so depends on the schedule
-alone, since a flag that a kernel counts grows by tiles, and its waiter must know.
+Such a lane is one of communication blocks ("blocks"), or the compute lane. Its steps that follow each other as Copy, Signal,
+Copy, Signal ..., each signal to the copy's receiver, are one kernel (weft.kernels.push), whose copies each add to the flag
+of their Signal, tile by tile. Other steps end a run. Which steps run so depends on the schedule alone, since a flag that a
+kernel counts grows by tiles, and its waiter must know.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class Run:
 
 
 def runs(lane: Lane) -> Iterator[Run]:
-    """The runs of a lane, in order; none but in lanes of communication blocks."""
+    """The runs of a lane, in order; none in copy lanes, which are copy engines'."""
     position = 0
-    while lane.kind == "blocks" and position < len(lane.steps):
+    while lane.kind != "copy" and position < len(lane.steps):
         copies, first = [], position
         pairs = zip(lane.steps[position::2], lane.steps[position + 1 :: 2], strict=False)
         for copy, signal in pairs:
-            if not (isinstance(copy, Copy) and isinstance(signal, Signal)):
+            # A signal to anyone but the receiver may stand for more than this copy.
+            if not (isinstance(copy, Copy) and isinstance(signal, Signal) and signal.flag.rank == copy.dst.rank):
                 break
             copies.append((copy, signal.flag))
         position += 2 * len(copies)

@@ -9,11 +9,11 @@ where addresses never repeat, calls are enqueued step by step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from weft.execute.bindings import Bindings
+from weft.execute.bound import Outputs
 
 Addresses = tuple[int, ...]
 _KEPT = 256
@@ -21,19 +21,16 @@ _KEPT = 256
 
 
 class Replays:
-    """Graphs of one program.
+    """Graphs of one program. enqueue: puts a call with these tensors on torch's current stream."""
 
-    enqueue: puts a call's steps on torch's current stream. caller: buffers of the caller's tensors.
-    """
-
-    def __init__(self, device: torch.device, caller: list[tuple[str, int]], enqueue: Callable[[Bindings], None]) -> None:
-        self._device, self._caller, self._enqueue = device, caller, enqueue
+    def __init__(self, device: torch.device, enqueue: Callable[[torch.Tensor, Sequence[torch.Tensor], Outputs], None]) -> None:
+        self._device, self._enqueue = device, enqueue
         self._graphs: OrderedDict[Addresses, torch.cuda.CUDAGraph | None] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
 
-    def find(self, bindings: Bindings) -> torch.cuda.CUDAGraph | None:
+    def find(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph | None:
         """The graph for a call with these tensors; None if they are here for the first time."""
-        addresses = self._addresses(bindings)
+        addresses = _addresses(a, bs, outputs)
         if addresses not in self._graphs:
             self._graphs[addresses] = None
             if len(self._graphs) > _KEPT:
@@ -42,14 +39,10 @@ class Replays:
         self._graphs.move_to_end(addresses)
         graph = self._graphs[addresses]
         if graph is None:
-            graph = self._graphs[addresses] = self._capture(bindings)
+            graph = self._graphs[addresses] = self._capture(a, bs, outputs)
         return graph
 
-    def _addresses(self, bindings: Bindings) -> Addresses:
-        tensors = [matrix for key in self._caller for matrix, _ in bindings.tensors[key]]
-        return tuple(n for matrix in tensors for n in (matrix.data_ptr(), *matrix.stride()))
-
-    def _capture(self, bindings: Bindings) -> torch.cuda.CUDAGraph:
+    def _capture(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph:
         """Capturing runs nothing. Other threads may go on using CUDA meanwhile."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -57,10 +50,20 @@ class Replays:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._enqueue(bindings)
+                self._enqueue(a, bs, outputs)
             finally:
                 graph.capture_end()
         return graph
 
     def close(self) -> None:
         self._graphs.clear()
+
+
+def _addresses(a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> Addresses:
+    """Where the tensors lie, and how b does: a and the outputs are contiguous."""
+    found = [a.data_ptr()]
+    for b in bs:
+        found += (b.data_ptr(), *b.stride())
+    for matrices in outputs.values():
+        found += [matrix.data_ptr() for matrix in matrices]
+    return tuple(found)

@@ -11,7 +11,9 @@
     gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count
 
-Neighbouring Words become one submission. A copy of rows that do not follow each other is one two-dimensional copy.
+Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
+may hold; of a kernel of one warp (weft.kernels.words) on the others, which wait less long for a word that comes late. A copy
+of rows that do not follow each other is one two-dimensional copy.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Tape:
 
     def _raise(self, flag: Flag, where: Where) -> Words:
         value = self._program.growth_of(flag)
-        return Words(where, tuple(Word("write", address, value) for address in self._program.waiters(flag)))
+        return Words(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
 
     def _copy(self, step: Copy, where: Where) -> Iterator[Work]:
         height, width = step.src.shape

@@ -81,21 +81,22 @@ class _Gather(Builder):
         steps = [[p for peer in self.peers(rank) for p in self.pieces[peer] if p.index == i] for i in range(self.chunks)]
         return [pieces for pieces in steps if pieces]
 
-    def push_all(self, *, blocks: bool = False, stage_own: bool = False) -> None:
+    def push_all(self, *, lane: str | None = None, stage_own: bool = False) -> None:
         """Every rank sends its pieces to all peers, chunk by chunk; at any time to different peers.
 
-        blocks: by communication blocks, not copy engines. stage_own: its pieces also go to their places in its own a_full.
+        lane: one that runs on SMs, where copies that follow each other are one kernel; default, copy lanes. stage_own: its
+        pieces also go to their places in its own a_full.
         """
         for rank in range(self.world_size):
-            if blocks and self.pieces[rank]:
-                # All waits first: the copies after them are one kernel.
-                self.add(rank, "blocks", *(Wait(Flag("free", rank, peer), 0) for peer in self.peers(rank, step=-1)))
+            peers = self.peers(rank, step=-1)
+            if lane and self.pieces[rank]:
+                self.add(rank, lane, *(Wait(Flag("free", rank, peer), 0) for peer in peers))
             for piece in self.pieces[rank]:
-                for peer in [rank] * stage_own + self.peers(rank, step=-1):
-                    lane = "blocks" if blocks else self.copy_lane(peer)
-                    if peer != rank and piece is self.pieces[rank][0] and not blocks:
-                        self.add(rank, lane, Wait(Flag("free", rank, peer), 0))
-                    self.add(rank, lane, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
+                for peer in [*peers, rank] if lane and stage_own else [rank] * stage_own + peers:
+                    on = lane or self.copy_lane(peer)
+                    if peer != rank and piece is self.pieces[rank][0] and not lane:
+                        self.add(rank, on, Wait(Flag("free", rank, peer), 0))
+                    self.add(rank, on, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
 
     def finish(self, *, senders: Callable[[int], Iterable[int]] | None = None) -> Schedule:
         """Hand the gathered rows over if asked for, tell the senders that a_full is free, and freeze."""
@@ -129,6 +130,18 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
             s.add(rank, "compute", Copy(s.region("a_full", rank), s.region("gathered", rank)))
         s.gemm(rank, [Part(s.region("a_full", rank), s.region("out", rank))])
     return s.done()
+
+
+def sequential_stores(problem: Problem, name: str) -> Schedule:
+    """All shards are stored at every rank, the own one too; then one vendor GEMM."""
+    s = _Gather(problem, name, 1, staged=True)
+    s.push_all(lane="compute", stage_own=True)
+    for rank in range(s.world_size):
+        pieces = [piece for shard in s.pieces for piece in shard]
+        for piece in pieces:
+            s.add(rank, "compute", Wait(s.arrived(rank, piece)))
+        s.gemm(rank, [s.part(rank, piece) for piece in pieces])
+    return s.finish()
 
 
 def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
@@ -198,7 +211,7 @@ def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bo
     blocks: communication blocks bring the chunks, not copy engines.
     """
     s = _Gather(problem, name, chunks, fan_out=fan_out)
-    s.push_all(blocks=blocks)
+    s.push_all(lane="blocks" if blocks else None)
     for rank in range(s.world_size):
         remote = [s.part(rank, p, (Wait(s.arrived(rank, p)),)) for pieces in s.by_step(rank) for p in pieces]
         s.gemm(rank, s.own_shard(rank) + remote)
