@@ -1,0 +1,141 @@
+"""Tapes: what every rank gives its streams, run by a machine of words alone, in random order, for several calls.
+
+No GPU: copies, matmuls and kernels do nothing here. What is tested is that the memory operations of all ranks together
+never block for good, and that no signal is lost: a word is never raised while it is still up from before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from weft.execute.bindings import Where
+from weft.execute.driver import Word
+from weft.execute.edges import Edges
+from weft.execute.tape import Tape, Words, merged
+from weft.problem import OPS, Op, Problem
+from weft.schedule import Flag, Region, Schedule, waits
+from weft.schedules import NAMES, build
+
+CALLS = 4
+_RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
+
+
+class FakeProgram:
+    """What a Tape asks of a CudaProgram, with addresses that name (rank, slot)."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank, self.edges = schedule, rank, Edges(schedule)
+        self.kernels: dict[int, object] = {}
+        self.pushes: dict[tuple[str, int], object] = {}
+        matrix = SimpleNamespace(data_ptr=lambda: 0)
+        buffers = [(b.name, r) for b in schedule.buffers for r in range(len(schedule.ranks))]
+        self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
+        self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None))
+        self.matmul = self.collective = None
+
+    def length_of(self, where: Where) -> int:
+        return 1
+
+    def growth_of(self, flag: Flag) -> int:
+        return 1
+
+    def itemsize(self, region: Region) -> int:
+        return 2
+
+    def here(self, where: Where) -> Word:
+        return Word("write", _PROGRESS + self.rank, where.position + 1)
+
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        return self.rank * _RANK_BYTES + 4 * self.edges.slot[flag, where.lane, where.position]
+
+    def waiters(self, flag: Flag) -> list[int]:
+        return [flag.rank * _RANK_BYTES + 4 * slot for slot in self.edges.slots[flag]]
+
+    def left_over(self) -> Iterator[int]:
+        """Words that the first call finds raised, as if a call had been before."""
+        for lane in self.schedule.ranks[self.rank]:
+            for position, step in enumerate(lane.steps):
+                for wait in waits(step):
+                    if wait.at_least == 0:
+                        yield self.gate_address(wait.flag, Where(self.rank, lane.name, position, step))
+
+
+def words_of(program: FakeProgram) -> list[list[Word]]:
+    """By lane, its memory operations of one call."""
+    tape = Tape(program, frozenset())  # type: ignore[arg-type]
+    return [[w for item in items if isinstance(item, Words) for w in item.words] for _, items in tape.merged]
+
+
+def play(programs: list[FakeProgram], seed: int) -> None:
+    """Run all ranks' lanes op by op in random order; a rank's next call starts when all its lanes have ended."""
+    chance = random.Random(seed)
+    memory = {address: 1 for program in programs for address in program.left_over()}
+    lanes = [words_of(program) for program in programs]
+    at = [[0] * len(rank) for rank in lanes]
+    calls = [0] * len(programs)
+    while min(calls) < CALLS:
+        ready = [
+            (r, i)
+            for r, rank in enumerate(lanes)
+            if calls[r] < CALLS
+            for i in range(len(rank))
+            if _can(rank[i], at[r][i], memory)
+        ]
+        for r, rank in enumerate(lanes):
+            if calls[r] < CALLS and all(n == len(rank[i]) for i, n in enumerate(at[r])):
+                calls[r], at[r] = calls[r] + 1, [0] * len(rank)
+                break
+        else:
+            assert ready, f"every lane waits for good: calls {calls}, positions {at}"
+            r, i = chance.choice(ready)
+            _do(lanes[r][i][at[r][i]], memory)
+            at[r][i] += 1
+
+
+def _can(words: list[Word], position: int, memory: dict[int, int]) -> bool:
+    if position == len(words):
+        return False
+    word = words[position]
+    return word.kind != "wait" or memory.get(word.address, 0) >= word.value
+
+
+def _do(word: Word, memory: dict[int, int]) -> None:
+    if word.kind == "signal":
+        assert memory.get(word.address, 0) == 0, "a signal came while its word was still up: it is lost"
+    if word.kind != "wait" and word.address < _PROGRESS:
+        memory[word.address] = word.value
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [(64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (2, 3, 1, 3, 1), (24, 8, 8, 2, 3)])
+def test_no_wait_is_for_good_and_no_signal_is_lost(op: Op, name: str, size: tuple[int, int, int, int, int]) -> None:
+    m, n, k, world_size, chunks = size
+    schedule = build(Problem(op=op, m=m, n=n, k=k, world_size=world_size), name, chunks)
+    for seed in range(5):
+        play([FakeProgram(schedule, rank) for rank in range(world_size)], seed)
+
+
+def test_a_word_that_is_not_lowered_loses_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine above notices a broken tape."""
+    schedule = build(Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2), "hetero_unfused_1d", 2)
+    programs = [FakeProgram(schedule, rank) for rank in range(2)]
+    do = _do
+
+    def forgets_to_lower(word: Word, memory: dict[int, int]) -> None:
+        if word != Word("write", word.address, 0):
+            do(word, memory)
+
+    monkeypatch.setattr("test_tape._do", forgets_to_lower)
+    with pytest.raises(AssertionError, match="it is lost"):
+        play(programs, 0)
+
+
+def test_neighbours_are_one_submission() -> None:
+    where = Where(0, "compute", 0, None)  # type: ignore[arg-type]
+    first, second = Words(where, (Word("write", 0, 1),)), Words(where, (Word("wait", 4, 1),))
+    assert merged([first, second]) == [Words(where, first.words + second.words)]
