@@ -40,8 +40,8 @@ _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
 _FAILED, _CLOSED = 1, 2
 _TEXT_BYTES = 4096
 _FAILURE_AT, _NAME_AT, _LOG_AT = 3 * _TEXT_BYTES, 4 * _TEXT_BYTES, 5 * _TEXT_BYTES
-_LOGGED = 1024
-"""Calls whose numbers can be read: more than a rank can be ahead of another."""
+_LOGGED = 4096
+"""Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
 _CONTROL_BYTES = _LOG_AT + 8 * _LOGGED
 _NUMBERS = 4096
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""

@@ -1,0 +1,82 @@
+"""Ranks agree: in a meeting at the first call of a kind, by numbers that are compared later at the others."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+from conftest import RankFixture
+
+from weft.errors import PeerLost, RankMismatch
+from weft.team import Team
+
+
+def _alike(team: Team) -> int:
+    """Many more calls than are kept in the log, one rank far ahead of the other."""
+    first = team.remember("op: gather") if team.enter("op: gather") else 0
+    team.enter("op: scatter")
+    second = team.remember("op: scatter")
+    assert first != second
+    for call in range(3000):
+        team.repeat((first, second)[call % 2])
+        if team.rank and call % 500 == 0:
+            time.sleep(0.01)
+    team.check_peers()
+    team.enter("op: barrier")
+    team.check_peers(may_leave=True)
+    return team.calls
+
+
+def _different(team: Team) -> str:
+    numbers = []
+    for text in ("op: gather\nM: 64", "op: scatter\nM: 64"):
+        team.enter(text)
+        numbers.append(team.remember(text))
+    team.repeat(numbers[0])
+    team.repeat(numbers[team.rank % 2])
+    try:
+        team.until(lambda: False, lambda: "nothing")
+    except (RankMismatch, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing noticed"
+
+
+def _known_and_new(team: Team) -> str:
+    """One rank repeats what all know, the other meets for something new."""
+    team.enter("op: gather\nM: 64")
+    number = team.remember("op: gather\nM: 64")
+    try:
+        if team.rank:
+            team.repeat(number)
+            team.until(lambda: False, lambda: "nothing")
+        else:
+            team.enter("op: gather\nM: 128")
+    except (RankMismatch, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing noticed"
+
+
+def _with_team(function: str) -> object:
+    group = dist.group.WORLD
+    assert group is not None
+    team = Team(group, timeout_s=20.0)
+    try:
+        return globals()[function](team)
+    finally:
+        team.close()
+
+
+def test_calls_alike(ranks: RankFixture) -> None:
+    assert ranks(2).run(_with_team, "_alike") == [3003, 3003]
+
+
+def test_known_calls_that_differ_are_noticed(ranks: RankFixture) -> None:
+    messages = ranks(2).run(_with_team, "_different")
+    assert any("ranks disagree in call 4" in m and "op: rank 0 has gather, rank 1 has scatter" in m for m in messages), messages
+    assert all("nothing noticed" not in m for m in messages)
+
+
+def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
+    messages = ranks(2).run(_with_team, "_known_and_new")
+    assert any("M: rank" in m and "64" in m and "128" in m for m in messages), messages
+    assert all("nothing noticed" not in m for m in messages)
