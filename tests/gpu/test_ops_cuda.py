@@ -254,6 +254,90 @@ def test_ranks_that_call_different_things_they_know(pool: Ranks) -> None:
     assert any("op: rank" in m and "matmul_reduce_scatter" in m for m in messages), messages
 
 
+def _large() -> None:
+    """More than 2^31 elements: of the gathered a, and of the partial products. A few rows of each are compared."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, k, n = 262_144 + 64 * size, 8200, 64
+    torch.manual_seed(rank)
+    a = torch.randn(m // size, k, device=here(), dtype=torch.bfloat16)
+    torch.manual_seed(99)
+    b = (torch.randn(k, n * size, device=here()) * k**-0.5).bfloat16()
+    assert m * k > 2**31
+    for name in ("flag_gated:1", "direct_store:1", "sequential_stores", "shard_p2p"):
+        faulthandler.dump_traceback_later(60, exit=True)
+        out = weft.all_gather_matmul(a, b[:, rank * n : (rank + 1) * n], schedule=name)
+        for peer in range(size):
+            torch.manual_seed(peer)
+            rows = torch.randn(m // size, k, device=here(), dtype=torch.bfloat16)[-3:]
+            got = out[(peer + 1) * (m // size) - 3 : (peer + 1) * (m // size)]
+            wanted = rows.double() @ b[:, rank * n : (rank + 1) * n].double()
+            torch.testing.assert_close(got.double(), wanted, rtol=2e-2, atol=2e-2)
+        del out
+        weft.close()
+        torch.cuda.empty_cache()
+    for name in ("track_and_trigger:1", "direct_store:1", "sequential_stores", "shard_p2p"):
+        faulthandler.dump_traceback_later(60, exit=True)
+        torch.manual_seed(99)
+        left = torch.randn(m, 64 * size, device=here(), dtype=torch.bfloat16)
+        right = (torch.randn(64 * size, k, device=here()) / 8).bfloat16()
+        inner = slice(64 * rank, 64 * (rank + 1))
+        out = weft.matmul_reduce_scatter(left[:, inner].contiguous(), right[inner], schedule=name)
+        low, high = split(m, size)[rank]
+        wanted = left[high - 3 : high].double() @ right.double()
+        torch.testing.assert_close(out[-3:].double(), wanted, rtol=4e-2, atol=8e-2)
+        del out, left, right
+        weft.close()
+        torch.cuda.empty_cache()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_more_than_2_to_the_31_elements(pool: Ranks) -> None:
+    pool.run(_large)
+
+
+def _gradients() -> None:
+    """Backward of both, bf16, against the sequential program in float32."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 256, 128, 192
+    a, b, _ = whole(m, n, k, torch.bfloat16, 5)
+    rows, cols, inner = (slice(*split(extent, size)[rank]) for extent in (m, n, k))
+    weights = torch.randn(m, n, generator=torch.Generator().manual_seed(6)).to(here())
+    left, right = a.float().requires_grad_(), b.float().requires_grad_()
+    ((left @ right) * weights).sum().backward()
+    assert left.grad is not None
+    assert right.grad is not None
+    for name in ("auto", "flag_gated:1", "track_and_trigger:1"):
+        mine, other = a[rows].clone().requires_grad_(), b[:, cols].clone().requires_grad_()
+        (weft.all_gather_matmul(mine, other, schedule=name) * weights[:, cols].bfloat16()).sum().backward()
+        torch.testing.assert_close(mine.grad.float(), left.grad[rows], rtol=5e-2, atol=0.3)  # type: ignore[union-attr]
+        torch.testing.assert_close(other.grad.float(), right.grad[:, cols], rtol=5e-2, atol=0.5)  # type: ignore[union-attr]
+        mine, other = a[:, inner].clone().requires_grad_(), b[inner].clone().requires_grad_()
+        (weft.matmul_reduce_scatter(mine, other, schedule=name) * weights[rows].bfloat16()).sum().backward()
+        torch.testing.assert_close(mine.grad.float(), left.grad[:, inner], rtol=5e-2, atol=0.3)  # type: ignore[union-attr]
+        torch.testing.assert_close(other.grad.float(), right.grad[inner], rtol=5e-2, atol=0.5)  # type: ignore[union-attr]
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_backward(pool: Ranks) -> None:
+    pool.run(_gradients)
+
+
+def _replays_where_addresses_move() -> None:
+    """Calls whose tensors lie elsewhere each time, between calls whose tensors come back to where they were."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    for call in range(24):
+        away = [torch.empty(1 << 20, device=here()) for _ in range(call % 3)]
+        check_gather(256, 128, 192, torch.bfloat16, "flag_gated:2", call)
+        check_scatter(256, 128, 192, torch.bfloat16, "track_and_trigger:2", call)
+        del away
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_tensors_that_move(pool: Ranks) -> None:
+    pool.run(_replays_where_addresses_move)
+
+
 def _many_calls() -> tuple[int, int]:
     faulthandler.dump_traceback_later(90, exit=True)
     seen = []

@@ -1,0 +1,137 @@
+"""The kernels on one GPU, each alone, small: what compute-sanitizer is run over.
+
+compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_kernels_cuda.py -p no:cacheprovider
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weft.schedule import Flag, Gemm, Part, Reduce, Region, Sum, Wait
+
+GPU = torch.device("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, this machine has none")]
+M, N, K = 253, 136, 200
+
+
+def _operands(transposed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    a = torch.randn(M, K, device=GPU, dtype=torch.bfloat16)
+    b = torch.randn(N, K, device=GPU, dtype=torch.bfloat16).t() if transposed else torch.randn(K, N, device=GPU).bfloat16()
+    return a, b, a.double() @ b.double()
+
+
+def _step(gated: bool, counted: bool) -> Gemm:
+    cuts = [(0, 100), (100, 130), (130, M)]
+    parts = [
+        Part(
+            Region("a", 0, rows, (0, K)),
+            Region("out", 0, rows, (0, N)),
+            (Wait(Flag("open", 0, i)),) if gated else (),
+            Flag("made", 0, i) if counted else None,
+        )
+        for i, rows in enumerate(cuts)
+    ]
+    return Gemm(Region("b", 0, (0, K), (0, N)), tuple(parts))
+
+
+@pytest.mark.parametrize("shape", range(4))
+@pytest.mark.parametrize("kind", ["plain", "gated", "counted", "stored by address"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gemm(shape: int, kind: str, transposed: bool) -> None:
+    from weft.kernels.gemm import gemm, tables
+    from weft.kernels.shapes import SHAPES, tiles_of
+
+    a, b, expected = _operands(transposed)
+    step, blocks = _step(kind == "gated", kind == "counted"), SHAPES[shape]
+    words, status = torch.ones(64, device=GPU, dtype=torch.int32), torch.zeros(2, device=GPU, dtype=torch.int32)
+    out = torch.full((M, N), torch.nan, device=GPU, dtype=torch.bfloat16)
+    plan = tables(
+        step,
+        device=GPU,
+        blocks=blocks,
+        source=lambda part: int(part.a.rows[0] > 0),
+        gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
+        count_address=lambda flag: words.data_ptr() + 4 * (32 + flag.index),
+        out_address=(lambda part, row: out[part.out.rows[0] + row :].data_ptr()) if kind == "stored by address" else None,
+        need=lambda _: (0, 1),
+    )
+    gemm((a, a.clone()), b, out, plan, status, epoch=0, sms=7)
+    assert status.tolist() == [0, 0]
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=0.3)
+    if kind == "counted":
+        assert words[32:35].tolist() == [1 + tiles_of(part, blocks) for part in step.parts]
+
+
+def test_a_gate_that_never_opens_ends_at_its_bound() -> None:
+    from weft.kernels.gemm import gemm, tables
+
+    a, b, _ = _operands(False)
+    words, status = torch.zeros(64, device=GPU, dtype=torch.int32), torch.zeros(2, device=GPU, dtype=torch.int32)
+    plan = tables(
+        _step(True, False),
+        device=GPU,
+        source=lambda part: 0,
+        gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
+        count_address=lambda flag: 0,
+        out_address=None,
+        need=lambda _: (0, 1),
+    )
+    gemm((a,), b, torch.empty(M, N, device=GPU, dtype=torch.bfloat16), plan, status, epoch=0, tries=1000, sms=7)
+    gate, seen = status.tolist()
+    assert gate in (1, 2, 3)
+    assert seen == 0
+
+
+@pytest.mark.parametrize("cols", [136, 77])
+def test_reduce(cols: int) -> None:
+    from weft.kernels.reduce import reduce, reduce_tables
+
+    srcs = torch.randn(3 * M, cols, device=GPU, dtype=torch.bfloat16)
+    out, status = torch.empty(M, cols, device=GPU, dtype=torch.bfloat16), torch.zeros(2, device=GPU, dtype=torch.int32)
+    regions = tuple(Region("recv", 0, (i * M, (i + 1) * M), (0, cols)) for i in range(3))
+    plan = reduce_tables(
+        Reduce((Sum(regions, Region("out", 0, (0, M), (0, cols))),)),
+        device=GPU,
+        address=lambda region: srcs[region.rows[0] :].data_ptr(),
+        gate_address=lambda flag: 0,
+        need=lambda _: (0, 0),
+        itemsize=2,
+    )
+    reduce(srcs, out, plan, status, divide_by=3, epoch=0, sms=4)
+    torch.testing.assert_close(out, (srcs.float().view(3, M, cols).sum(0) / 3).bfloat16(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("cols", [4096, 77])
+def test_push(cols: int) -> None:
+    from weft.kernels.push import push, push_tables, tiles_of_copy
+
+    src, dst = torch.randn(M, cols, device=GPU).bfloat16(), torch.zeros(2 * M, cols, device=GPU, dtype=torch.bfloat16)
+    words = torch.zeros(2, device=GPU, dtype=torch.int32)
+    copies = [
+        (Region("a", 0, (0, M), (0, cols)), Region("r", i, (i * M, (i + 1) * M), (0, cols)), Flag("f", i)) for i in (0, 1)
+    ]
+    plan = push_tables(
+        copies,
+        device=GPU,
+        itemsize=2,
+        address=lambda region: 0 if region.buffer == "a" else dst[region.rows[0] :].data_ptr(),
+        stride=lambda region: 2 * cols,
+        count_address=lambda flag: words.data_ptr() + 4 * flag.rank,
+    )
+    push(plan, sms=5, src_base=src.data_ptr())
+    assert torch.equal(dst.view(2, M, cols)[0], src)
+    assert torch.equal(dst.view(2, M, cols)[1], src)
+    assert words.tolist() == [tiles_of_copy(copies[0][0], itemsize=2, device=GPU)] * 2
+
+
+def test_words() -> None:
+    from weft.kernels.words import SIGNAL, WAIT, WRITE, do_words, words_table
+
+    words = torch.tensor([5, 0, 0, 0], device=GPU, dtype=torch.int32)
+    at = [words.data_ptr() + 4 * i for i in range(4)]
+    late = (WAIT, at[3], 1)  # never: it gives up, and the next operation is done
+    operations = words_table([(WAIT, at[0], 5), (WRITE, at[0], 0), (SIGNAL, at[1], 7), late, (WRITE, at[2], 9)], GPU)
+    do_words(operations, 5, tries=1000)
+    assert words.tolist() == [0, 7, 9, 0]
