@@ -9,6 +9,7 @@ in each, in many directed interleavings:
       collective with that one held back for as long as anything else can run. If two accesses are not ordered by the
       schedule, then each of them comes first in the run that holds back the other. So a pair of conflicting accesses
       that has been seen in both orders is a race, and a pair that has not is none: no run at random could find more;
+    - once with the parts of each kernel one after the other, which changes nothing but who may wait for whom;
     - then, where a kernel with gates shares a rank with other lanes that need SMs, again with such kernels holding all
       SMs from start to end, holding back every start and every pair of starts, and in random orders.
 
@@ -60,13 +61,19 @@ class _Brute:
         elif isinstance(step, Gemm):
             for i, part in enumerate(step.parts):
                 old = [part.out] if step.accumulate else []
-                self._add(rank, step, i, [part.a, step.b, *old] if part.out.size else [], part.out)
+                factors = [part.a, step.b] if part.out.size else []
+                if part.adds:
+                    self._add(rank, step, i, factors, None, late=True)
+                    self._add(rank, step, i, list(part.adds) if part.out.size else [], part.out)
+                else:
+                    self._add(rank, step, i, [*factors, *old] if part.out.size else [], part.out)
         elif isinstance(step, Reduce):
             for i, total in enumerate(step.parts):
                 self._add(rank, step, i, list(total.srcs), total.out)
 
-    def _add(self, rank: int, step: Step, part: int, reads: list[Region], write: Region) -> None:
-        self.accesses[id(step), part] = Access(rank, step, part, reads, write)
+    def _add(self, rank: int, step: Step, part: int, reads: list[Region], write: Region | None, *, late: bool = False) -> None:
+        """late: what a part with late gates reads before they open."""
+        self.accesses[id(step), -1 - part if late else part] = Access(rank, step, part, reads, write)
 
     def judge(self) -> None:
         """Raises Wrong."""
@@ -81,9 +88,10 @@ class _Brute:
             if both.any():
                 one, two = np.argwhere(both)[0] % len(self.accesses)
                 raise Wrong(f"race: {self._words(one)} and {self._words(two)} in both orders")
+        Run(self.schedule, self.accesses, CALLS, values=False, in_order=True).go(lambda task: 0)
         if self._crowded():
             for policy in self._start_policies():
-                Run(self.schedule, self.accesses, 1, values=False, full=True).go(policy)
+                Run(self.schedule, self.accesses, 1, values=False, full=True, in_order=True).go(policy)
 
     def _words(self, number: int) -> str:
         access = list(self.accesses.values())[number]
@@ -131,34 +139,38 @@ class _Brute:
                 raise Wrong(f"{flag} has two writers")
 
     def _check_access(self, access: Access) -> None:
-        named = [access.step.parts[access.part].a, access.step.b] if isinstance(access.step, Gemm) else []
-        for region in [*named, *access.reads, access.write]:
+        part = access.step.parts[access.part] if isinstance(access.step, Gemm) else None
+        named = [part.a, access.step.b, *part.adds] if part else []
+        for region in [*named, *access.reads, *access.writes]:
             buffer = self.schedule.buffer[region.buffer]
             ends = (region.rows[1] <= buffer.rows[region.rank], region.cols[1] <= buffer.cols[region.rank])
             if not all(ends) or min(*region.rows, *region.cols) < 0 or min(region.shape) < 0:
                 raise Wrong(f"{access.step} goes outside {region.buffer}")
             if region.rank != access.rank and buffer.kind != "symmetric":
                 raise Wrong(f"{access.step} touches private memory of a peer")
-        if self.schedule.buffer[access.write.buffer].kind == "input":
+        if any(self.schedule.buffer[region.buffer].kind == "input" for region in access.writes):
             raise Wrong(f"{access.step} overwrites an input")
         if isinstance(access.step, Gemm):
-            part = access.step.parts[access.part]
+            assert part
             fits = part.a.shape[1] == access.step.b.shape[0] and part.out.shape == (part.a.shape[0], access.step.b.shape[1])
+            fits = fits and all(add.shape == part.out.shape for add in part.adds)
         elif isinstance(access.step, Collective):
             fits = _collective_fits(access.step, self.schedule.problem, access.rank)
         else:
-            fits = all(src.shape == access.write.shape for src in access.reads)
+            fits = all(src.shape == write.shape for src in access.reads for write in access.writes)
         if not fits:
             raise Wrong(f"{access.step} does not fit")
         self._check_self(access)
 
     def _check_self(self, access: Access) -> None:
         """Within one access, elements are read and written in no order, but a sum may be in place."""
-        step = access.step
-        reads = access.reads[:2] if isinstance(step, Gemm) else access.reads
-        for region in reads:
-            in_place = isinstance(step, Reduce) and region == access.write
-            if not in_place and _elements(region) & _elements(access.write):
+        step, reads, writes = access.step, access.reads, access.writes
+        if isinstance(step, Gemm):
+            part = step.parts[access.part]
+            reads, writes = [part.a, step.b, *part.adds] if part.out.size else [], [part.out]
+        for region, write in itertools.product(reads, writes):
+            in_place = isinstance(step, Reduce) and region == write
+            if not in_place and _elements(region) & _elements(write):
                 raise Wrong(f"{step} overwrites what it reads")
 
     def _conflicts(self) -> np.ndarray:
@@ -167,7 +179,7 @@ class _Brute:
         reads, writes = [], []
         for access in self.accesses.values():
             reads.append({places.setdefault(e, len(places)) for r in access.reads for e in _elements(r)})
-            writes.append({places.setdefault(e, len(places)) for e in _elements(access.write)})
+            writes.append({places.setdefault(e, len(places)) for r in access.writes for e in _elements(r)})
         touched = np.zeros((2, len(reads), len(places)), np.float32)
         for kind, sets in enumerate((reads, writes)):
             for i, found in enumerate(sets):

@@ -40,10 +40,19 @@ def fills(lane: Lane, step: Step) -> bool:
 
 
 class Run:
-    """One interleaving. full: kernels with gates hold all SMs of their rank."""
+    """One interleaving. full: kernels with gates hold all SMs of their rank. in_order: parts run one after the other."""
 
-    def __init__(self, schedule: Schedule, accesses: Accesses, calls: int, *, values: bool, full: bool = False) -> None:
-        self.schedule, self.accesses, self.calls, self.full = schedule, accesses, calls, full
+    def __init__(
+        self,
+        schedule: Schedule,
+        accesses: Accesses,
+        calls: int,
+        *,
+        values: bool,
+        full: bool = False,
+        in_order: bool = False,
+    ) -> None:
+        self.schedule, self.accesses, self.calls, self.full, self.in_order = schedule, accesses, calls, full, in_order
         self.size, self.per_call = schedule.problem.world_size, schedule.signals_per_call
         self.flags: dict[Flag, int] = {}
         self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
@@ -120,24 +129,30 @@ class Run:
     ) -> Iterator[tuple[object, Callable[[], bool]]]:
         yield from self._begin(rank, lane, step)
         parts = getattr(step, "parts", (step,))
-        open_parts = [len(parts)]
+        done = [0]
         for i, part in enumerate(parts):
-            self._spawn(rank, self._part(self.accesses[id(step), i], part, call, ordinals, open_parts))
-        yield ("finish", id(step)), lambda: open_parts[0] == 0
+            accesses = [found for n in (-1 - i, i) if (found := self.accesses.get((id(step), n)))]
+            self._spawn(rank, self._part(accesses, part, call, ordinals, done))
+        yield ("finish", id(step)), lambda: done[0] == len(parts)
         if self.holder.get(rank) is step:
             del self.holder[rank]
 
     def _part(
-        self, access: Access, part: object, call: int, ordinals: dict[Flag, int], open_parts: list[int]
+        self, accesses: list[Access], part: object, call: int, ordinals: dict[Flag, int], done: list[int]
     ) -> Iterator[tuple[object, Callable[[], bool]]]:
+        """Its last access waits for the gates; there is one before that if the gates are late."""
         gates = [self._reached(call, gate) for gate in getattr(part, "gates", ())]
-        yield access, (lambda: all(gate() for gate in gates)) if gates else (lambda: True)
-        self.starts[call, access.number] = self.ends[call, access.number] = self.clock
-        if self.values:
-            self.values.work(access)
+        if self.in_order:
+            gates.append(lambda: done[0] == accesses[-1].part)
+        for access in accesses:
+            late = access is not accesses[-1]
+            yield access, (lambda: all(gate() for gate in gates)) if gates and not late else (lambda: True)
+            self.starts[call, access.number] = self.ends[call, access.number] = self.clock
+            if self.values:
+                self.values.work(access)
         if getattr(part, "count", None):
             self._advance(call, part.count, ordinals)  # type: ignore[attr-defined]
-        open_parts[0] -= 1
+        done[0] += 1
 
     def _collective(
         self, rank: int, lane: Lane, step: Collective, call: int, ordinal: int

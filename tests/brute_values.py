@@ -21,14 +21,21 @@ class Wrong(Exception):
 
 @dataclass(eq=False)
 class Access:
-    """A copy, a part of a kernel or a rank's collective: what it reads and writes, element by element."""
+    """A copy, a part of a kernel or a rank's collective: what it reads and writes, element by element.
+
+    write: None of the first half of a part with late gates, which multiplies.
+    """
 
     rank: int
     step: Step
     part: int
     reads: list[Region]
-    write: Region
+    write: Region | None
     number: int = 0
+
+    @property
+    def writes(self) -> list[Region]:
+        return [self.write] if self.write else []
 
 
 class Values:
@@ -40,6 +47,7 @@ class Values:
         problem = self.problem
         self.a = rng.integers(1, PRIME, (calls, problem.m, problem.k))
         self.b = rng.integers(1, PRIME, (calls, problem.k, problem.n))
+        self.products: dict[tuple[int, int], np.ndarray] = {}
         self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
         self.numbers, self.known = {}, {}
         for buffer in schedule.buffers:
@@ -86,7 +94,9 @@ class Values:
     def work(self, access: Access) -> None:
         """A copy or a part."""
         found = [self.read(region) for region in access.reads]
-        if isinstance(access.step, Gemm):
+        if isinstance(access.step, Gemm) and access.step.parts[access.part].adds:
+            self._add(access, access.step, found)
+        elif isinstance(access.step, Gemm):
             if found:
                 old = found[2] if access.step.accumulate else 0
                 self.write(access.write, (matmul(found[0], found[1]) + old) % PRIME)
@@ -94,6 +104,14 @@ class Values:
             self.write(access.write, sum(found) % PRIME * pow(access.step.divide_by, -1, PRIME) % PRIME)
         else:
             self.write(access.write, found[0].copy())
+
+    def _add(self, access: Access, step: Gemm, found: list[np.ndarray]) -> None:
+        """Either half of a part that adds."""
+        if found and access.write is None:
+            self.products[id(step), access.part] = matmul(found[0], found[1])
+        elif found:
+            whole = (self.products.pop((id(step), access.part)) + sum(found)) % PRIME
+            self.write(access.write, whole * pow(step.divide_by, -1, PRIME) % PRIME)
 
     def meet(self, access: Access, meeting: tuple[int, int]) -> None:
         self.sent.setdefault(meeting, {})[access.rank] = self.read(access.reads[0]).copy()

@@ -125,6 +125,8 @@ def _gate_at_least(part: Any, rng: random.Random) -> Any:
 
 def _region_of_part(part: Any, rng: random.Random) -> Any:
     if hasattr(part, "a"):
+        if part.adds and rng.random() < 0.3:
+            return dataclasses.replace(part, adds=_with_one(part.adds, rng, _changer(rng)))
         rows = rng.random() < 0.5
         change = _changer(rng, rows=True)
         if rows:
@@ -138,6 +140,27 @@ def _region_of_part(part: Any, rng: random.Random) -> Any:
     if at == len(part.srcs):
         return dataclasses.replace(part, out=change(part.out))
     return dataclasses.replace(part, srcs=(*part.srcs[:at], change(part.srcs[at]), *part.srcs[at + 1 :]))
+
+
+def _with_one(regions: tuple[Region, ...], rng: random.Random, change: Callable[[Region], Region]) -> tuple[Region, ...]:
+    at = rng.randrange(len(regions))
+    return (*regions[:at], change(regions[at]), *regions[at + 1 :])
+
+
+def _change_adds(part: Any, rng: random.Random) -> Any:
+    """Leave one out, add one twice or another in its place, or (which harms nothing) add them in another order."""
+    adds, at = part.adds, rng.randrange(len(part.adds))
+    kind = rng.choice(("leave out", "twice", "shift", "order"))
+    if kind == "leave out":
+        adds = adds[:at] + adds[at + 1 :]
+    elif kind == "twice":
+        adds = (*adds, adds[at])
+    elif kind == "shift":
+        height = part.out.shape[0] * rng.choice((1, -1))
+        adds = _with_one(adds, rng, lambda r: dataclasses.replace(r, rows=(r.rows[0] + height, r.rows[1] + height)))
+    else:
+        adds = tuple(rng.sample(adds, len(adds)))
+    return dataclasses.replace(part, adds=adds)
 
 
 def _changer(rng: random.Random, *, rows: bool | None = None) -> Callable[[Region], Region]:
@@ -215,19 +238,48 @@ def _swap_operands(schedule: Schedule, rng: random.Random) -> Schedule | None:
 
 
 def _mix_sums(schedule: Schedule, rng: random.Random) -> Schedule | None:
-    """Exchange a source between two parts of a reduction, each of which waits for all that either waited for."""
-    found = [p for p in places(schedule, lambda step: isinstance(step, Reduce)) if len(step_at(schedule, p).parts) > 1]
+    """Exchange a source between two parts of a kernel that sums, each of which waits for all that either waited for."""
+    found = [p for p in places(schedule, _is_kernel) if len(_summing(step_at(schedule, p))) > 1]
     if not found:
         return None
     place = rng.choice(found)
     parts = list(step_at(schedule, place).parts)
-    one, two = rng.sample(range(len(parts)), 2)
-    at, gates = rng.randrange(len(parts[one].srcs)), parts[one].gates + parts[two].gates
-    srcs = [list(parts[one].srcs), list(parts[two].srcs)]
+    one, two = rng.sample(_summing(step_at(schedule, place)), 2)
+    name = "adds" if hasattr(parts[one], "adds") else "srcs"
+    srcs = [list(getattr(parts[one], name)), list(getattr(parts[two], name))]
+    at, gates = rng.randrange(len(srcs[0])), parts[one].gates + parts[two].gates
     srcs[0][at], srcs[1][at] = srcs[1][at], srcs[0][at]
     for number, sources in zip((one, two), srcs, strict=True):
-        parts[number] = dataclasses.replace(parts[number], srcs=tuple(sources), gates=gates)
+        parts[number] = dataclasses.replace(parts[number], **{name: tuple(sources)}, gates=gates)
     return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), parts=tuple(parts)))
+
+
+def _summing(step: Any) -> list[int]:
+    """The parts that sum."""
+    return [i for i, part in enumerate(step.parts) if getattr(part, "adds", True)]
+
+
+def _divide(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Divide by another number."""
+    found = places(schedule, _is_kernel)
+    if not found:
+        return None
+    place = rng.choice(found)
+    return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), divide_by=rng.choice((1, 2, 3))))
+
+
+def _reorder_parts(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """The parts of kernels in another order, on any ranks: one that waits may come before one that a peer waits for."""
+    if not any(len(step_at(schedule, p).parts) > 1 for p in places(schedule, _is_kernel)):
+        return None
+
+    def step(old: Any) -> Any:
+        if not _is_kernel(old) or rng.random() < 0.2:
+            return old
+        parts = rng.choice((rng.sample(old.parts, len(old.parts)), old.parts[::-1]))
+        return dataclasses.replace(old, parts=tuple(parts))
+
+    return map_steps(schedule, step)
 
 
 def _signal_other(schedule: Schedule, rng: random.Random) -> Schedule | None:
@@ -307,6 +359,10 @@ DAMAGES: dict[str, Damage] = {
     "swap two operands": _swap_operands,
     "mix two sums": _mix_sums,
     "swap two signals": _signal_other,
+    "change what is added": _change_part(lambda part: bool(getattr(part, "adds", ())), _change_adds),
+    "drop a late gate": _change_part(lambda part: bool(getattr(part, "adds", ()) and part.gates), _drop_gate),
+    "divide by another number": _divide,
+    "reorder parts": _reorder_parts,
     "change at_least": _at_least,
     "change a gate's at_least": _change_part(lambda part: bool(part.gates), _gate_at_least),
     "do a step twice": _repeat,

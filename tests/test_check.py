@@ -94,13 +94,61 @@ def test_wrong_rows_are_named_with_what_they_hold() -> None:
 
 
 def test_a_missing_or_doubled_share_of_k_is_named() -> None:
-    schedule = build(SCATTER, "track_and_trigger", 1)
+    schedule = build(SCATTER, "shard_p2p", 1)
     part = step_at(schedule, first(schedule, Reduce)).parts[0]
     short = change_part(schedule, Reduce, 0, srcs=part.srcs[:1])
     refused(short, "rank 0, lane compute", "leaves out@0", "over K of 0:3; the result there is (A @ B)[0:4, 0:4] over K of 0:6")
     twice = change_part(schedule, Reduce, 0, srcs=(*part.srcs, part.srcs[0]))
     refused(twice, "leaves out@0", "K summed twice")
     refused(change(schedule, Reduce, divide_by=2), "leaves out@0", "divided by 2; the result there is")
+
+
+def test_what_a_product_adds_is_proved() -> None:
+    schedule = build(SCATTER, "track_and_trigger", 2)
+    own = step_at(schedule, first(schedule, Gemm)).parts[2]
+    short = change_part(schedule, Gemm, 2, adds=(), gates=())
+    refused(short, "rank 0, lane compute", "leaves out@0", "over K of 0:3; the result there is (A @ B)[0:2, 0:4] over K of 0:6")
+    refused(change_part(schedule, Gemm, 2, adds=own.adds * 2), "leaves out@0", "K summed twice")
+    other = step_at(schedule, first(schedule, Gemm)).parts[3]
+    both = own.gates + other.gates
+    refused(change_part(schedule, Gemm, 2, adds=other.adds, gates=both), "leaves out@0", "a sum of different elements")
+    refused(change(schedule, Gemm, divide_by=2), "leaves out@0", "divided by 2; the result there is")
+    early = refused(change_part(schedule, Gemm, 2, gates=()), "rank 0, lane compute", "recv@0[0:2, 0:4]")
+    assert "no write of all of it is ordered before" in early or "nothing orders the two" in early
+    average = build(dataclasses.replace(SCATTER, reduce_op="avg"), "track_and_trigger", 2)
+    check(average)
+    refused(change(average, Gemm, divide_by=1), "leaves out@0", "divided by 2")
+
+
+def _late_factor(*, waits_first: bool) -> Schedule:
+    """flag_gated, but rank 0's second part adds zeros: its gate is late. waits_first: the lane waits before the kernel, too."""
+    schedule = build(GATHER, "flag_gated", 1)
+    zeros = region("zeros", 0, (0, 4), (0, 2))
+    gate = step_at(schedule, first(schedule, Gemm)).parts[1].gates
+    nothing = Gemm(region("b", 0, (0, 0), (0, 2)), (Part(region("a", 0, (0, 4), (0, 0)), zeros),))
+    schedule = change_part(schedule, Gemm, 1, adds=(zeros,))
+    place = first(schedule, Gemm)
+    schedule = with_step(schedule, place, nothing, *(gate if waits_first else ()), step_at(schedule, place))
+    return dataclasses.replace(schedule, buffers=(*schedule.buffers, Buffer("zeros", "local", (4, 0), (2, 0))))
+
+
+def test_the_gates_of_a_part_that_adds_are_too_late_for_its_factors() -> None:
+    check(_late_factor(waits_first=True))
+    assert verdict(_late_factor(waits_first=True)) == ""
+    message = refused(_late_factor(waits_first=False), "rank 0, lane compute, step 1", "a_full@0[4:8, 0:6]")
+    assert "no write of all of it is ordered before" in message or "nothing orders the two" in message
+    assert verdict(_late_factor(waits_first=False))
+
+
+def test_parts_that_wait_come_after_those_that_a_peer_waits_for() -> None:
+    """Both ranks' own tiles may hold all SMs, while the tiles that they wait for have not started."""
+    schedule = build(SCATTER, "direct_store", 1)
+    for rank in (0, 1):
+        place = first(schedule, Gemm, rank)
+        step = step_at(schedule, place)
+        schedule = with_step(schedule, place, dataclasses.replace(step, parts=step.parts[::-1]))
+    refused(schedule, "deadlock: rank 0, lane compute, step 0", "part 0", "waits for a signal of arrived[1]@0")
+    assert verdict(schedule).startswith("deadlock")
 
 
 def test_an_unwritten_output_is_named() -> None:
@@ -139,10 +187,17 @@ def test_structure(name: str, kind: Any, fields: dict[str, Any], message: str) -
 
 
 def test_structure_of_sums_and_counts() -> None:
-    schedule = build(SCATTER, "track_and_trigger", 2)
+    schedule = build(SCATTER, "shard_p2p")
     refused(change_part(schedule, Reduce, 0, srcs=()), "has no source; it needs at least one")
-    refused(change_part(schedule, Reduce, 0, srcs=(region("recv", 0, (4, 5), (0, 4)),)), "has shape (1, 4), but it is summed")
+    refused(change_part(schedule, Reduce, 0, srcs=(region("recv", 0, (3, 4), (0, 4)),)), "has shape (1, 4), but it is summed")
+    schedule = build(SCATTER, "track_and_trigger", 2)
     refused(change_part(schedule, Gemm, 1, count=Flag("made", 0, 2)), "made[2]@0 is counted by two parts of one kernel")
+    refused(change_part(schedule, Gemm, 2, adds=(region("recv", 0, (3, 4), (0, 4)),)), "has shape (1, 4), but it is added")
+    refused(change_part(schedule, Gemm, 2, adds=(region("recv", 1, (0, 2), (0, 4)),)), "this operand must be local")
+    refused(change_part(schedule, Gemm, 2, adds=(region("out", 0, (0, 2), (0, 4)),)), "while it writes out@0", "overlaps")
+    refused(change(schedule, Gemm, divide_by=0), "divide_by is 0; it must be at least 1")
+    wide = build(dataclasses.replace(SCATTER, dtype="float32"), "track_and_trigger", 2)
+    refused(change(wide, Gemm, accumulate=True), "use one of accumulate and adds")
 
 
 def test_structure_of_the_whole() -> None:

@@ -54,12 +54,13 @@ def test_story_gate_opens_late() -> None:
 
 
 def test_story_stores_to_the_owner() -> None:
-    """Two tiles of 1 us, stretched by half a us of stalls, end at 4.5; their 64 bytes land at 5.5; own tiles end then, too."""
-    assert log(simulate(build(SCATTER, "direct_store", 1), tiny())) == [
-        "compute: gemm 8x8x4 in 2 parts 0 5.5",
-        "compute: reduce 2 x 4x8 5.5 8.5",
-        "compute: signal free[0]@1 8.5 9",
-    ]
+    """Two tiles of 1 us, stretched by half a us of stalls, end at 4.5; their 64 bytes land at 5.5 and are signalled at 5.75. By
+    then the own tiles are multiplied. Both add at once: at 256 bytes a us, the peer's 64 bytes take a quarter."""
+    slow = dataclasses.replace(tiny(), gpu=dataclasses.replace(tiny().gpu, hbm_gbps=0.256))
+    for machine, end in ((tiny(), "5.75 "), (slow, "6 ")):
+        gemm, signal = log(simulate(build(SCATTER, "direct_store", 1), machine))
+        assert gemm == f"compute: gemm 8x8x4 in 2 parts 0 {end}".strip()
+        assert signal.startswith(f"compute: signal free[0]@1 {end}")
 
 
 def test_story_sequential() -> None:
@@ -139,6 +140,12 @@ def test_blocks_take_tiles_as_they_come_free() -> None:
     assert blocks.take(3, 0, 10) == (10, 20)
     assert blocks.take(1, 0, 10) == (20, 20)
     assert blocks.take(3, 25, 10) == (35, 45)
+
+
+def test_blocks_multiply_before_they_wait_to_add() -> None:
+    blocks = Blocks(2, 0)
+    assert blocks.take(2, 25, 10, 3) == (28, 28)
+    assert blocks.take(1, 25, 10, 3) == (41, 41)
 
 
 def test_a_schedule_that_never_ends_is_refused() -> None:

@@ -28,10 +28,10 @@ track_and_trigger, chunks=1: matmul_reduce_scatter M=4 N=4 K=4 bfloat16 world_si
 rank 0, compute                            rank 0, copy                        other ranks
 gemm 4x4x2 in 2 parts
   count made[1]: a[2:4] -> partial[2:4] -> wait made[1]
-  a[0:2] -> partial[0:2]                   wait free[1]>=0 <~~~~~~~~~~~~~~~~~~~~~ rank 1 free[1]>=0
+                                           wait free[1]>=0 <~~~~~~~~~~~~~~~~~~~~~ rank 1 free[1]>=0
                                            copy partial[2:4] -> recv@1[0:2]
                                            signal arrived[0] ~~~~~~~~~~~~~~~~~~~> rank 1
-reduce partial + recv -> out[0:2] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
+  a[0:2] + recv -> out[0:2] <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~ rank 1 arrived[1]
 signal free[0] ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> rank 1"""
 
 

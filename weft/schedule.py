@@ -107,28 +107,35 @@ class Part:
     """Rows of a GEMM that are computed together: out = a @ b, for the Gemm's b.
 
     gates: its tiles wait for these. count: raised once all its tiles are done. out may lie on a peer: a store from the kernel.
+
+    adds: out = (a @ b + sum(adds)) / the Gemm's divide_by, summed in float32 in the order given and rounded once. The gates of
+    a part that adds are late: its tiles wait for them after they have read a and b, before they read what they add, so that
+    the wait hides behind the multiplication. Nothing is known of a and b then but what is known where the Gemm starts.
     """
 
     a: Region
     out: Region
     gates: tuple[Wait, ...] = ()
     count: Flag | None = None
+    adds: tuple[Region, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.a} -> {self.out}{_conditions(self.gates, self.count)}"
+        return f"{' + '.join(map(str, (self.a, *self.adds)))} -> {self.out}{_conditions(self.gates, self.count)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
     """One GEMM kernel: its parts share b and are produced in this order, but run beside each other.
 
-    accumulate: add to out instead of overwriting it.
+    A part may keep back those after it while it waits, never those before it. accumulate: add to out instead of overwriting
+    it; then no part has adds. divide_by: world_size for an average; of parts with adds alone, the others being partial.
     """
 
     TAGGED: ClassVar[bool] = True
     b: Region
     parts: tuple[Part, ...]
     accumulate: bool = False
+    divide_by: int = 1
 
     def __str__(self) -> str:
         rows = sum(p.a.shape[0] for p in self.parts)

@@ -70,7 +70,8 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
         return size(step.src)
     if isinstance(step, Gemm):
         times = 2 if step.accumulate else 1
-        return size(step.b) + sum(size(part.a) + times * size(part.out) for part in step.parts)
+        added = sum(size(add) for part in step.parts for add in part.adds)
+        return size(step.b) + added + sum(size(part.a) + times * size(part.out) for part in step.parts)
     if isinstance(step, Reduce):
         return sum(size(part.out) + sum(map(size, part.srcs)) for part in step.parts)
     if isinstance(step, Collective):

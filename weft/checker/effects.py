@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from weft.checker.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Memory
-from weft.checker.program import Action, Do, Program, Rect, ScheduleError, overlap
+from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
@@ -49,22 +49,31 @@ class Effects:
         self.nodes.append(at)
         return len(self.nodes) - 1
 
-    def act(self, action: Action, at: At, ancestors: int) -> int:
-        """Do the action; its ancestors with the action itself among them."""
+    def act(self, action: Action, at: At, ancestors: int, started: int) -> int:
+        """Do the action; its ancestors with the action itself among them. started: the ancestors of its kernel's start."""
         first = at[4] == 0
         write = action.write if first else action.shared_write
         reads = action.reads if first else action.shared_reads
-        if write is None and not reads:
+        adds = action.adds if first else action.shared_adds
+        if write is None and not reads and not adds:
             return ancestors
         node = self.node(at)
         try:
-            cells = [self.memories[m].read(rect, node, ancestors) for m, rect in reads]
+            cells = self._read(reads, node, started if action.adds else ancestors)
+            if action.adds:
+                # Late gates: a and b have been read before they open, so that is an access of its own.
+                ancestors |= 1 << node
+                node = self.node(at)
+                cells += self._read(adds, node, ancestors)
             if write is not None:
                 old = self.memories[write[0]].read(write[1], node, ancestors) if action.accumulate else None
                 self._write(write, _result(action, cells, old) if first else [(write[1], None)], node, ancestors)
         except Conflict as conflict:
             raise self._refusal(at, conflict) from None
         return ancestors | 1 << node
+
+    def _read(self, accesses: tuple[Access, ...], node: int, ancestors: int) -> list[Cells]:
+        return [self.memories[m].read(rect, node, ancestors) for m, rect in accesses]
 
     def _write(self, write: tuple[int, Rect], cells: Cells, node: int, ancestors: int) -> None:
         memory = self.memories[write[0]]
@@ -157,10 +166,14 @@ class Effects:
 def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
     """What an action leaves in the rectangle that it writes."""
     assert action.write is not None
-    out, rects = action.write[1], [rect for _, rect in action.reads]
+    out, rects = action.write[1], [rect for _, rect in (*action.reads, *action.adds)]
     if action.do is Do.COPY:
         return moved(cells[0], rects[0], out)
     if action.do is Do.ADD:
         return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
-    fresh = product((rects[0], cells[0]), (rects[1], cells[1]), out) if cells else [(out, ZERO)]
+    fresh = product((rects[0], cells[0]), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
+    if action.adds:
+        first = len(action.reads)
+        more = [moved(c, rect, out) for c, rect in zip(cells[first:], rects[first:], strict=True)]
+        return divided(total([fresh, *more]), action.divide_by)
     return added(old, fresh) if old is not None else fresh

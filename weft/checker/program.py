@@ -37,7 +37,8 @@ class Do(IntEnum):
 class Action(NamedTuple):
     """What one part of a kernel, or a copy, waits for and touches, and which flag it counts (-1: none).
 
-    shared_*: the accesses to buffers that peers may touch.
+    adds: what it reads once its gates are open, where all else is read before (late gates). shared_*: the accesses to buffers
+    that peers may touch.
     """
 
     do: Do
@@ -49,6 +50,8 @@ class Action(NamedTuple):
     divide_by: int
     shared_reads: tuple[Access, ...]
     shared_write: Access | None
+    adds: tuple[Access, ...] = ()
+    shared_adds: tuple[Access, ...] = ()
 
 
 class Op(NamedTuple):

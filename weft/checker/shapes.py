@@ -66,6 +66,11 @@ def gemm_fault(step: Gemm, part: Part) -> str:
         return f"{part.a} has {inner} columns but {step.b} has {inner_b} rows; a product needs them equal"
     if part.out.shape != (rows, cols):
         return f"{part.out} has shape {part.out.shape}; the product of {part.a} and {step.b} has {(rows, cols)}"
+    for add in part.adds:
+        if add.shape != part.out.shape:
+            return f"{add} has shape {add.shape}, but it is added into {part.out} of shape {part.out.shape}"
+    if part.adds and step.accumulate:
+        return f"it adds to {part.out} what lies there, and {part.adds[0]}; use one of accumulate and adds"
     return ""
 
 

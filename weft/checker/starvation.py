@@ -143,10 +143,12 @@ class _State:
         if op.do is Do.COLLECTIVE:
             ended = self.met[self._ordinal(lane)] == len(self.program.ops)
         else:
-            before = self.inside[lane]
-            self.inside[lane] = tuple(p for p in before if not self._finish(op, p))
-            if self.inside[lane]:
-                return len(self.inside[lane]) < len(before)
+            before = left = self.inside[lane]
+            while left and self._finish(op, left[0]):
+                left = left[1:]
+            self.inside[lane] = left
+            if left:
+                return len(left) < len(before)
             ended = True
         if ended:
             del self.inside[lane]

@@ -156,6 +156,8 @@ class _Compiler:
     def gemm(self, step: Gemm) -> tuple[Action, ...]:
         b = self.access(step.b, remote=False)
         self.narrow(step.b)
+        if step.divide_by < 1:
+            self.fail(f"divide_by is {step.divide_by}; it must be at least 1")
         return tuple([self.gemm_part(step, part, b) for part in step.parts])
 
     def gemm_part(self, step: Gemm, part: Part, b: Access) -> Action:
@@ -166,7 +168,17 @@ class _Compiler:
         self.narrow(part.a)
         if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
             self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
-        return self.action(_GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
+        action = self.action(_GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
+        return self.adding(action, part, step.divide_by, out) if part.adds else action
+
+    def adding(self, action: Action, part: Part, divide_by: int, out: Access) -> Action:
+        """The action with what the part adds."""
+        adds = tuple([self.access(add, remote=False) for add in part.adds])
+        self.disjoint(adds, out)
+        if action.write is None:
+            return action
+        shared = tuple([add for add in adds if self.shared[add[0]]])
+        return action._replace(adds=adds, shared_adds=shared, divide_by=divide_by)
 
     def reduce(self, step: Reduce) -> tuple[Action, ...]:
         if step.divide_by < 1:
@@ -208,13 +220,17 @@ class _Compiler:
         touched = write if area(write[1]) else None
         if touched is None and not collective:
             return Action(do, waits, number, (), None, accumulate, divide_by, (), None)
-        for read in reads:
-            if read[0] == write[0] and overlap(read[1], write[1]) and not (do is _ADD and read[1] == write[1]):
-                self.fail(f"it reads {self.words(read)} while it writes {self.words(write)}, which overlaps")
+        self.disjoint(reads, write, in_place=do is _ADD)
         reads = tuple([r for r in reads if r[1][0] < r[1][1] and r[1][2] < r[1][3]])
         shared_reads = tuple([r for r in reads if self.shared[r[0]]])
         shared_write = touched if self.shared[write[0]] else None
         return Action(do, waits, number, reads, touched, accumulate, divide_by, shared_reads, shared_write)
+
+    def disjoint(self, reads: tuple[Access, ...], write: Access, *, in_place: bool = False) -> None:
+        """Nothing is read that is written at once; in_place: but for exactly the same rectangle."""
+        for read in reads:
+            if read[0] == write[0] and overlap(read[1], write[1]) and not (in_place and read[1] == write[1]):
+                self.fail(f"it reads {self.words(read)} while it writes {self.words(write)}, which overlaps")
 
     def words(self, access: Access) -> str:
         name, rank = self.memories[access[0]]

@@ -5,6 +5,9 @@ leaves the set of its lane with its flag; a wait adds the set that the awaited s
 happens-before relation of the module text of `weft.schedule`: lanes in order, parts of a kernel beside each other, a call
 of a rank after all lanes of the call before.
 
+Parts are run in order, although nothing orders their accesses: one that waits may keep back those after it, on blocks that
+it holds, or where each part is a matmul of its own.
+
 Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
 order, in the first call: that is a deadlock, and its message follows who waits for whom until the circle closes.
 """
@@ -15,20 +18,20 @@ from collections import deque
 
 from weft.checker.deadlock import Stuck, deadlock
 from weft.checker.effects import Effects
-from weft.checker.program import Do, Op, Program, ScheduleError
+from weft.checker.program import Action, Do, Op, Program, ScheduleError
 
 CALLS = 2
 _WAIT, _SIGNAL, _WORK = Do.WAIT, Do.SIGNAL, Do.WORK
 
 
 class _Lane:
-    """Where a lane is. left, joined: of its kernel, open parts, and all that its finished parts had behind them."""
+    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them."""
 
-    __slots__ = ("call", "index", "joined", "left", "mask", "ops", "position", "rank")
+    __slots__ = ("call", "index", "joined", "mask", "ops", "part", "position", "rank")
 
     def __init__(self, rank: int, index: int, ops: tuple[Op, ...]) -> None:
         self.rank, self.index, self.ops = rank, index, ops
-        self.call = self.position = self.mask = self.left = self.joined = 0
+        self.call = self.position = self.mask = self.part = self.joined = 0
 
 
 class Occupied:
@@ -60,7 +63,7 @@ class Walk:
                 self.effects.check_outputs(rank)
         while self.ready:
             lane, part = self.ready.popleft()
-            if part < 0 or self._resume(lane, part):
+            if part < 0 or self._resume(lane):
                 self._advance(lane)
         if any(lane.call < CALLS for lanes in self.lanes for lane in lanes):
             raise ScheduleError(deadlock(self.program, self._stuck()))
@@ -103,38 +106,37 @@ class Walk:
     def _work(self, lane: _Lane, op: Op) -> bool:
         """Start a copy or kernel; whether it is done at once."""
         self._enter(lane, op)
-        actions = op.actions
-        lane.joined, lane.left = lane.mask, len(actions)
-        for part in range(len(actions)):
-            self._run_part(lane, op, part)
-        if lane.left:
-            return False
+        lane.joined, lane.part = lane.mask, 0
+        return self._run_parts(lane, op)
+
+    def _run_parts(self, lane: _Lane, op: Op) -> bool:
+        """Run the parts that are left of the kernel that the lane is in, up to one that a gate keeps; whether none is."""
+        for part in range(lane.part, len(op.actions)):
+            if not self._run_part(lane, op.actions[part], part):
+                lane.part = part
+                return False
         self._leave(lane)
         return True
 
-    def _run_part(self, lane: _Lane, op: Op, part: int) -> None:
-        """Run a part of the kernel that the lane is in, unless a gate keeps it."""
-        action, mask = op.actions[part], lane.mask
+    def _run_part(self, lane: _Lane, action: Action, part: int) -> bool:
+        mask = lane.mask
         for flag, at_least in action.gates:
             before = self._left_by(lane, flag, at_least)
             if before is None:
                 self.parked.setdefault(flag, []).append((lane, part))
-                return
+                return False
             mask |= before
-        mask = self.effects.act(action, (lane.rank, lane.index, lane.position, part, lane.call), mask)
+        mask = self.effects.act(action, (lane.rank, lane.index, lane.position, part, lane.call), mask, lane.mask)
         lane.joined |= mask
-        lane.left -= 1
         if action.counts >= 0:
             self._signal(action.counts, mask)
-
-    def _resume(self, lane: _Lane, part: int) -> bool:
-        """Try a part again whose flag has moved; whether its kernel is done with it."""
-        self._run_part(lane, lane.ops[lane.position], part)
-        if lane.left:
-            return False
-        self._leave(lane)
-        lane.position += 1
         return True
+
+    def _resume(self, lane: _Lane) -> bool:
+        """Go on with a kernel whose flag has moved; whether it is done with that."""
+        done = self._run_parts(lane, lane.ops[lane.position])
+        lane.position += done
+        return done
 
     def _enter(self, lane: _Lane, op: Op) -> None:
         if op.needs_sms and lane.rank in self.crowded and lane.call == 0:

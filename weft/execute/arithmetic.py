@@ -1,6 +1,6 @@
 """A step's arithmetic by torch operations, the same on every device: matmuls, partial sums in float32, one rounding at the end.
 
-Parts of a GEMM that share no gate and no count are multiplied together (`groups`).
+Parts of a GEMM that share no gate, no count and add nothing are multiplied together (`groups`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Matmul(Protocol):
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
-    """Consecutive parts that may be multiplied together: none waits, or counts, in between."""
+    """Consecutive parts that may be multiplied together: none waits, or counts, in between, or adds."""
     found: list[list[Part]] = []
     for part in parts:
-        if found and not part.gates and found[-1][-1].count is None:
+        if found and not (part.gates or part.adds or found[-1][-1].adds) and found[-1][-1].count is None:
             found[-1].append(part)
         else:
             found.append([part])
@@ -34,7 +34,10 @@ def groups(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matmul) -> None:
-    """The parts as one matmul; rows that do not lie together are gathered before it and scattered after it."""
+    """The parts of a group as one matmul; rows that do not lie together are gathered before it and scattered after it."""
+    if parts[0].adds:
+        _multiply_and_add(bindings, step, parts[0], matmul)
+        return
     a = _rows(bindings, [p.a for p in parts])
     adjacent = _adjacent([p.out for p in parts])
     for b, cols in bindings.pieces(step.b):
@@ -50,6 +53,19 @@ def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matm
             matmul(a, b, product, accumulate=False)
             for out, rows in zip(outs, torch.split(product, [o.shape[0] for o in outs]), strict=True):
                 out.copy_(rows)
+
+
+def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
+    """out = the product, unrounded, and what the part adds, in order, divided."""
+    a = bindings.view(part.a)
+    for b, cols in bindings.pieces(step.b):
+        total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+        matmul(a, b, total, accumulate=False)
+        for add in part.adds:
+            total += bindings.view(_columns(add, cols))
+        if step.divide_by != 1:
+            total /= step.divide_by
+        bindings.view(_columns(part.out, cols)).copy_(total)
 
 
 def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:

@@ -1,7 +1,8 @@
-"""Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts or stores to peers, and a Reduce.
+"""Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts, adds or stores to peers; a Reduce.
 
 Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
-A rank whose operands the kernel cannot load (odd strides) multiplies part by part and advances the same flags as far.
+A rank whose operands the kernel cannot load (odd strides), or whose parts it cannot keep in order, multiplies part by part
+and advances the same flags as far.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from weft.errors import WaitTimeout
 from weft.execute.bindings import Bindings, Where
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
-from weft.kernels.gemm import Tables, fits, gemm, tables
+from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import blocks_for, tiles_of
 from weft.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
 
 
 def is_fused(step: Step) -> bool:
-    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, or are stored at a peer; a sum without counts."""
+    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, add, or are stored at a peer; a sum without
+    counts."""
     if isinstance(step, Gemm):
-        return any(part.gates or part.count or part.out.rank != step.b.rank for part in step.parts)
+        return any(part.gates or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
     return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
 
 
@@ -106,30 +108,54 @@ def _moved(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
 
 
 class FusedGemm(FusedStep):
-    """A GEMM with gates, counts, or parts that are stored at peers."""
+    """A GEMM with gates, counts, adds, or parts that are stored at peers.
+
+    Its last part's buffer is the launch's `out`, whose address may be another one each call; parts of other buffers, and at
+    peers, are stored by address.
+    """
 
     def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords) -> None:
         super().__init__(where, device, flags)
         self.step: Gemm = step
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
-        self._outs = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
-        self._remote = any(part.out.rank != step.b.rank for part in step.parts)
+        self._out = (step.parts[-1].out.buffer, step.parts[-1].out.rank)
+        self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
+        self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
+        self._regular = in_order(step) and all(pitch(part) is not None for part in step.parts if part.adds)
         self._tables: tuple[tuple[int, ...], Tables] | None = None
         self._launcher = gemm_kernel.launcher()
         self._fits: dict[tuple[int, ...], bool] = {}
 
     def runs(self, bindings: Bindings) -> bool:
+        if not self._regular:
+            return False
         sources = [self._whole(bindings, key) for key in self._buffers]
         bs = [b for b, _ in bindings.tensors[self.step.b.buffer, self.step.b.rank]]
-        key = tuple(n for t in (*sources, *bs) for n in (t.data_ptr() & 15, *t.stride()))
+        adds = [self._whole(bindings, key) for key in self._adds]
+        outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
+        key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))
         if key not in self._fits:
-            self._fits[key] = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs)
+            loads = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs)
+            self._fits[key] = loads and self._adds_fit(adds, bs) and self._outs_fit(outs, bs)
         return self._fits[key]
+
+    def _out_keys(self) -> list[tuple[str, int]]:
+        return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
+
+    def _adds_fit(self, adds: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
+        """Sources of one buffer, beside one b."""
+        return not adds or (len(adds) == len(bs) == 1 and fits(adds[0], bs[0]) and adds[0].dtype == bs[0].dtype)
+
+    def _outs_fit(self, outs: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
+        """Results of one dtype and row stride, where some are stored by address."""
+        alike = len({(out.dtype, out.stride()) for out in outs}) == 1
+        return not self._elsewhere or (len(bs) == 1 and alike)
 
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plan(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
-        for (b, _), (out, _) in zip(bindings.pieces(self.step.b), bindings.tensors[self._outs[-1]], strict=True):
+        adds = self._whole(bindings, self._adds[0]) if self._adds else None
+        for (b, _), (out, _) in zip(bindings.pieces(self.step.b), bindings.tensors[self._out], strict=True):
             gemm(
                 sources,
                 b,
@@ -140,6 +166,7 @@ class FusedGemm(FusedStep):
                 silent=silent,
                 tries=tries,
                 sms=sms,
+                adds=adds,
                 launched_by=self._launcher,
                 stream=stream,
             )
@@ -149,13 +176,15 @@ class FusedGemm(FusedStep):
         return matrix
 
     def _plan(self, bindings: Bindings) -> Tables:
-        moved = _moved(bindings, [part.out for part in self.step.parts]) if self._remote else ()
+        moved = _moved(bindings, self._elsewhere)
         if self._tables is None or self._tables[0] != moved:
             self._tables = moved, self._lay_out(bindings)
         return self._tables[1]
 
     def _lay_out(self, bindings: Bindings) -> Tables:
         def out_address(part: Part, row: int) -> int:
+            if (part.out.buffer, part.out.rank) == self._out:
+                return 0
             view = bindings.view(part.out)
             return view.data_ptr() + row * view.stride(0) * view.element_size()
 
@@ -165,7 +194,7 @@ class FusedGemm(FusedStep):
             source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
             gate_address=self._gate_address,
             count_address=self._flags.count_address,
-            out_address=out_address if self._remote else None,
+            out_address=out_address if self._elsewhere else None,
             need=self._flags.gate_need,
         )
 

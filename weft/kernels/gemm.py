@@ -1,14 +1,24 @@
-"""One GEMM kernel for every schedule whose tiles wait for flags, count when done, or are stored at a peer.
+"""One GEMM kernel for every schedule whose tiles wait for flags, add what arrived, count when done, or are stored at a peer.
 
     _gemm_kernel   persistent blocks; row tiles in the order of the step's parts; TMA loads
     gemm()         its launcher; Tables  what a step's parts mean to the kernel, computed once
 
-What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, store locally (by TMA where the tile is
-whole) or at the address of a peer's buffer (PEERS), add one to its part's flag (COUNTED). A flag that the kernel counts
-grows by the number of tiles of its part: whoever waits for it scales what it waits for by `tiles_of`.
+What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, add its part's sources (ADDS), store
+locally (by TMA where the tile is whole) or by address (ADDRESSED), add one to its part's flag (COUNTED). A flag that the
+kernel counts grows by the number of tiles of its part: whoever waits for it scales what it waits for by `tiles_of`.
 
     block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store -> barrier -> count (release, system)
     block 1: tile 1, 133, ...        ^ acquire, system scope: written by a copy engine's stream, or by a peer's kernel
+    block 2: a tile that adds        load a, b; dot ... -> gate open? -> load a source, add ... -> divide -> store
+
+Sources are added to the unrounded product in float32. Loads of three are in flight at once, in the shared memory that the
+multiplication has left; one at a time, each would pay the latency of memory.
+
+A block takes its tiles in order, so a tile that waits keeps back those behind it. Tiles take turns among the row tiles of a
+group; no group mixes parts that count with later ones that wait, else two ranks could wait for each other (`in_order`):
+
+    rank 0, block 7: own tile, waits for a tile of rank 1 ...   then a tile that rank 1 waits for
+    rank 1, block 7: own tile, waits for a tile of rank 0 ...   then a tile that rank 0 waits for
 
 Flags only grow, so a block that looks late still sees its gate open. A wait ends after `tries` looks: the tile goes on with
 what is there, and status says which gate it was, so that the host can raise. Nothing that a gate waits for may need an SM
@@ -31,9 +41,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.kernels.flags import table, wait_gates
 from weft.kernels.launch import Launcher
 from weft.kernels.shapes import Blocks, blocks_for
-from weft.schedule import Flag, Gemm, Part, Wait
+from weft.schedule import Flag, Gemm, Part, Region, Wait
 
 _FIELDS = 7
+_ADD_FIELDS = 5
+_ADD_STAGES = 4
+"""One more than the sources in flight: 3 x 64 KiB for the largest tile, of 227 KiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +54,15 @@ class Tables:
     """A Gemm step's parts as the kernel reads them, on the device.
 
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count. outs: by row
-    tile, the address of its first element where parts are stored at peers; align_bytes divides them all. gates, needs:
-    addresses, and (per call, in the first) what to wait for; no_needs: nothing. counts: addresses of the flags.
+    tile, the address of its first element, or 0 where it lies in the launch's `out`; align_bytes divides them all. adds: by
+    row tile, the gates [first, last) of one that adds, how many sources, the first row of the first, rows from one to the
+    next. early: row tiles before those that add. gates, needs: addresses, and (per call, in the first) what to wait for;
+    no_needs: nothing. counts: addresses of the flags.
     """
 
     rows: torch.Tensor
     outs: torch.Tensor
+    adds: torch.Tensor
     gates: torch.Tensor
     needs: torch.Tensor
     no_needs: torch.Tensor
@@ -54,7 +70,10 @@ class Tables:
     blocks: Blocks
     gated: bool
     counted: bool
-    peers: bool
+    addressed: bool
+    adding: bool
+    divide_by: int
+    early: int
     align_bytes: int
 
 
@@ -64,6 +83,32 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     lead = b.stride(0) if b.stride(1) == 1 else b.stride(1)
     return all(n % 8 == 0 for n in (a.stride(0), lead)) and all(t.data_ptr() % 16 == 0 for t in (a, b))
+
+
+def in_order(step: Gemm) -> bool:
+    """Whether the kernel's order of tiles keeps to the order of parts where one may wait for another: those that add are last,
+    and of the others, as of those, none that waits within the call comes after one that counts."""
+    adding = [bool(part.adds) for part in step.parts]
+    if adding != sorted(adding):
+        return False
+    for late in (False, True):
+        counting = False
+        for part in (part for part in step.parts if bool(part.adds) is late):
+            if counting and any(gate.at_least for gate in part.gates):
+                return False
+            counting |= part.count is not None
+    return True
+
+
+def pitch(part: Part) -> int | None:
+    """Rows from one of a part's sources to the next; None if they do not lie in one local buffer so, or are not as wide."""
+    first, *more = (add.rows[0] for add in part.adds)
+    step = more[0] - first if more else 0
+    regular = all(
+        add == Region(part.adds[0].buffer, part.a.rank, (first + i * step, first + i * step + part.out.shape[0]), part.out.cols)
+        for i, add in enumerate(part.adds)
+    )
+    return step if regular else None
 
 
 def tables(
@@ -77,11 +122,13 @@ def tables(
     need: Callable[[Wait], tuple[int, int]],
     blocks: Blocks | None = None,
 ) -> Tables:
-    """Lay a step out for the kernel. source: which tensor of a. out_address: of a row of a part's result, if peers get any.
-    need: (growth per call, value in the first call) that opens a gate. blocks: instead of what `blocks_for` says."""
+    """Lay a step out for the kernel. source: which tensor of a. out_address: of a row of a part's result, 0 if it is in the
+    launch's `out`; None if all are. need: (growth per call, value in the first call) that opens a gate. blocks: instead of what
+    `blocks_for` says."""
     blocks = blocks or blocks_for(step, device)
     rows: list[tuple[int, ...]] = []
     outs: list[int] = []
+    adds: list[tuple[int, ...]] = []
     gates: list[int] = []
     needs: list[tuple[int, int]] = []
     counts: list[int] = []
@@ -91,14 +138,18 @@ def tables(
         needs += [need(gate) for gate in part.gates]
         counts += [count_address(part.count)] if part.count else []
         count = len(counts) - 1 if part.count else -1
+        early, late = ((0, 0), (first, len(gates))) if part.adds else ((first, len(gates)), (0, 0))
+        added, apart = (part.adds[0].rows[0], pitch(part) or 0) if part.adds else (0, 0)
         for at in range(0, part.out.shape[0], blocks.m):
             valid = min(blocks.m, part.out.shape[0] - at)
-            rows.append((source(part), part.a.rows[0] + at, valid, part.out.rows[0] + at, first, len(gates), count))
+            rows.append((source(part), part.a.rows[0] + at, valid, part.out.rows[0] + at, *early, count))
             outs.append(out_address(part, at) if out_address else 0)
+            adds.append((*late, len(part.adds), added + at, apart))
 
     return Tables(
         rows=table(rows, torch.int32, device),
         outs=table(outs, torch.int64, device),
+        adds=table(adds, torch.int32, device),
         gates=table(gates, torch.int64, device),
         needs=table(needs, torch.int32, device),
         no_needs=table([(0, 0)] * len(needs), torch.int32, device),
@@ -106,7 +157,10 @@ def tables(
         blocks=blocks,
         gated=bool(gates),
         counted=bool(counts),
-        peers=out_address is not None,
+        addressed=out_address is not None,
+        adding=any(part.adds for part in step.parts),
+        divide_by=step.divide_by,
+        early=sum(not sources for _, _, sources, _, _ in adds),
         align_bytes=math.gcd(16, *outs),
     )
 
@@ -127,22 +181,24 @@ def gemm(
     silent: bool = False,
     tries: int = 1 << 24,
     sms: int = 1,
+    adds: torch.Tensor | None = None,
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
     """out = a @ b, tile by tile as `plan` says.
 
     sources: one or two tensors [rows, K] that parts read a from. b: [K, N], either stride 1. out: [rows, N], or any tensor
-    of the result's dtype and width if all parts are stored by address. status: int32 [2]; [gate + 1, value seen] after a
-    wait ended without its flag. epoch: calls before this one. silent: neither wait nor count. sms: blocks. launched_by: what
-    made earlier launches on this device with the same plan. stream: default, torch's current one.
+    of the result's dtype and width if all parts are stored by address. adds: [rows, N], where parts find what they add.
+    status: int32 [2]; [gate + 1, value seen] after a wait ended without its flag. epoch: calls before this one. silent:
+    neither wait nor count. sms: blocks. launched_by: what made earlier launches on this device with the same plan. stream:
+    default, torch's current one.
     """
     blocks = plan.blocks
     transposed = b.stride(1) != 1
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
-    out_stride, aligned = out.stride(0), out.data_ptr() % 16 == 0
-    out_tma = aligned and out_stride % 8 == 0 and not plan.counted and not plan.peers
+    out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
+    out_tma = align == 16 and not plan.counted and not plan.addressed
     row_tiles = plan.rows.shape[0]
     arguments = (
         first,
@@ -150,6 +206,8 @@ def gemm(
         TensorDescriptor.from_tensor(b.t() if transposed else b, b_shape),
         TensorDescriptor.from_tensor(out, [blocks.m, blocks.n]) if out_tma else out,
         out,
+        TensorDescriptor.from_tensor(adds, [blocks.m, blocks.n]) if plan.adding and adds is not None else out,
+        plan.adds,
         plan.rows,
         plan.outs,
         plan.gates,
@@ -160,12 +218,15 @@ def gemm(
         int(not silent),
         tries,
         row_tiles,
+        plan.early,
         b.shape[1],
         b.shape[0],
         out_stride,
     )
+    # Interpreted blocks run one after the other: one that waits would keep back another, for whose tile a peer waits.
+    at_once = sms if out.is_cuda or not plan.adding else 1
     (launched_by or launcher())(
-        min(sms, row_tiles * -(-b.shape[1] // blocks.n)),
+        min(at_once, row_tiles * -(-b.shape[1] // blocks.n)),
         arguments,
         {
             "BLOCK_M": blocks.m,
@@ -177,15 +238,29 @@ def gemm(
             "B_TRANSPOSED": transposed,
             "GATED": plan.gated,
             "COUNTED": plan.counted,
-            "PEERS": plan.peers,
+            "ADDRESSED": plan.addressed,
             "OUT_TMA": out_tma,
-            "ALIGN_BYTES": math.gcd(plan.align_bytes, out_stride * out.element_size()),
+            "ALIGN_BYTES": math.gcd(plan.align_bytes, align),
+            "ADDS": plan.adding,
+            "ADD_FIELDS": _ADD_FIELDS,
+            "ADD_STAGES": _ADD_STAGES,
+            "DIVIDE_BY": plan.divide_by,
         },
-        key=(b.shape, out_stride, aligned, transposed, len(sources)),
+        key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources)),
         stream=stream,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+
+
+@triton.jit
+def _place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Row and column of a tile. Row tiles take turns in groups, so that blocks that run together share rows of a and columns of
+    b in the L2 cache."""
+    group = tile // (GROUP * col_tiles)
+    height = tl.minimum(row_tiles - group * GROUP, GROUP)
+    within = tile - group * GROUP * col_tiles
+    return group * GROUP + within % height, within // height
 
 
 @triton.jit
@@ -212,6 +287,21 @@ def _multiply(
 
 
 @triton.jit
+def _add(desc, fields, acc, col, STAGES: tl.constexpr, DIVIDE_BY: tl.constexpr):
+    """A tile with its sources added in their order, then divided; as it is if it has none."""
+    sources = tl.load(fields + 2)
+    if sources > 0:
+        row = tl.load(fields + 3)
+        # A table of rows would do, but a load that the next load's address comes from halves how far ahead sources are loaded.
+        pitch = tl.load(fields + 4)
+        for source in tl.range(0, sources, num_stages=STAGES):
+            acc += desc.load([row + source * pitch, col]).to(tl.float32)
+        if DIVIDE_BY != 1:
+            acc = acc / DIVIDE_BY
+    return acc
+
+
+@triton.jit
 def _store(base_ptr, result, valid, col, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The valid part of a tile, below the row at base_ptr."""
     rows = tl.arange(0, BLOCK_M)[:, None]
@@ -226,6 +316,8 @@ def _gemm_kernel(
     b_desc,
     out_desc,
     out_ptr,
+    adds_desc,
+    adds_ptr,
     rows_ptr,
     outs_ptr,
     gates_ptr,
@@ -236,6 +328,7 @@ def _gemm_kernel(
     count_by,
     tries,
     row_tiles,
+    early,
     N,
     K,
     out_stride,
@@ -248,18 +341,26 @@ def _gemm_kernel(
     B_TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
     COUNTED: tl.constexpr,
-    PEERS: tl.constexpr,
+    ADDRESSED: tl.constexpr,
     OUT_TMA: tl.constexpr,
     ALIGN_BYTES: tl.constexpr,
+    ADDS: tl.constexpr,
+    ADD_FIELDS: tl.constexpr,
+    ADD_STAGES: tl.constexpr,
+    DIVIDE_BY: tl.constexpr,
 ):
     col_tiles = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
-        # Row tiles in groups, so that blocks that run together share rows of a and columns of b in the L2 cache.
-        group = tile // (GROUP * col_tiles)
-        height = tl.minimum(row_tiles - group * GROUP, GROUP)
-        within = tile - group * GROUP * col_tiles
-        row_tile = group * GROUP + within % height
-        col = (within // height) * BLOCK_N
+        if ADDS:
+            # No group has row tiles that add and row tiles that a peer may wait for.
+            first = tl.where(tile < early * col_tiles, 0, early)
+            row_tile, col_tile = _place(
+                tile - first * col_tiles, tl.where(first == 0, early, row_tiles - early), col_tiles, GROUP
+            )
+            row_tile += first
+        else:
+            row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
+        col = col_tile * BLOCK_N
         fields = rows_ptr + FIELDS * row_tile
         a_row = tl.load(fields + 1)
         valid = tl.load(fields + 2)
@@ -272,13 +373,18 @@ def _gemm_kernel(
             if tl.load(fields) == 1:
                 a_desc = a1_desc
         acc = _multiply(a_desc, b_desc, a_row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        if ADDS:
+            late = adds_ptr + ADD_FIELDS * row_tile
+            if GATED:
+                wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), epoch, tries, status_ptr)
+            acc = _add(adds_desc, late, acc, col, ADD_STAGES, DIVIDE_BY)
         result = acc.to(out_ptr.dtype.element_ty)
-        if PEERS:
+        base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
+        if ADDRESSED:
             # An address from a table has no alignment that the compiler knows of: without the hint, stores are of one element.
-            base_ptr = tl.load(outs_ptr + row_tile).to(tl.pointer_type(out_ptr.dtype.element_ty))
+            address = tl.load(outs_ptr + row_tile)
+            base_ptr = tl.where(address == 0, base_ptr, address.to(tl.pointer_type(out_ptr.dtype.element_ty)))
             base_ptr = tl.multiple_of(base_ptr, ALIGN_BYTES)
-        else:
-            base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
         if OUT_TMA:
             if valid == BLOCK_M:
                 out_desc.store([out_row, col], result)

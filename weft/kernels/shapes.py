@@ -1,9 +1,9 @@
 """Which tile shape a GEMM step takes: the one that is estimated to end first.
 
-A step without gates: waves of tiles, times a tile's time. A step whose tiles wait for chunks: tiles run block by block in
-the kernel's order, each no sooner than its chunk may have arrived. Then smaller tiles, or fewer row tiles that share their
-columns, can end first: with one wave of large tiles, all of the last chunk's work starts when it arrives (512 rows on 4
-GPUs: 153 us against 135 for the sequential program).
+A step without gates, or whose gates are late (`Part.adds`): waves of tiles, times a tile's time. A step whose tiles wait for
+chunks: tiles run block by block in the kernel's order, each no sooner than its chunk may have arrived. Then smaller tiles, or
+fewer row tiles that share their columns, can end first: with one wave of large tiles, all of the last chunk's work starts
+when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential program).
 
 What is computed depends on the step alone, so that ranks which wait for tiles that another one counts know how many there
 are. Rates were measured on H200 (docs/log.md); on other GPUs the order of shapes is a guess.
@@ -59,8 +59,8 @@ def blocks_for(step: Gemm, device: torch.device) -> Blocks:
     """The tile shape for a step."""
     if device.type != "cuda":
         return INTERPRETED
-    gated = any(gate.at_least for part in step.parts for gate in part.gates)
-    shapes = tuple((part.out.shape, any(g.at_least for g in part.gates)) for part in step.parts)
+    shapes = tuple((part.out.shape, not part.adds and any(g.at_least for g in part.gates)) for part in step.parts)
+    gated = any(waits for _, waits in shapes)
     return _gated_blocks(shapes, step.b.shape[0]) if gated else min(SHAPES, key=lambda blocks: _waves(step, blocks))
 
 

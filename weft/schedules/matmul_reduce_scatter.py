@@ -3,8 +3,9 @@
 Buffers of rank r
     a        input      M x k_r
     b        input      k_r x N
-    partial  local      M x N       r's product; symmetric where its owner reads it in place (flag_gated)
-    recv     symmetric  ws*m_r x N  slot s (m_r rows) is what rank s computed of r's shard; peers write, r reads
+    partial  local      M x N       r's product; symmetric where its owner reads it in place (flag_gated); of track_and_trigger,
+                                    all but r's shard; direct_store has none
+    recv     symmetric  p*m_r x N   what each of the p other ranks computed of r's shard (m_r rows), in the order of ranks
     out      output     m_r x N     the sum over ranks, in the order of ranks, in float32, rounded once
 
 Flags of rank r (who advances ~> who waits)
@@ -19,6 +20,9 @@ Flags of rank r (who advances ~> who waits)
     ...                            signal arrived  ~~~~~~~~~~~~~~>  reduce waits arrived of all ranks
     reduce own shard                                                signal free[p]@r ~> (next call)
 
+In track_and_trigger and direct_store the reduction is the end of the owner's GEMM: the tiles of its own shard come last, and
+add the peers' rows to their product before they round it. They wait for `arrived` late, behind their multiplication.
+
 Bad interleaving: r, a call ahead, writes recv of p while p still sums the old rows. `free` prevents it. Within r, `partial`
 is not rewritten before the copies that read it end: a call starts when all lanes of the rank have ended the one before.
 """
@@ -26,6 +30,7 @@ is not rewritten before the copies that read it end: a call starts when all lane
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from weft.problem import Problem, Span1D, split
 from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Sum, Wait
@@ -36,21 +41,27 @@ class _Scatter(Builder):
     """Buffers, flags and repeated idioms of this operator. columns: slices of N that 2D pieces are cut by."""
 
     def __init__(
-        self, problem: Problem, name: str, chunks: int, *, symmetric_partial: bool = False, fan_out: bool = False
+        self,
+        problem: Problem,
+        name: str,
+        chunks: int,
+        *,
+        partial: Literal["local", "symmetric"] | None = "local",
+        fan_out: bool = False,
     ) -> None:
         super().__init__(problem, name, chunks, fan_out=fan_out)
         self.pieces = cut(problem, chunks)
         self.divide_by = self.world_size if problem.reduce_op == "avg" else 1
         each = range(self.world_size)
+        peers = self.world_size - 1
         inner = [problem.inner(r) for r in each]
         owned = [high - low for low, high in problem.shards]
         self.buffer("a", "input", [problem.m for _ in each], inner)
         self.buffer("b", "input", inner, [problem.n for _ in each])
-        self.buffer(
-            "partial", "symmetric" if symmetric_partial else "local", [problem.m for _ in each], [problem.n for _ in each]
-        )
-        if not symmetric_partial:
-            self.buffer("recv", "symmetric", [self.world_size * rows for rows in owned], [problem.n for _ in each])
+        if partial:
+            self.buffer("partial", partial, [problem.m for _ in each], [problem.n for _ in each])
+        if partial != "symmetric":
+            self.buffer("recv", "symmetric", [peers * rows for rows in owned], [problem.n for _ in each])
         self.buffer("out", "output", owned, [problem.n for _ in each])
 
     def index(self, src: int, piece: int) -> int:
@@ -59,7 +70,7 @@ class _Scatter(Builder):
     def slot(self, src: int, shard: int, rows: Span1D, cols: Span1D | None = None) -> Region:
         """Where rank `src` puts global rows of `shard`, on the owner."""
         low, high = self.problem.shards[shard]
-        base = src * (high - low) - low
+        base = (src - (src > shard)) * (high - low) - low
         return self.region("recv", shard, (base + rows[0], base + rows[1]), cols)
 
     def own_out(self, rank: int, rows: Span1D, cols: Span1D | None = None) -> Region:
@@ -74,10 +85,10 @@ class _Scatter(Builder):
         rows = self.problem.shards[rank]
         return (Part(self.region("a", rank, rows), self.region("partial", rank, rows)),) if rows[1] > rows[0] else ()
 
-    def gemm(self, rank: int, parts: Iterable[Part], cols: Span1D | None = None) -> None:
+    def gemm(self, rank: int, parts: Iterable[Part], cols: Span1D | None = None, *, divide_by: int = 1) -> None:
         parts = tuple(parts)
         if parts:
-            self.add(rank, "compute", Gemm(self.region("b", rank, cols=cols), parts))
+            self.add(rank, "compute", Gemm(self.region("b", rank, cols=cols), parts, divide_by=divide_by))
 
     def by_step(self, rank: int) -> list[list[Piece]]:
         """Pieces to send, in order of production: a list for each chunk index, peers rotated by rank."""
@@ -112,17 +123,36 @@ class _Scatter(Builder):
 
     def total(self, rank: int, index: int, rows: Span1D, cols: Span1D | None = None) -> Sum:
         """One piece of the result: the sum over ranks, once all have arrived."""
-        gates = tuple(Wait(Flag("arrived", rank, self.index(peer, index))) for peer in self.peers(rank))
         srcs = tuple(self.source(rank, src, rows, cols) for src in range(self.world_size))
-        return Sum(srcs, self.own_out(rank, rows, cols), gates)
+        return Sum(srcs, self.own_out(rank, rows, cols), self.all_arrived(rank, index))
+
+    def all_arrived(self, rank: int, index: int) -> tuple[Wait, ...]:
+        return tuple(Wait(Flag("arrived", rank, self.index(peer, index))) for peer in self.peers(rank))
 
     def reduce(self, rank: int, sums: Iterable[Sum]) -> None:
         """Sum what has arrived, chunk by chunk, then tell every peer that its pieces have been read."""
         sums = tuple(sums)
         if sums:
             self.add(rank, "compute", Reduce(sums, self.divide_by))
-            for peer in self.peers(rank):
-                self.add(rank, "compute", Signal(Flag("free", peer, rank)))
+            self.release(rank)
+
+    def release(self, rank: int) -> None:
+        """Tell every peer that its pieces have been read."""
+        for peer in self.peers(rank):
+            self.add(rank, "compute", Signal(Flag("free", peer, rank)))
+
+    def gemm_and_sum(self, rank: int, remote: Iterable[Part]) -> None:
+        """One GEMM: what peers own, then the own shard, piece by piece with what has arrived of it."""
+        own = [self.summed(rank, piece) for piece in self.pieces[rank]]
+        self.gemm(rank, (*remote, *own), divide_by=self.divide_by)
+        if own:
+            self.release(rank)
+
+    def summed(self, rank: int, piece: Piece) -> Part:
+        """One piece of the own shard: its product and what the peers computed of it, once that has arrived."""
+        adds = tuple(self.slot(src, rank, piece.rows) for src in range(self.world_size) if src != rank)
+        out = self.own_out(rank, piece.rows)
+        return Part(self.region("a", rank, piece.rows), out, self.all_arrived(rank, piece.index), adds=adds)
 
     def reduce_pieces(self, rank: int) -> None:
         self.reduce(rank, [self.total(rank, p.index, p.rows) for p in self.pieces[rank]])
@@ -130,7 +160,7 @@ class _Scatter(Builder):
 
 def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     """One GEMM, then the vendor's reduce-scatter."""
-    s = _Scatter(problem, "sequential", 1, symmetric_partial=True)
+    s = _Scatter(problem, "sequential", 1, partial="symmetric")
     for rank in range(s.world_size):
         s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add(rank, "compute", Collective("reduce_scatter", s.region("partial", rank), s.region("out", rank), s.divide_by))
@@ -189,32 +219,37 @@ def fused_2d(problem: Problem, name: str, chunks: int, *, fan_out: bool = False)
 
 
 def counted(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
-    """Track and trigger: one GEMM counts finished tiles by piece, in an order rotated by rank; a full count starts the copy."""
+    """Track and trigger: one GEMM counts finished tiles by piece, in an order rotated by rank; a full count starts the copy.
+
+    Its last tiles, those of the own shard, add what has arrived.
+    """
     s = _Scatter(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         parts = []
         for piece in (p for step in s.by_step(rank) for p in step):
             made = Flag("made", rank, s.index(piece.shard, piece.index))
             parts.append(Part(s.region("a", rank, piece.rows), s.region("partial", rank, piece.rows), count=made))
-        s.gemm(rank, (*parts, *s.own_shard(rank)))
+        s.gemm_and_sum(rank, parts)
         s.send_steps(rank, made=True)
-        s.reduce_pieces(rank)
     return s.done()
 
 
 def stored(problem: Problem, name: str, chunks: int, *, pull: bool) -> Schedule:
     """One GEMM that raises flags on the owners, remote pieces first.
 
-    pull=False: its tiles are stored straight to the owner's recv. pull=True: they stay in `partial`, and the owner's
-    reduction, whose tiles wait for the flags, loads them from there.
+    pull=False: its tiles are stored straight to the owner's recv, whose last tiles, those of its own shard, add them.
+    pull=True: they stay in `partial`, and the owner's reduction, whose tiles wait for the flags, loads them from there.
     """
-    s = _Scatter(problem, name, chunks, symmetric_partial=pull)
+    s = _Scatter(problem, name, chunks, partial="symmetric" if pull else None)
     for rank in range(s.world_size):
         parts = []
         for piece in (p for step in s.by_step(rank) for p in step):
             out = s.region("partial", rank, piece.rows) if pull else s.slot(rank, piece.shard, piece.rows)
             arrived = Flag("arrived", piece.shard, s.index(rank, piece.index))
             parts.append(Part(s.region("a", rank, piece.rows), out, (s.wait_free(rank, piece.shard),), arrived))
-        s.gemm(rank, (*parts, *s.own_shard(rank)))
-        s.reduce_pieces(rank)
+        if pull:
+            s.gemm(rank, (*parts, *s.own_shard(rank)))
+            s.reduce_pieces(rank)
+        else:
+            s.gemm_and_sum(rank, parts)
     return s.done()

@@ -62,7 +62,7 @@ def gemm_cost(
     for tile in machine.gpu.tiles:
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) for r in rows)
         waves = max(1, -(-sum(counts) // sms))
-        tile_us = max(_tile_us(machine, tile, k, dtype, speed, extra), _hbm_us(machine, traffic) / waves)
+        tile_us = max(_tile_us(machine, tile, k, dtype, speed, extra), hbm_us(machine, traffic) / waves)
         cost = GemmCost(counts, tile_us, sms)
         if best is None or cost.busy_us < best.busy_us:
             best = cost
@@ -75,10 +75,11 @@ def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, ext
     gpu = machine.gpu
     area = tile.rows * tile.cols
     math_us = 2 * area * k / (machine.tflops(dtype) * 1e6 / gpu.sms * tile.efficiency * speed)
-    return math_us + gpu.tile_us + _hbm_us(machine, area * extra_itemsize) * gpu.sms
+    return math_us + gpu.tile_us + hbm_us(machine, area * extra_itemsize) * gpu.sms
 
 
-def _hbm_us(machine: Machine, traffic: float) -> float:
+def hbm_us(machine: Machine, traffic: float) -> float:
+    """Read or write `traffic` bytes of the GPU's memory."""
     return traffic / (machine.gpu.hbm_gbps * 1e3)
 
 
@@ -94,7 +95,7 @@ def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str) -> float:
 
 def local_copy_us(machine: Machine, size: int) -> float:
     """Move `size` bytes within one GPU's memory: read and written."""
-    return _hbm_us(machine, 2 * size)
+    return hbm_us(machine, 2 * size)
 
 
 def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> float:

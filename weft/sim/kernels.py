@@ -7,7 +7,8 @@ All tiles of a kernel take the same time, so tile j starts when tile j - SMs has
     SM 1  | part 0 | part 1 | part 1 | (gate closed) | part 2 |
 
 Hence one gated kernel pays one ragged last wave, where a kernel for each part pays one each. Stores to a peer leave while
-later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`.
+later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`. A tile that adds is multiplied
+before it waits, and then reads what it adds, at the share of memory bandwidth that tiles which run together leave it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import simpy
 
 from weft.schedule import Gemm, Part, Reduce, Sum
-from weft.sim.cost import GemmCost, gemm_cost, local_copy_us
+from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
@@ -30,15 +31,16 @@ class Blocks:
     def __init__(self, sms: int, now: int) -> None:
         self._free = [(now, sms)]
 
-    def take(self, tiles: int, now: int, tile_ns: int) -> tuple[int, int]:
-        """Give `tiles` out, none before `now`. Returns when the first and the last one end."""
+    def take(self, tiles: int, now: int, tile_ns: int, adding_ns: int | None = None) -> tuple[int, int]:
+        """Give `tiles` out, none before `now`. adding_ns: they do start before, but none of them adds before `now`, which takes
+        it so much longer. Returns when the first and the last one end."""
         first = last = 0
         while tiles:
             free, count = self._pop()
             used = min(tiles, count)
             if used < count:
                 heapq.heappush(self._free, (free, count - used))
-            last = max(free, now) + tile_ns
+            last = max(free, now) + tile_ns if adding_ns is None else max(free + tile_ns, now) + adding_ns
             first = first or last
             heapq.heappush(self._free, (last, used))
             tiles -= used
@@ -63,7 +65,7 @@ class _Group:
 
 
 def _plain(part: Part, rank: int) -> bool:
-    return not part.gates and part.count is None and part.out.rank == rank == part.a.rank
+    return not (part.gates or part.adds) and part.count is None and part.out.rank == rank == part.a.rank
 
 
 def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
@@ -94,13 +96,15 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     for group, tiles in zip(groups, cost.tiles, strict=True):
         for gate in group.parts[0].gates:
             yield from world.wait(gate)
-        first, last = blocks.take(tiles, world.now, _tile_ns(world, rank, group, tiles, cost))
+        tile_ns, adding_ns = _tile_ns(world, rank, group, tiles, cost), _adding_ns(world, group, tiles, cost)
+        first, last = blocks.take(tiles, world.now, tile_ns, adding_ns)
         end = max(end, last)
         stores += _finish(world, rank, group, cost.sms, first, last)
     yield world.env.timeout(max(0, end - world.now))
     if stores:
         yield world.env.all_of(stores)
-    world.kernels[rank] += ns(world.machine.launch_us + cost.busy_us)
+    added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
+    world.kernels[rank] += ns(world.machine.launch_us + cost.busy_us + added)
 
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
@@ -126,6 +130,18 @@ def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost)
     stores = world.machine.stores
     store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (stores.rate(cost.sms) * 1e3)
     return max(1, ns(cost.tile_us + stores.stall * store_us))
+
+
+def _adding_ns(world: World, group: _Group, tiles: int, cost: GemmCost) -> int | None:
+    """What a tile takes to read what it adds, while all of its group that run do; None if it adds nothing."""
+    (part, *_) = group.parts
+    if not part.adds:
+        return None
+    return ns(hbm_us(world.machine, _added_bytes(world, part) / max(1, tiles) * min(tiles, cost.sms)))
+
+
+def _added_bytes(world: World, part: Part) -> int:
+    return sum(region_bytes(world.schedule, add) for add in part.adds)
 
 
 def _finish(world: World, rank: int, group: _Group, sms: int, first: int, last: int) -> list[simpy.Event]:
@@ -166,7 +182,7 @@ def reduce(world: World, rank: int, step: Reduce) -> Process:
 def _sum(world: World, rank: int, part: Sum) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    events: list[simpy.Event] = [world.env.timeout(ns(local_copy_us(world.machine, local) / 2))]
+    events: list[simpy.Event] = [world.env.timeout(ns(hbm_us(world.machine, local)))]
     sms = world.free_sms[rank]
     for src in part.srcs:
         if src.rank != rank:

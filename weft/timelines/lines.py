@@ -160,9 +160,10 @@ def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce) -> list[Lin
 
 
 def _part(schedule: Schedule, rank: int, part: Part | Sum, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
-    srcs = [part.a] if isinstance(part, Part) else list(part.srcs)
-    names = list(dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in srcs))
-    src = _region(schedule, rank, srcs[0]) if len(srcs) == 1 else " + ".join(names)
+    alone = (part.a,) if isinstance(part, Part) else part.srcs if len(part.srcs) == 1 else ()
+    summed = part.adds if isinstance(part, Part) else () if alone else part.srcs
+    names = dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in summed)
+    src = " + ".join([*(_region(schedule, rank, region) for region in alone), *names])
     text = f"{src} {dash}> {_region(schedule, rank, part.out)}"
     return text, part.gates, (part.count,) if part.count else ()
 
