@@ -12,7 +12,7 @@ from rank_work import check_gather, check_scatter
 from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
-FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2")
+FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_stores")
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -42,6 +42,10 @@ def _plain(build: Callable[[Problem], Schedule]) -> Build:
     return lambda problem, name, chunks, fan_out: build(problem)
 
 
+def _named(build: Callable[[Problem, str], Schedule]) -> Build:
+    return lambda problem, name, chunks, fan_out: build(problem, name)
+
+
 def _by_shard(build: Build) -> Build:
     """Whole shards, one peer after the other."""
     return lambda problem, name, chunks, fan_out: build(problem, name, 1)
@@ -61,6 +65,14 @@ FAMILIES: dict[str, Family] = {
             "cuBLAS and NCCL",
             _plain(ag.sequential),
             _plain(rs.sequential),
+            chunked=False,
+        ),
+        _family(
+            "sequential_stores",
+            "vendor GEMM, and before or after it an exchange by stores from SMs",
+            "fused computation-collectives",
+            _named(ag.sequential_stores),
+            _named(rs.sequential_stores),
             chunked=False,
         ),
         _family(

@@ -98,10 +98,12 @@ class _Scatter(Builder):
     def wait_free(self, rank: int, peer: int) -> Wait:
         return Wait(Flag("free", rank, peer), 0)
 
-    def send(self, rank: int, shard: int, index: int, rows: Span1D, cols: Span1D | None = None) -> None:
-        """Copy a finished piece to its owner."""
+    def send(
+        self, rank: int, shard: int, index: int, rows: Span1D, cols: Span1D | None = None, *, lane: str | None = None
+    ) -> None:
+        """Copy a finished piece to its owner. lane: instead of the copy lane for it."""
         copy = Copy(self.region("partial", rank, rows, cols), self.slot(rank, shard, rows, cols))
-        self.add(rank, self.copy_lane(shard), copy, Signal(Flag("arrived", shard, self.index(rank, index))))
+        self.add(rank, lane or self.copy_lane(shard), copy, Signal(Flag("arrived", shard, self.index(rank, index))))
 
     def send_steps(self, rank: int, *, made: bool) -> None:
         """The copy lane: every piece in order of production. made: wait for each piece's flag (else for its step's)."""
@@ -164,6 +166,19 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     for rank in range(s.world_size):
         s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add(rank, "compute", Collective("reduce_scatter", s.region("partial", rank), s.region("out", rank), s.divide_by))
+    return s.done()
+
+
+def sequential_stores(problem: Problem, name: str) -> Schedule:
+    """One vendor GEMM; then its rows are stored at their owners, who sum them up."""
+    s = _Scatter(problem, name, 1)
+    for rank in range(s.world_size):
+        pieces = [piece for step in s.by_step(rank) for piece in step]
+        s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))] if problem.m else [])
+        s.add(rank, "compute", *(s.wait_free(rank, piece.shard) for piece in pieces))
+        for piece in pieces:
+            s.send(rank, piece.shard, 0, piece.rows, lane="compute")
+        s.reduce_pieces(rank)
     return s.done()
 
 
