@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
-    from weft.ops import all_gather_matmul, close, matmul_reduce_scatter
+    from weft.ops import all_gather_matmul, choices, close, matmul_reduce_scatter
     from weft.planner import plan
     from weft.problem import Problem
     from weft.schedule import Schedule
@@ -37,6 +37,7 @@ _HOMES = {
     "all_gather_matmul": "ops",
     "build": "schedules",
     "check": "checker",
+    "choices": "ops",
     "close": "ops",
     "matmul_reduce_scatter": "ops",
     "plan": "planner",
@@ -69,6 +70,7 @@ __all__ = [
     "all_gather_matmul",
     "build",
     "check",
+    "choices",
     "close",
     "matmul_reduce_scatter",
     "plan",

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from weft import schedules
+from weft.execute.choose import CHOSEN_HERE
 from weft.execute.groups import GROUPS
+from weft.execute.trial import Choice
 from weft.library import run_gather, run_scatter
 from weft.problem import split
 from weft.schedule import Schedule
@@ -96,7 +98,8 @@ def all_gather_matmul(
 
     a: [m, ..., K], this rank's shard; any strides. b: [K, n], or several of them that share one gather (Q, K and V, say).
     group: any process group whose ranks are on one host; default: the whole world.
-    schedule: "auto", a name of `weft schedules`, "name:chunks", or a Schedule value.
+    schedule: "auto", "planned", a name of `weft schedules`, "name:chunks", or a Schedule value. "auto" is the fastest of a few
+    that are measured at the first call of a problem (on CPUs the planner's choice); "planned" is the planner's choice.
     return_gathered: also return the gathered a. gather_dim: the dimension that is gathered (not the last).
     rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
     would give this rank.
@@ -164,6 +167,13 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     GROUPS.close(_group(group)[0])
 
 
+def choices(group: dist.ProcessGroup | None = None) -> list[Choice]:
+    """What schedule="auto" has stood for in a group so far, a problem each: its spec, and on GPUs the times in us that
+    were measured, by spec. The same on every rank. Empty where no call was made. Not collective.
+    """
+    return GROUPS.choices(_group(group)[0])
+
+
 def _group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
     """(name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
     if not dist.is_initialized():
@@ -181,9 +191,18 @@ def _spec(schedule: str | Schedule) -> str:
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
-    if schedule != "auto":
-        schedules.parse(schedule)
+    if schedule not in CHOSEN_HERE:
+        _check_name(schedule)
     return schedule
+
+
+def _check_name(schedule: str) -> None:
+    try:
+        schedules.parse(schedule)
+    except ValueError as error:
+        if schedule.partition(":")[0] in schedules.NAMES:
+            raise
+        raise ValueError(f"{error}, or planned for auto without a trial") from None
 
 
 def _per_entry(moved: torch.Tensor) -> int:

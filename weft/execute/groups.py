@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from weft import codec, machine, schedules
+from weft import codec, schedules
 from weft.checker import check
 from weft.execute.bound import BoundProgram
+from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
+from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Op, Problem, split
 from weft.schedule import Schedule
 from weft.span import Span
@@ -105,15 +106,20 @@ class Site:
     program: BoundProgram
 
 
+Key = tuple[Problem, str, torch.device]
+"""What a program is for: the problem, what the caller asked for, and where."""
+
+
 class GroupState:
-    """One group's team, space and programs on this rank."""
+    """One group's team, space and programs on this rank, and what "auto" stands for."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.team = Team(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
         self.lock = threading.Lock()
         self._sites: dict[tuple[object, ...], Site] = {}
-        self._programs: OrderedDict[BoundProgram, tuple[Problem, str, torch.device]] = OrderedDict()
+        self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
+        self._choices: dict[tuple[Problem, torch.device], Choice] = {}
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
@@ -142,34 +148,72 @@ class GroupState:
         text = call.describe()
         sizes = self.team.enter(text, call.b_size)
         problem = call.problem(sizes)
-        bound = (problem, call.schedule, call.a.device)
-        program = next((program for program, key in self._programs.items() if key == bound), None)
+        key = (problem, call.schedule, call.a.device)
+        program = next((program for program, known in self._programs.items() if known == key), None)
         if program is None:
-            # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-            chosen = self._checked(problem, call, kept)
-            try:
-                program = self._bind(chosen, call.a.device)
-                self._programs[program] = bound
-                self._drop_oldest()
-            except BaseException as error:
-                raise self._failed(error) from error.__cause__
+            program = self._made(call, key, kept)
         site = Site(number=0, program=program)
         if call.a.is_cuda:
             site = Site(number=self.team.remember(f"{text}\nsizes of b: {sizes}"), program=program)
             self._sites[call.key] = site
         return site
 
-    @staticmethod
-    def _checked(problem: Problem, call: Call, kept: dict[str, Schedule]) -> Schedule:
-        schedule = choose(problem, call.schedule, call.a.device, kept)
-        check(schedule)
-        return schedule
+    def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
+        """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
+        problem, spec, device = key
+        # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
+        timer = timer_for(device) if spec == "auto" else None
+        specs = self._specs(key, timer)
+        schedule = _checked(problem, specs[0], device, kept)
+        trials: tuple[Trial, ...] = ()
+        try:
+            if timer is None or len(specs) == 1:
+                program = self._keep(schedule, key)
+            else:
+                program, trials = self._contest(call, key, timer).fastest(specs)
+            self._drop_oldest()
+        except BaseException as error:
+            raise self._failed(error) from error.__cause__
+        if spec == "auto":
+            chosen = program.schedule
+            choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
+            self._choices.setdefault((problem, device), choice)
+        return program
+
+    def _specs(self, key: Key, timer: Timer | None) -> tuple[str, ...]:
+        """What could run a call; one spec unless it is to be measured. A problem is measured once."""
+        problem, spec, device = key
+        if spec != "auto":
+            return (spec,)
+        if (problem, device) in self._choices:
+            return (self._choices[problem, device].spec,)
+        return contenders(problem, device) if timer else (predicted(problem, device),)
+
+    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest:
+        """Programs under trial are kept like others: if it fails, `close` gives them back."""
+        problem, _, device = key
+        return Contest(
+            bind=lambda spec: self._keep(_checked(problem, spec, device, {}), key),
+            drop=self._drop,
+            call=lambda program: program.run(call.a, call.bs),
+            timer=timer,
+            meet=self.team.enter,
+        )
+
+    def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
+        program = self._bind(schedule, key[2])
+        self._programs[program] = key
+        return program
+
+    def _drop(self, program: BoundProgram) -> None:
+        del self._programs[program]
+        program.close()
 
     def _drop_oldest(self) -> None:
         if len(self._programs) > PROGRAMS_PER_GROUP:
-            oldest, _ = self._programs.popitem(last=False)
+            oldest = next(iter(self._programs))
             self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
-            oldest.close()
+            self._drop(oldest)
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
         if device not in self._spaces:
@@ -180,6 +224,10 @@ class GroupState:
     def schedules(self) -> list[Schedule]:
         """What has been chosen so far, oldest use first."""
         return [program.schedule for program in self._programs]
+
+    def choices(self) -> list[Choice]:
+        """What "auto" has stood for so far, a problem each."""
+        return list(self._choices.values())
 
     def close(self) -> None:
         for program in self._programs:
@@ -215,6 +263,11 @@ class Groups:
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
+    def choices(self, name: str) -> list[Choice]:
+        """What "auto" has stood for in a group; nothing where it has made no call."""
+        known = self._states.get(name)
+        return known[1].choices() if known else []
+
     def keep(self, schedule: Schedule) -> str:
         """Remember a Schedule value; the string that names it in calls, the same on every rank."""
         digest = hashlib.sha256(codec.dumps(schedule).encode()).hexdigest()[:16]
@@ -232,36 +285,10 @@ class Groups:
             known[1].close()
 
 
+def _checked(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
+    schedule = choose(problem, spec, device, kept)
+    check(schedule)
+    return schedule
+
+
 GROUPS = Groups()
-
-
-def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
-    """The schedule that `spec` asks for; sequential, with a warning, where "auto" has no profile with so many GPUs.
-
-    Raises ValueError if a kept value is for another problem.
-    """
-    if spec in kept:
-        schedule = kept[spec]
-        if schedule.problem != problem:
-            raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
-        return schedule
-    if spec != "auto":
-        return schedules.build(problem, *schedules.parse(spec))
-    # Only "auto" needs the simulator and its packages: a stock PyTorch container runs every schedule that is named.
-    from weft.planner import plan
-
-    profile = machine.load(machine_for(device))
-    if problem.world_size > profile.world_size:
-        warnings.warn(
-            f"no machine profile has {problem.world_size} GPUs ({profile.name} has {profile.world_size}): sequential",
-            stacklevel=2,
-        )
-        return schedules.build(problem, "sequential")
-    best = plan(problem, profile).chosen
-    return schedules.build(problem, best.schedule, best.chunks)
-
-
-def machine_for(device: torch.device) -> str:
-    """The shipped profile that is nearest to a device; h200x8 where none is."""
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else ""
-    return next((m for m in machine.names() if m.split("x8")[0] and m.split("x8")[0] in name), "h200x8")

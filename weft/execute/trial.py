@@ -1,0 +1,155 @@
+"""A trial: which of a few schedules is fastest here, by calls like those that follow. Only the fastest so far stays bound.
+
+    for each spec      the same on every rank, in this order               meetings of the ranks
+    bind                                                                   can all? else all leave it out
+    2 calls            the first rehearses, the second captures a graph
+    2 calls            the second timed                                    its slowest time sets the calls of a run
+    3 runs             a call, then 3 to 20 calls timed together           after each: its slowest time counts
+
+A meeting gives every rank the numbers of all, so that they count, compare and choose alike; and ranks begin each run together.
+The medians of the runs are compared. So a trial is at most `weft.planner.shortlist.AT_MOST` specs, and of each at most 67
+calls, 16 where one takes 1.7 ms or more, besides planning, binding, and what Triton compiles once a machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.errors import WeftError
+from weft.execute.bound import BoundProgram
+from weft.problem import Problem
+
+Timer = Callable[[Callable[[], object], int], int]
+"""(call, calls) -> ns that one of so many calls takes on this rank; calls once more before the clock starts."""
+
+BASE = "sequential"
+MARGIN = 0.01
+"""An overlap is chosen if it takes less than sequential by more than this: medians of repeated runs differ by as much."""
+_FIRST_CALLS = 2
+_RUNS = 3
+_RUN_NS = 5_000_000
+_FEWEST, _MOST = 3, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What was measured of one schedule. us: a call's time on the slowest rank, the median of the runs."""
+
+    spec: str
+    us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What "auto" stands for: the spec chosen for a problem, and what was measured, in this order; nothing where the choice
+    is the planner's, or there was only one spec."""
+
+    problem: Problem
+    spec: str
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def us(self) -> dict[str, float]:
+        """The measured times in us, by spec."""
+        return {trial.spec: trial.us for trial in self.trials}
+
+    def __str__(self) -> str:
+        measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
+        return f"{self.problem}: {self.spec} ({measured or 'not measured'})"
+
+
+def leader(trials: Sequence[Trial]) -> Trial:
+    """The fastest, or the first, which is the sequential program, if none is faster than that by more than the margin."""
+    fastest = min(trials, key=lambda trial: trial.us)
+    return fastest if fastest.us < (1 - MARGIN) * trials[0].us else trials[0]
+
+
+def calls_of_a_run(call_ns: int) -> int:
+    """As many as fill 5 ms, within bounds."""
+    return max(_FEWEST, min(_MOST, _RUN_NS // max(1, call_ns)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """One rank's side of a trial.
+
+    bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
+    program, as later ones will be. timer: times calls. meet: (text, mine) -> what each rank gave as mine, by rank.
+    """
+
+    bind: Callable[[str], BoundProgram]
+    drop: Callable[[BoundProgram], None]
+    call: Callable[[BoundProgram], object]
+    timer: Timer
+    meet: Callable[[str, int], tuple[int, ...]]
+
+    def fastest(self, specs: Sequence[str]) -> tuple[BoundProgram, tuple[Trial, ...]]:
+        """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
+
+        A spec that a rank cannot bind is left out on all, with a warning. Any other error ends the trial on this rank: the
+        caller tells the others.
+        """
+        assert specs[0] == BASE, specs
+        best = self.bind(BASE)
+        self._all_bound(BASE, True)
+        trials = [Trial(spec=BASE, us=self._measured_us(BASE, best))]
+        for spec in specs[1:]:
+            program = self._bound(spec)
+            if program is not None:
+                trials.append(Trial(spec=spec, us=self._measured_us(spec, program)))
+                best, loser = (program, best) if leader(trials) is trials[-1] else (best, program)
+                self.drop(loser)
+        return best, tuple(trials)
+
+    def _bound(self, spec: str) -> BoundProgram | None:
+        """The spec's program; None, said aloud, if a rank cannot bind it."""
+        program, reason = None, "another rank could not bind it"
+        try:
+            program = self.bind(spec)
+        except WeftError:  # some are ValueErrors, too, but the team is broken
+            raise
+        except ValueError as error:
+            reason = str(error)
+        if self._all_bound(spec, program is not None):
+            return program
+        if program is not None:
+            self.drop(program)
+        warnings.warn(f"schedule {spec} is left out of auto's trial: {reason}", stacklevel=2)
+        return None
+
+    def _all_bound(self, spec: str, mine: bool) -> bool:
+        return all(self.meet(f"trial of {spec}: bound", int(mine)))
+
+    def _measured_us(self, spec: str, program: BoundProgram) -> float:
+        def call() -> None:
+            # The result is dropped at once, so that the next one lies where it lay.
+            self.call(program)
+
+        for _ in range(_FIRST_CALLS):
+            call()
+        calls = calls_of_a_run(max(self.meet(f"trial of {spec}: one call", self.timer(call, 1))))
+        runs = [max(self.meet(f"trial of {spec}: run {run}", self.timer(call, calls))) for run in range(_RUNS)]
+        return statistics.median(runs) / 1e3
+
+
+def timer_for(device: torch.device) -> Timer | None:
+    """A clock for calls on `device`: CUDA's events on the caller's stream. None where calls are not timed."""
+    return (lambda call, calls: _time_on_gpu(device, call, calls)) if device.type == "cuda" else None
+
+
+def _time_on_gpu(device: torch.device, call: Callable[[], object], calls: int) -> int:
+    """The call before the first event lets the host run ahead, and the ranks' GPUs meet. The space's watch bounds the wait."""
+    stream = torch.cuda.current_stream(device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    call()
+    start.record(stream)
+    for _ in range(calls):
+        call()
+    end.record(stream)
+    end.synchronize()
+    return round(1e6 * float(start.elapsed_time(end)) / calls)

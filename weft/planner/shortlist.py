@@ -1,0 +1,38 @@
+"""Which few candidates of a Plan are worth measuring. A pure function: ranks that plan alike measure alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.planner.values import Candidate, Plan
+
+AT_MOST = 8
+"""Candidates, the sequential program among them."""
+WITHIN = 2.0
+"""Families predicted to take more than so many times as long as the fastest are not measured."""
+NEARLY = 1.05
+"""Predictions this close are alike. Then fewer chunks: one a shard was up to 6% faster than two on 4 x H200."""
+
+
+def shortlist(found: Plan) -> tuple[str, ...]:
+    """Specs: the sequential program first, then one of each other family, the family that is predicted fastest first.
+
+    A family stands with the fewest chunks that are predicted nearly as fast as its best. Where nothing is communicated, or
+    nothing computed, there is only the sequential program.
+    """
+    problem = found.problem
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        return ("sequential",)
+    families: dict[str, list[Candidate]] = {}
+    for candidate in found.candidates:
+        families.setdefault(candidate.schedule, []).append(candidate)
+    families.pop("sequential", None)
+    limit_us = WITHIN * found.chosen.predicted_us
+    rivals = [_simplest(family) for family in families.values() if family[0].predicted_us <= limit_us]
+    return ("sequential", *(rival.spec for rival in rivals[: AT_MOST - 1]))
+
+
+def _simplest(family: Sequence[Candidate]) -> Candidate:
+    """family: best first."""
+    near = (candidate for candidate in family if candidate.predicted_us <= NEARLY * family[0].predicted_us)
+    return min(near, key=lambda candidate: candidate.chunks)
