@@ -7,15 +7,16 @@ never block for good, and that no signal is lost: a word is never raised while i
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
 from weft.execute.bindings import Where
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
-from weft.execute.tape import Tape, Words, merged
+from weft.execute.tape import Tape, Words, merged, phases
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Flag, Region, Schedule, waits
 from weft.schedules import NAMES, build
@@ -47,7 +48,7 @@ class FakeProgram:
         return 2
 
     def here(self, where: Where) -> Word:
-        return Word("write", _PROGRESS + self.rank, where.position + 1)
+        return Word("here", _PROGRESS + self.rank, where.position + 1)
 
     def gate_address(self, flag: Flag, where: Where) -> int:
         return self.rank * _RANK_BYTES + 4 * self.edges.slot[flag, where.lane, where.position]
@@ -65,9 +66,24 @@ class FakeProgram:
 
 
 def words_of(program: FakeProgram) -> list[list[Word]]:
-    """By lane, its memory operations of one call."""
+    """By lane, its memory operations of one call: as they are on copy lanes, phase by phase on the others."""
     tape = Tape(program, frozenset())  # type: ignore[arg-type]
-    return [[w for item in items if isinstance(item, Words) for w in item.words] for _, items in tape.merged]
+    found = []
+    for lane, items in tape.merged:
+        batches = [item.words for item in items if isinstance(item, Words)]
+        found.append([word for batch in batches for word in (batch if lane.kind == "copy" else in_phases(batch))])
+    return found
+
+
+def in_phases(batch: Sequence[Word]) -> list[Word]:
+    """What the kernel does with a batch, one operation after the other."""
+    kinds: tuple[Literal["here", "wait", "lower", "signal"], ...] = ("here", "wait", "lower", "signal")
+    return [
+        Word(kind, *operation)
+        for phase in phases(batch)
+        for kind, operations in zip(kinds, phase.kinds, strict=True)
+        for operation in operations
+    ]
 
 
 def play(programs: list[FakeProgram], seed: int) -> None:
@@ -127,7 +143,7 @@ def test_a_word_that_is_not_lowered_loses_a_signal(monkeypatch: pytest.MonkeyPat
     do = _do
 
     def forgets_to_lower(word: Word, memory: dict[int, int]) -> None:
-        if word != Word("write", word.address, 0):
+        if word != Word("lower", word.address, 0):
             do(word, memory)
 
     monkeypatch.setattr("test_tape._do", forgets_to_lower)
@@ -137,5 +153,18 @@ def test_a_word_that_is_not_lowered_loses_a_signal(monkeypatch: pytest.MonkeyPat
 
 def test_neighbours_are_one_submission() -> None:
     where = Where(0, "compute", 0, None)  # type: ignore[arg-type]
-    first, second = Words(where, (Word("write", 0, 1),)), Words(where, (Word("wait", 4, 1),))
+    first, second = Words(where, (Word("signal", 0, 1),)), Words(where, (Word("wait", 4, 1),))
     assert merged([first, second]) == [Words(where, first.words + second.words)]
+
+
+def test_phases() -> None:
+    """Waits that follow each other are one phase; what comes after a signal is another; so is a step that says where it is."""
+    here, wait, lower, signal = (lambda at, k=kind: Word(k, at, at) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
+    batch = [here(9), wait(1), lower(1), here(8), wait(2), lower(2), signal(3), wait(4), lower(4), here(7)]
+    first, second, third = phases(batch)
+    assert first.kinds == ([(9, 9)], [(1, 1), (2, 2)], [(1, 1), (2, 2)], [(3, 3)])
+    assert second.kinds == ([], [(4, 4)], [(4, 4)], [])
+    assert third.kinds == ([(7, 7)], [], [], [])
+    gates, after = phases([lower(1), lower(2), wait(3), lower(3)])
+    assert gates.kinds == ([], [], [(1, 1), (2, 2)], [])
+    assert after.kinds == ([], [(3, 3)], [(3, 3)], [])

@@ -127,11 +127,11 @@ def test_push(cols: int) -> None:
 
 
 def test_words() -> None:
-    from weft.kernels.words import SIGNAL, WAIT, WRITE, do_words, words_table
+    from weft.kernels.words import Phase, do_words, words_table
 
-    words = torch.tensor([5, 0, 0, 0], device=GPU, dtype=torch.int32)
-    at = [words.data_ptr() + 4 * i for i in range(4)]
-    late = (WAIT, at[3], 1)  # never: it gives up, and the next operation is done
-    operations = words_table([(WAIT, at[0], 5), (WRITE, at[0], 0), (SIGNAL, at[1], 7), late, (WRITE, at[2], 9)], GPU)
-    do_words(operations, 5, tries=1000)
-    assert words.tolist() == [0, 7, 9, 0]
+    words = torch.tensor([5, 0, 0, 0, 0, 9], device=GPU, dtype=torch.int32)
+    at = [words.data_ptr() + 4 * i for i in range(6)]
+    first = Phase(here=[(at[4], 3)], waits=[(at[0], 5)], lowers=[(at[0], 0)], signals=[(at[1], 7), (at[2], 8)])
+    never = Phase(waits=[(at[1], 7), (at[3], 1)], lowers=[(at[5], 0)])  # it gives up, and goes on
+    do_words(words_table([first, never], GPU), tries=1000)
+    assert words.tolist() == [0, 7, 8, 0, 3, 0]

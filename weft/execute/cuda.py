@@ -24,7 +24,7 @@ alone took 0.5 to 0.7 ms of host time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ from weft.execute.driver import Word, checked
 from weft.execute.edges import Edges
 from weft.execute.replay import Replays
 from weft.execute.tape import Item, Tape, Work
-from weft.schedule import Collective, Flag, Gemm, Reduce, Region, Schedule, Wait, waits
+from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, Wait, waits
 from weft.work import span
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class CudaProgram(BoundProgram):
 
     def here(self, where: Where) -> Word:
         """Before a step may wait: let its lane say in host memory where it is."""
-        return Word("write", self._progress_at[where.lane], where.position + 1)
+        return Word("here", self._progress_at[where.lane], where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
         """The words that a signal raises."""
@@ -302,15 +302,20 @@ class CudaProgram(BoundProgram):
             seen = self._words.view(torch.int32).cpu().tolist()
         stuck = []
         for index, lane in enumerate(self.schedule.ranks[self.rank]):
-            position = int(self._progress[index]) - 1
-            step = lane.steps[position]
-            for wait in waits(step) if position >= 0 else ():
-                value, need = seen[self.edges.slot[wait.flag, lane.name, position]], self.growth_of(wait.flag)
+            for where, wait in self._may_wait_for(lane, int(self._progress[index]) - 1):
+                value, need = seen[self.edges.slot[wait.flag, lane.name, where.position]], self.growth_of(wait.flag)
                 if value < need:
-                    where = Where(self.rank, lane.name, position, step)
                     stuck.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {self.raiser(wait.flag)}")
                     break
         return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
+
+    def _may_wait_for(self, lane: Lane, position: int) -> Iterator[tuple[Where, Wait]]:
+        """The waits of a lane that has come to `position`: of that step, and of those that it waits for at once with it."""
+        for at in range(position, len(lane.steps) if position >= 0 else position):
+            step = lane.steps[at]
+            yield from ((Where(self.rank, lane.name, at, step), wait) for wait in waits(step))
+            if not isinstance(step, Wait):
+                return
 
     def _release(self) -> None:
         """Raise every word of this rank beyond what any wait needs, so that its streams drain.

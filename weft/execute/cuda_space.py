@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _TICK_S = 0.02
 _TICKETS = 1024
 """Words for calls under way at once; a ticket's word is used again that many calls later."""
-_LOOKS_PER_S = 4_000_000
+_LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
@@ -63,7 +63,7 @@ class CudaSpace:
         self._host_words = torch.zeros(2, _TICKETS, dtype=torch.int32).pin_memory()
         self._begun, self._done = self._host_words.numpy()
         self._host_address = self._host_words.data_ptr()
-        self.tries = int(team.timeout_s * _LOOKS_PER_S)
+        self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
         self._tickets = 0
         self._pending: deque[Pending] = deque()
@@ -109,16 +109,16 @@ class CudaSpace:
         """A function that enqueues memory operations on a stream."""
         if not by_kernel:
             return self.driver.words(words)
-        from weft.kernels.words import SIGNAL, WAIT, WRITE, do_words, launcher, words_table
+        from weft.execute.tape import phases
+        from weft.kernels.words import do_words, launcher, words_table
 
         if self._words_launcher is None:
-            # Loaded now: loading waits for all streams, and later one may wait for a flag.
             self._words_launcher = launcher()
-            do_words(words_table([], self.device), 0, tries=1, launched_by=self._words_launcher)
-        kinds = {"wait": WAIT, "write": WRITE, "signal": SIGNAL}
-        table = words_table([(kinds[word.kind], word.address, word.value) for word in words], self.device)
-        options = {"tries": self.tries, "launched_by": self._words_launcher}
-        return lambda stream: do_words(table, len(words), stream=stream, **options)  # type: ignore[arg-type]
+        table = words_table(phases(words), self.device)
+        # Loaded now: loading waits for all streams, and later one may wait for a flag.
+        do_words(table, tries=0, launched_by=self._words_launcher)
+        tries, launched_by = self.tries, self._words_launcher
+        return lambda stream: do_words(table, tries=tries, launched_by=launched_by, stream=stream)
 
     def begin(self, stream: int, stuck: Callable[[], str]) -> int:
         """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued.

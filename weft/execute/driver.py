@@ -17,10 +17,13 @@ _BATCH = 128
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A memory operation on a 32-bit word. wait: until it holds at least the value. write: set it. signal: set it, after all
-    that the stream has done is visible to the whole machine (a stream's own writes all are signals)."""
+    """A memory operation on a 32-bit word.
 
-    kind: Literal["wait", "write", "signal"]
+    here: say where the lane is. wait: until it holds at least the value. lower: set a word that has been waited for.
+    signal: set it, after all that the stream has done is visible to the whole machine.
+    """
+
+    kind: Literal["here", "wait", "lower", "signal"]
     address: int
     value: int
 
@@ -48,7 +51,7 @@ class Driver:
         self.api = driver_api()
 
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
-        """A function that enqueues these operations, in this order, on a stream."""
+        """A function that enqueues these operations, in this order, on a stream. Every write here is as a signal."""
         params = [self._operation(word) for word in words]
         batches = [params[i : i + _BATCH] for i in range(0, len(params), _BATCH)]
         submit = self.api.cuStreamBatchMemOp

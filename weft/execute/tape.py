@@ -12,8 +12,8 @@
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count
 
 Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
-may hold; of a kernel of one warp (weft.kernels.words) on the others, which wait less long for a word that comes late. A copy
-of rows that do not follow each other is one two-dimensional copy.
+may hold; of a kernel of one warp (weft.kernels.words) on the others, which does those of a phase at once. A copy of rows that
+do not follow each other is one two-dimensional copy.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Region, Si
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
     from weft.execute.fused import FusedStep
+    from weft.kernels.words import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Tape:
         for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._ever(gate)):
             passed.add(flag)
             address = self._program.gate_address(flag, where)
-            words += [Word("wait", address, self._program.growth_of(flag)), Word("write", address, 0)]
+            words += [Word("wait", address, self._program.growth_of(flag)), Word("lower", address, 0)]
         if words:
             yield Words(where, (self._program.here(where), *words))
 
@@ -140,7 +141,7 @@ class Tape:
         yield Work(where, lambda bindings, stream: self._program.launch(kernel, bindings, stream), by_torch=True)
         if inside:
             own = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in inside)
-            yield Words(where, tuple(Word("write", address, 0) for address in own))
+            yield Words(where, tuple(Word("lower", address, 0) for address in own))
 
     def _matmuls(self, step: Gemm, where: Where) -> Iterator[Item]:
         passed: set[Flag] = set()
@@ -157,6 +158,31 @@ class Tape:
             yield Work(where, lambda bindings, _, p=part: add_up(bindings, p, step.divide_by), by_torch=True)  # type: ignore[misc]
             if part.count is not None:
                 yield self._raise(part.count, where)
+
+
+def phases(words: Sequence[Word]) -> list[Phase]:
+    """Memory operations of one lane in phases: waits that follow each other are one, lowered together, and signals end it.
+
+    The waits may be lowered after the last of them instead of each at once, since between them the lane tells nobody
+    anything: whatever raises one of them again has to come after a later signal of this lane.
+    """
+    from weft.kernels.words import Phase
+
+    found = [Phase()]
+    closed = False
+    for i, word in enumerate(words):
+        before_wait = word.kind == "here" and i + 1 < len(words) and words[i + 1].kind == "wait"
+        if word.kind == "here" and found[-1].here and before_wait and not closed:
+            continue
+        if word.kind in ("here", "wait") and (closed or (word.kind == "here" and found[-1] != Phase())):
+            found.append(Phase())
+            closed = False
+        phase = found[-1]
+        if word.kind == "signal" or (word.kind == "lower" and word.address not in {address for address, _ in phase.waits}):
+            closed = True
+        lists = {"here": phase.here, "wait": phase.waits, "lower": phase.lowers, "signal": phase.signals}
+        lists[word.kind].append((word.address, word.value))
+    return found
 
 
 def merged(items: Sequence[Item]) -> list[Item]:

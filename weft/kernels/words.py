@@ -1,15 +1,19 @@
 """One kernel of one warp that does memory operations on flags: what a stream does itself elsewhere, at less latency.
 
-A stream that waits for a word looks at it again only after tens of microseconds, and each write of a word takes some two. This
-kernel looks all the time. It needs room for one warp on one SM, so it is for lanes that hold no SM while they wait.
+A stream looks at a word, or writes one, in some two microseconds each, one after the other; this kernel does those of a phase
+at once. It needs room for one warp on one SM, so it is for lanes that hold no SM while they wait.
 
-Order: operations are done one after the other; a wait acquires and a signal releases, at system scope, what this stream and
-the operations before it have done.
+    phase: say where we are -> wait for all words -> lower them -> signal -> next phase
+
+Order: a wait acquires and a signal releases, at system scope; a barrier of the block stands between, so that what any thread
+has seen, a peer that sees any signal sees too. A phase may lower words only after all its waits: nobody learns that one of
+them has passed before the phase signals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -18,14 +22,45 @@ import triton.language as tl
 from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
 
-WAIT, WRITE, SIGNAL = range(3)
-"""Until the word holds at least the value; set it; set it after all before is visible to every GPU and the host."""
-_FIELDS = 3
+Operation = tuple[int, int]
+"""Address of an int32 word, and a value."""
+_KINDS, _LEAST = 4, 32
 
 
-def words_table(operations: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-    """(WAIT, WRITE or SIGNAL, address, value) on the device."""
-    return table(operations, torch.int64, device)
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Operations that are done together: first `here` is written, then `waits` must hold at least their values, then `lowers`
+    and last `signals` are written."""
+
+    here: list[Operation] = field(default_factory=list)
+    waits: list[Operation] = field(default_factory=list)
+    lowers: list[Operation] = field(default_factory=list)
+    signals: list[Operation] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> tuple[list[Operation], ...]:
+        return self.here, self.waits, self.lowers, self.signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordsTable:
+    """Phases on the device. operations: address and value by phase, kind and place; counts: by phase and kind."""
+
+    operations: torch.Tensor
+    counts: torch.Tensor
+    phases: int
+    size: int
+
+
+def words_table(phases: Sequence[Phase], device: torch.device) -> WordsTable:
+    """Lay phases out for the kernel."""
+    size = triton.next_power_of_2(max((len(kind) for phase in phases for kind in phase.kinds), default=1))
+    size = max(size, _LEAST)
+    rows = [[*kind, *[(0, 0)] * (size - len(kind))] for phase in phases for kind in phase.kinds]
+    counts = [len(kind) for phase in phases for kind in phase.kinds]
+    return WordsTable(
+        operations=table(rows, torch.int64, device), counts=table(counts, torch.int32, device), phases=len(phases), size=size
+    )
 
 
 def launcher() -> Launcher:
@@ -33,31 +68,41 @@ def launcher() -> Launcher:
     return Launcher(_words_kernel)
 
 
-def do_words(
-    operations: torch.Tensor, count: int, *, tries: int, launched_by: Launcher | None = None, stream: int | None = None
-) -> None:
-    """Do `count` operations of a table. tries: how often a wait looks before it gives up, and the next operation is done.
+def do_words(plan: WordsTable, *, tries: int, launched_by: Launcher | None = None, stream: int | None = None) -> None:
+    """Do a table's phases. tries: how often a phase looks at its words before it gives up and goes on; 0: only load the kernel.
 
     launched_by, stream: as for weft.kernels.gemm.gemm.
     """
-    constants = {"FIELDS": _FIELDS, "WAIT": WAIT, "WRITE": WRITE}
-    (launched_by or launcher())(1, (operations, count, tries), constants, key=(), stream=stream, num_warps=1)
+    arguments = (plan.operations, plan.counts, plan.phases if tries else 0, tries)
+    constants = {"KINDS": _KINDS, "SIZE": plan.size}
+    (launched_by or launcher())(1, arguments, constants, key=plan.size, stream=stream, num_warps=1)
 
 
-@triton.jit(do_not_specialize=["count", "tries"])
-def _words_kernel(operations_ptr, count, tries, FIELDS: tl.constexpr, WAIT: tl.constexpr, WRITE: tl.constexpr):
-    for operation in range(count):
-        fields = operations_ptr + FIELDS * operation
-        kind = tl.load(fields)
-        word_ptr = tl.load(fields + 1).to(tl.pointer_type(tl.int32))
-        value = tl.load(fields + 2).to(tl.int32)
-        if kind == WAIT:
-            seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
-            looks = 0
-            while (seen < value) & (looks < tries):
-                seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
-                looks += 1
-        elif kind == WRITE:
-            tl.store(word_ptr, value)
-        else:
-            tl.atomic_xchg(word_ptr, value, sem="release", scope="sys")
+@triton.jit
+def _load(operations_ptr, counts_ptr, row, SIZE: tl.constexpr):
+    """The words, values and mask of one kind in one phase."""
+    place = tl.arange(0, SIZE)
+    there = place < tl.load(counts_ptr + row)
+    fields = operations_ptr + 2 * (row * SIZE + place)
+    words = tl.load(fields, mask=there, other=0).to(tl.pointer_type(tl.int32))
+    return words, tl.load(fields + 1, mask=there, other=0).to(tl.int32), there
+
+
+@triton.jit(do_not_specialize=["phases", "tries"])
+def _words_kernel(operations_ptr, counts_ptr, phases, tries, KINDS: tl.constexpr, SIZE: tl.constexpr):
+    for phase in range(phases):
+        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase, SIZE)
+        tl.store(words, values, mask=there)
+        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase + 1, SIZE)
+        looks = 0
+        late = tl.max(there.to(tl.int32), axis=0)
+        while (late > 0) & (looks < tries):
+            seen = tl.atomic_add(words, 0, mask=there, sem="acquire", scope="sys")
+            late = tl.max((there & (seen < values)).to(tl.int32), axis=0)
+            looks += 1
+        tl.debug_barrier()
+        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase + 2, SIZE)
+        tl.store(words, values, mask=there)
+        tl.debug_barrier()
+        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase + 3, SIZE)
+        tl.atomic_xchg(words, values, mask=there, sem="release", scope="sys")
