@@ -74,13 +74,16 @@ def test_auto_is_measured(pool: Ranks) -> None:
     assert sorted(kept) == sorted(text for text, _ in choices)
     assert bound - closed == len(kept)
     assert bound >= sum(len(us) for _, us in choices)
+    assert any(us for _, us in choices)
     for text, us in choices:
+        if not us:  # nothing else is predicted to come near
+            assert text == "sequential"
+            continue
         assert next(iter(us)) == "sequential"
         assert 1 < len(us) <= AT_MOST
         assert text in us
         assert all(time > 0 for time in us.values())
         assert us[text] <= us["sequential"]
-        assert us[text] == min(us.values()) or text == "sequential"
 
 
 def _captured() -> None:

@@ -74,7 +74,7 @@ class CudaProgram(BoundProgram):
         self.fixed = self._fixed_bindings()
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
-        self._replays = Replays(space.device, lambda *tensors: self._fork_and_join(self.bind(*tensors)))
+        self._replays = Replays(space.capture_stream(), lambda *tensors: self._fork_and_join(self.bind(*tensors)))
         self._replayable = not any(isinstance(step, Collective) for _, _, _, step in schedule)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = _PUSH_SMS if beside else _PUSH_SMS_ALONE

@@ -21,12 +21,11 @@ _KEPT = 256
 
 
 class Replays:
-    """Graphs of one program. enqueue: puts a call with these tensors on torch's current stream."""
+    """Graphs of one program. stream: to capture on. enqueue: puts a call with these tensors on torch's current stream."""
 
     def __init__(self, device: torch.device, enqueue: Callable[[torch.Tensor, Sequence[torch.Tensor], Outputs], None]) -> None:
         self._device, self._enqueue = device, enqueue
         self._graphs: OrderedDict[Addresses, torch.cuda.CUDAGraph | None] = OrderedDict()
-        self._stream: torch.cuda.Stream | None = None
 
     def find(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph | None:
         """The graph for a call with these tensors; None if they are here for the first time."""
@@ -44,8 +43,6 @@ class Replays:
 
     def _capture(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph:
         """Capturing runs nothing. Other threads may go on using CUDA meanwhile."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")

@@ -1,14 +1,21 @@
-"""A trial: which of a few schedules is fastest here, by calls like those that follow. Only the fastest so far stays bound.
+"""A trial: which of a few schedules is fastest here, by calls like those that follow.
 
     for each spec      the same on every rank, in this order               meetings of the ranks
     bind                                                                   can all? else all leave it out
     2 calls            the first rehearses, the second captures a graph
     2 calls            the second timed                                    its slowest time sets the calls of a run
     3 runs             a call, then 3 to 20 calls timed together           after each: its slowest time counts
+    the fastest so far stays bound, the other is given back
+
+    final              specs within 10% of the fastest, at most 4: bound together, 5 runs each, in turns
 
 A meeting gives every rank the numbers of all, so that they count, compare and choose alike; and ranks begin each run together.
-The medians of the runs are compared. So a trial is at most `weft.planner.shortlist.AT_MOST` specs, and of each at most 67
-calls, 16 where one takes 1.7 ms or more, besides planning, binding, and what Triton compiles once a machine.
+The medians of the runs are compared: of the final's for those in it. One after the other alone, a GPU that has warmed up, or
+cooled while a kernel was compiled, decides between specs that are close (on 4 x H200 shard_p2p was chosen over flag_gated:1,
+6% faster in turns).
+
+So a trial is at most `weft.planner.shortlist.AT_MOST` specs, and of each at most 67 calls, 16 where one takes 1.7 ms or more,
+and in the final 107 more, 22, besides planning, binding, and what Triton compiles once a machine.
 """
 
 from __future__ import annotations
@@ -31,7 +38,8 @@ BASE = "sequential"
 MARGIN = 0.01
 """An overlap is chosen if it takes less than sequential by more than this: medians of repeated runs differ by as much."""
 _FIRST_CALLS = 2
-_RUNS = 3
+_RUNS, _FINAL_RUNS = 3, 5
+_FINALISTS, _CLOSE = 4, 0.1
 _RUN_NS = 5_000_000
 _FEWEST, _MOST = 3, 20
 
@@ -69,6 +77,14 @@ def leader(trials: Sequence[Trial]) -> Trial:
     return fastest if fastest.us < (1 - MARGIN) * trials[0].us else trials[0]
 
 
+def finalists(trials: Sequence[Trial]) -> tuple[str, ...]:
+    """The leader's close rivals, the fastest first: what is measured again beside it."""
+    first = leader(trials)
+    limit_us = (1 + _CLOSE) * min(trial.us for trial in trials)
+    rivals = sorted((t for t in trials if t is not first and t.us <= limit_us), key=lambda trial: trial.us)
+    return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
+
+
 def calls_of_a_run(call_ns: int) -> int:
     """As many as fill 5 ms, within bounds."""
     return max(_FEWEST, min(_MOST, _RUN_NS // max(1, call_ns)))
@@ -104,7 +120,40 @@ class Contest:
                 trials.append(Trial(spec=spec, us=self._measured_us(spec, program)))
                 best, loser = (program, best) if leader(trials) is trials[-1] else (best, program)
                 self.drop(loser)
-        return best, tuple(trials)
+        return self._final(best, trials)
+
+    def _final(self, best: BoundProgram, trials: list[Trial]) -> tuple[BoundProgram, tuple[Trial, ...]]:
+        """Those that are close once more, in turns. best: the program of the leader so far."""
+        first = leader(trials).spec
+        others = finalists(trials)
+        if not others:
+            return best, tuple(trials)
+        programs = {first: best} | {spec: self._bound_again(spec) for spec in others}
+        calls = {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials if t.spec in programs}
+        times: dict[str, list[int]] = {spec: [] for spec in programs}
+        for run in range(_FINAL_RUNS):
+            for spec, program in programs.items():
+                time = self.timer(lambda p=program: self._drop_result(p), calls[spec])  # type: ignore[misc]
+                times[spec].append(max(self.meet(f"final of {spec}: run {run}", time)))
+        us = {spec: statistics.median(runs) / 1e3 for spec, runs in times.items()}
+        measured = tuple(Trial(spec=t.spec, us=us.get(t.spec, t.us)) for t in trials)
+        winner = leader([t for t in measured if t.spec in programs or t.spec == BASE]).spec
+        winner = winner if winner in programs else min(us, key=lambda spec: us[spec])
+        for spec, program in programs.items():
+            if spec != winner:
+                self.drop(program)
+        return programs[winner], measured
+
+    def _bound_again(self, spec: str) -> BoundProgram:
+        program = self.bind(spec)
+        self._all_bound(spec, True)
+        for _ in range(_FIRST_CALLS):
+            self._drop_result(program)
+        return program
+
+    def _drop_result(self, program: BoundProgram) -> None:
+        """A call whose result is dropped at once, so that the next one lies where it lay."""
+        self.call(program)
 
     def _bound(self, spec: str) -> BoundProgram | None:
         """The spec's program; None, said aloud, if a rank cannot bind it."""
@@ -127,8 +176,7 @@ class Contest:
 
     def _measured_us(self, spec: str, program: BoundProgram) -> float:
         def call() -> None:
-            # The result is dropped at once, so that the next one lies where it lay.
-            self.call(program)
+            self._drop_result(program)
 
         for _ in range(_FIRST_CALLS):
             call()

@@ -35,7 +35,7 @@ class Blocks:
 
 SHAPES = (
     Blocks(m=128, n=256, k=64, warps=8, stages=3),
-    Blocks(m=128, n=128, k=64, warps=4, stages=5, rate=0.965),
+    Blocks(m=128, n=128, k=64, warps=8, stages=5, rate=0.93),
     Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95),
     Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72),
 )
