@@ -23,8 +23,10 @@ _KEPT = 256
 class Replays:
     """Graphs of one program. stream: to capture on. enqueue: puts a call with these tensors on torch's current stream."""
 
-    def __init__(self, device: torch.device, enqueue: Callable[[torch.Tensor, Sequence[torch.Tensor], Outputs], None]) -> None:
-        self._device, self._enqueue = device, enqueue
+    def __init__(
+        self, stream: torch.cuda.Stream, enqueue: Callable[[torch.Tensor, Sequence[torch.Tensor], Outputs], None]
+    ) -> None:
+        self._stream, self._enqueue = stream, enqueue
         self._graphs: OrderedDict[Addresses, torch.cuda.CUDAGraph | None] = OrderedDict()
 
     def find(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph | None:
