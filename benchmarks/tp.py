@@ -29,7 +29,6 @@ from summary import sentence, summary
 
 import weft
 from weft import schedules
-from weft.execute.groups import GROUPS
 from weft.problem import OPS, Problem
 
 ROUNDS = 11
@@ -51,6 +50,7 @@ SPECS = {
         "hetero_unfused_1d:2",
         "track_and_trigger:1",
         "track_and_trigger:2",
+        "track_and_trigger:4",
         "direct_store:1",
         "sequential_stores",
     ),
@@ -123,15 +123,14 @@ class Site:
 
 
 def chosen(site: Site) -> str | None:
-    """What "auto" stands for at this site: the schedule used last, after a call of it."""
+    """What "auto" stands for at this site, after a call of it."""
     group = dist.group.WORLD
     assert group is not None
     try:
         together("auto", site.overlapped("auto"))
     except Failed:
         return None
-    last = GROUPS.state(group.group_name).schedules()[-1]
-    return schedules.spec(last.name, last.chunks)
+    return weft.choices(group)[-1].spec
 
 
 def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:
