@@ -112,13 +112,13 @@ def all_gather_matmul(
     _check_operands(a, bs, len(bs))
     group_name, rank, world_size = _group(group)
     dim = _dimension(a, gather_dim, "gather_dim")
-    moved = a.movedim(dim, 0)
+    moved = a.movedim(dim, 0) if dim else a
     total = world_size * moved.shape[0] if rows is None else rows
     _check_rows(rows, moved.shape[0], rank, world_size)
     unit = _per_entry(moved)
-    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1])
+    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
     results = run_gather(flat, bs, group_name, total * unit, unit, _spec(schedule), return_gathered)
-    shaped = [r.view(total, *moved.shape[1:-1], r.shape[1]).movedim(0, dim) for r in results]
+    shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
     return (out, shaped[-1]) if return_gathered else out
@@ -150,13 +150,12 @@ def matmul_reduce_scatter(
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
     group_name, rank, world_size = _group(group)
     dim = _dimension(a, scatter_dim, "scatter_dim")
-    moved = a.movedim(dim, 0)
+    moved = a.movedim(dim, 0) if dim else a
     unit = _per_entry(moved)
-    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1])
+    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
     out = run_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule), op)
     low, high = split(moved.shape[0], world_size)[rank]
-    shaped: torch.Tensor = out.view(high - low, *moved.shape[1:-1], b.shape[1]).movedim(0, dim)
-    return shaped
+    return _shaped(out, high - low, moved, dim)
 
 
 def close(group: dist.ProcessGroup | None = None) -> None:
@@ -172,6 +171,13 @@ def choices(group: dist.ProcessGroup | None = None) -> list[Choice]:
     were measured, by spec. The same on every rank. Empty where no call was made. Not collective.
     """
     return GROUPS.choices(_group(group)[0])
+
+
+def _shaped(flat: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
+    """A flat result with its first dimension, of `entries`, where the caller has it, and the middle ones of `moved`."""
+    if moved.dim() == 2:
+        return flat
+    return flat.view(entries, *moved.shape[1:-1], flat.shape[1]).movedim(0, dim)
 
 
 def _group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
