@@ -106,15 +106,15 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
     outs = [_or_zeros(grad, ctx.rows, b.shape[1], a) for grad, b in zip(grads, bs, strict=False)]
     grad_a, grad_bs = None, [None] * len(bs)
     if ctx.needs_input_grad[0]:
-        left, right = [*outs], [b.t() for b in bs]
+        factors, columns = [*outs], [*bs]
         if ctx.gathered and grads[-1] is not None:
             # What flows into the gathered a goes back to its owners by the same reduce-scatter, as a product with 1.
-            left.append(grads[-1])
-            right.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
+            factors.append(grads[-1])
+            columns.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
         group = _resolve_process_group(ctx.group)
         grad_a = torch.ops.weft.matmul_reduce_scatter(
-            torch.cat(left, 1),
-            torch.cat(right),
+            _side_by_side(factors),
+            _side_by_side(columns).t(),
             ctx.group,
             dist.get_rank(group),
             dist.get_world_size(group),
@@ -142,6 +142,11 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         scaled.contiguous(), [b.t()], ctx.group, a.shape[0], ctx.unit, _backward_schedule(ctx.schedule), True
     )
     return grad_a, a.t() @ gathered, None, None, None, None, None, None
+
+
+def _side_by_side(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One matrix of them all; a single one as it is (a copy of a weight costs as much as its collective)."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
 
 
 def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from weft.execute.bound import BoundProgram, Outputs
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word, checked
 from weft.execute.edges import Edges
-from weft.execute.replay import Replays
+from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, Wait, waits
 from weft.work import span
@@ -74,7 +74,7 @@ class CudaProgram(BoundProgram):
         self.fixed = self._fixed_bindings()
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
-        self._replays = Replays(space.capture_stream(), lambda *tensors: self._fork_and_join(self.bind(*tensors)))
+        self._replays = Replays(capture_stream(space.device), lambda *tensors: self._fork_and_join(self.bind(*tensors)))
         self._replayable = not any(isinstance(step, Collective) for _, _, _, step in schedule)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = _PUSH_SMS if beside else _PUSH_SMS_ALONE

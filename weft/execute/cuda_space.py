@@ -94,20 +94,6 @@ class CudaSpace:
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[name]
 
-    def capture_stream(self) -> torch.cuda.Stream:
-        """The one stream that all programs capture on.
-
-        cuBLAS keeps a workspace a stream. It is asked for here, outside of any capture: one of a capture would be the graph's,
-        and go with it. And one a program would be 32 MiB each.
-        """
-        if "capture" not in self._streams:
-            stream = self._streams["capture"] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
-                torch.mm(one, one)
-            stream.synchronize()
-        return self._streams["capture"]
-
     def current_stream(self) -> int:
         """The caller's stream."""
         return int(torch._C._cuda_getCurrentRawStream(self._index))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
@@ -56,6 +57,21 @@ class Replays:
 
     def close(self) -> None:
         self._graphs.clear()
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of this process on which calls are captured.
+
+    cuBLAS keeps a workspace of 32 MiB for each stream, for good. It is asked for here, outside of any capture: one of a capture
+    would be the graph's, and go with it.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
+        torch.mm(one, one)
+    stream.synchronize()
+    return stream  # type: ignore[no-any-return, unused-ignore]
 
 
 def _addresses(a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> Addresses:
