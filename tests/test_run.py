@@ -84,6 +84,15 @@ def test_every_round_sees_every_method(ranks: RankFixture, spec: str) -> None:
             assert (r.sequential_us == r.overlapped_us) == (spec == "sequential")
 
 
+def test_auto_says_what_ran(ranks: RankFixture) -> None:
+    """On GPUs what auto stands for is known after a call; the rounds are of that schedule."""
+    problem = Problem(op="all_gather_matmul", m=40, n=24, k=64, world_size=2)
+    for calls, measured in ranks(2).run(_calls_of_a_site, problem, "auto"):
+        schedules.parse(measured.spec)
+        assert calls[0] == ("auto", False)
+        assert {spec for spec, _ in calls[1:]} == {"sequential", measured.spec}
+
+
 def _measured(rank: int, *rounds: tuple[float, float, float, float, float]) -> Measured:
     """A rank's rounds: sequential, overlapped, the end of a matmul that starts at 0, start and end of a collective."""
 
@@ -94,7 +103,7 @@ def _measured(rank: int, *rounds: tuple[float, float, float, float, float]) -> M
         Round(sequential_us=s, overlapped_us=o, sequential_spans=(span("gemm", 0, gemm), span("collective", start, end)))
         for s, o, gemm, start, end in rounds
     )
-    return Measured(max_error=rank / 10, rounds=made, spans=(span("gemm", 100 + rank, 200),))
+    return Measured(spec="sequential", max_error=rank / 10, rounds=made, spans=(span("gemm", 100 + rank, 200),))
 
 
 def test_times_are_medians_over_rounds_of_the_slowest_rank() -> None:

@@ -69,11 +69,11 @@ def run_model(
         for index, site in enumerate(chosen):
             progress(f"{site.name}: planning", 2 * index, 2 * len(chosen))
             problem = site.problem(tokens, ranks, element)
-            built = _choose(problem, schedule, machine)
-            spec = schedules.spec(built.name, built.chunks)
+            spec = _choose(problem, schedule, machine, device)
             there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
             progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))
             measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device)
+            built = schedules.build(problem, *schedules.parse(measured[0].spec))
             done.append(_site_run(site.name, built, measured, there))
         progress("done", 2 * len(chosen), 2 * len(chosen))
     return Run(
@@ -114,12 +114,12 @@ def _check_request(*, ranks: int, device: str, tokens: int, op: str | None, sche
         )
 
 
-def _choose(problem: Problem, schedule: str, machine: Machine) -> Schedule:
-    """The planner's choice for this many ranks of the named machine, or what was asked for."""
+def _choose(problem: Problem, schedule: str, machine: Machine, device: str) -> str:
+    """The planner's choice for this many ranks of the named machine, or what was asked for. GPUs measure what auto is."""
     if schedule != "auto":
-        return schedules.build(problem, *schedules.parse(schedule))
-    best = plan(problem, machine).chosen
-    return schedules.build(problem, best.schedule, best.chunks)
+        built = schedules.build(problem, *schedules.parse(schedule))
+        return schedules.spec(built.name, built.chunks)
+    return "auto" if device == "cuda" else plan(problem, machine).chosen.spec
 
 
 def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:
@@ -140,8 +140,9 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one rank saw of a site. spans: one call of the schedule."""
+    """What one rank saw of a site. spec: the schedule that ran. spans: one call of it."""
 
+    spec: str
     max_error: float
     rounds: tuple[Round, ...]
     spans: tuple[Span, ...]
@@ -153,10 +154,18 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measure
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     a, b = _inputs(problem, rank, seed, on)
     out = _run(problem, spec, a, b)
+    if spec == "auto":
+        spec = _stands_for(problem)
     error = _error(problem, a, b, out, rank)
     _round(problem, spec, a, b)
     rounds = tuple(_round(problem, spec, a, b) for _ in range(ROUNDS[device]))
-    return Measured(max_error=error, rounds=rounds, spans=_spans(problem, spec, a, b))
+    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, a, b))
+
+
+def _stands_for(problem: Problem) -> str:
+    """What auto has been found to be, after a call."""
+    found = GROUPS.choices(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    return next(choice.spec for choice in found if choice.problem == problem)
 
 
 def _round(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor) -> Round:
@@ -185,10 +194,12 @@ def _run(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor, spans: l
 
 
 def _timed(work: Callable[[], object], on: torch.device) -> float:
-    """Microseconds of `work`, from a common start of all ranks."""
+    """Microseconds of `work`, from a common start of all ranks. On GPUs of a second call, which the host makes while the first
+    one runs."""
     dist.barrier()
     if on.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        work()
         start.record()
         work()
         end.record()

@@ -276,7 +276,7 @@ class CudaProgram(BoundProgram):
             self._batches[id(item)](stream)
 
     def _timed(self, where: Where | None, stream: int, work: Callable[[], None]) -> None:
-        on = torch.cuda.ExternalStream(stream, device=self.space.device)  # type: ignore[no-untyped-call]
+        on = self.space.named(stream)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(on)
         work()

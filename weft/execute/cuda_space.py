@@ -98,6 +98,12 @@ class CudaSpace:
         """The caller's stream."""
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
+    def named(self, stream: int) -> torch.cuda.Stream:
+        """torch's name for a stream. ExternalStream would take 0, the default stream, for "any new one"."""
+        if stream == self.current_stream():
+            return torch.cuda.current_stream(self.device)
+        return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
     def keep_releasable(self, key: int, release: Callable[[], None]) -> None:
         """Call `release` if the team fails, also when no call is under way: a graph may be replaying."""
         self._releases[key] = release
