@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from weft.execute.groups import GROUPS, Call
+from weft.execute.calls import MatmulCall
+from weft.execute.groups import GROUPS
 from weft.problem import split
 
 _LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
@@ -39,7 +40,7 @@ for _schema in _SCHEMAS:
 def _gather(
     a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
 ) -> list[torch.Tensor]:
-    call = Call(
+    call = MatmulCall(
         op="all_gather_matmul", a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, return_gathered=return_gathered
     )
     outputs = GROUPS.run(group, call)
@@ -83,7 +84,7 @@ def _scatter(
     a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
 ) -> torch.Tensor:
     reduce_op = cast(Literal["sum", "avg"], op)
-    call = Call(
+    call = MatmulCall(
         op="matmul_reduce_scatter", a=a, bs=[b], rows=a.shape[0], row_multiple=unit, schedule=schedule, reduce_op=reduce_op
     )
     return GROUPS.run(group, call)["out"][0]

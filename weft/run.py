@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from weft import schedules
-from weft.execute.groups import GROUPS, Call
+from weft.execute.calls import MatmulCall
+from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.execute.versions import versions
 from weft.machine import Machine
@@ -189,7 +190,7 @@ def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> tuple[t
 
 
 def _run(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor, spans: list[Span] | None = None) -> torch.Tensor:
-    call = Call(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
+    call = MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
     return GROUPS.run(dist.group.WORLD.group_name, call)["out"][0]  # type: ignore[union-attr]
 
 

@@ -6,7 +6,7 @@ What a device adds (memory, flags, lanes) is in host.py and cuda.py; the steps' 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from weft.execute.pushes import FusedPush
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+Inputs = Mapping[str, Sequence[torch.Tensor]]
+"""Input buffers by name: matrices side by side."""
 Outputs = dict[str, list[torch.Tensor]]
 """Output buffers by name: matrices side by side."""
 _ALIGN = 256
@@ -112,7 +114,7 @@ class BoundProgram(ABC):
         return push.length if push else 1
 
     @abstractmethod
-    def play(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> None:
+    def play(self, inputs: Inputs, outputs: Outputs) -> None:
         """Run every lane of this rank once."""
 
     @abstractmethod
@@ -137,30 +139,31 @@ class BoundProgram(ABC):
         """Flag words on the rank that has most."""
         return max(self.slots.values(), default=-1) + 1
 
-    def run(self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None) -> Outputs:
+    def run(self, inputs: Inputs, *, spans: list[Span] | None = None) -> Outputs:
         """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
         self.spans = spans
-        a = self.prepare_a(a)
-        outputs = self._allocate(a, bs)
-        self.play(a, bs, outputs)
+        inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
+        outputs = self._allocate(inputs)
+        self.play(inputs, outputs)
         self.epoch += 1
         return outputs
 
-    def _allocate(self, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Outputs:
+    def _allocate(self, inputs: Inputs) -> Outputs:
         """This call's outputs: `out` as one matrix for each b."""
         outputs = {}
         for buffer in self._outputs:
-            widths = [b.shape[1] for b in bs] if buffer.name == "out" else [buffer.cols[self.rank]]
-            outputs[buffer.name] = [a.new_empty(buffer.rows[self.rank], width) for width in widths]
+            several = buffer.name == "out" and len(inputs["b"]) > 1
+            widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
+            rows = buffer.rows[self.rank]
+            outputs[buffer.name] = [torch.empty(rows, width, dtype=self.dtype, device=self._space.device) for width in widths]
         return outputs
 
-    def bind(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> Bindings:
+    def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:
         """All buffers of one call by name."""
         bindings = self.own_bindings()
-        bindings.bind("a", self.rank, a)
-        bindings.bind("b", self.rank, *(self.prepare(b) for b in bs))
-        for name, matrices in outputs.items():
-            bindings.bind(name, self.rank, *matrices)
+        for tensors in (inputs, outputs):
+            for name, matrices in tensors.items():
+                bindings.bind(name, self.rank, *matrices)
         return bindings
 
     def own_bindings(self) -> Bindings:
@@ -180,13 +183,9 @@ class BoundProgram(ABC):
                     bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
         return bindings
 
-    def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
-        """a as the device's copies want it."""
-        return a
-
-    def prepare(self, b: torch.Tensor) -> torch.Tensor:
-        """b as the device's matmul wants it."""
-        return b
+    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """An input as the device's copies and matmuls want it."""
+        return tensor
 
     def raiser(self, flag: Flag) -> str:
         """Who advances a flag, for messages."""

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from weft.execute.bindings import Bindings, Where
-from weft.execute.bound import BoundProgram, Outputs
+from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word, checked
 from weft.execute.edges import Edges
@@ -74,7 +74,9 @@ class CudaProgram(BoundProgram):
         self.fixed = self._fixed_bindings()
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
-        self._replays = Replays(capture_stream(space.device), lambda *tensors: self._fork_and_join(self.bind(*tensors)))
+        self._replays = Replays(
+            capture_stream(space.device), lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs))
+        )
         self._replayable = not any(isinstance(step, Collective) for _, _, _, step in schedule)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = _PUSH_SMS if beside else _PUSH_SMS_ALONE
@@ -149,9 +151,9 @@ class CudaProgram(BoundProgram):
         """Copies by SMs that a gated kernel leaves free: what it waits for can run."""
         run.launch(bindings, silent=self._silent, sms=self._push_sms, stream=stream)
 
-    def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
+    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
-        return a.contiguous()
+        return tensor if name == "b" else tensor.contiguous()
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if out.dtype == a.dtype and not accumulate:
@@ -189,18 +191,18 @@ class CudaProgram(BoundProgram):
             dist.reduce_scatter_tensor(reduced, spread, op=op, group=self.team.group)
             dst.copy_(reduced[: dst.shape[0]])
 
-    def play(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> None:
+    def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if not self._rehearsed:
-            self._rehearse(self.bind(a, bs, outputs))
+            self._rehearse(self.bind(inputs, outputs))
         capturing = torch.cuda.is_current_stream_capturing()
         # A vendor collective keeps books of its own about graphs: those schedules are never replayed.
         graph = None
         if self._replayable and self.spans is None and not capturing:
-            graph = self._replays.find(a, bs, outputs)
+            graph = self._replays.find(inputs, outputs)
         if graph is not None:
             self._submit(graph.replay)
             return
-        bindings = self.bind(a, bs, outputs)
+        bindings = self.bind(inputs, outputs)
         if capturing:
             self._fork_and_join(bindings)
         else:

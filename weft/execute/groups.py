@@ -10,9 +10,7 @@ import atexit
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,81 +19,18 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from weft import codec, schedules
 from weft.checker import check
 from weft.execute.bound import BoundProgram
+from weft.execute.calls import Call
 from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
 from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
-from weft.problem import Op, Problem, split
+from weft.problem import Problem
 from weft.schedule import Schedule
-from weft.span import Span
 from weft.team import Team
-from weft.version import __version__
 
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One operator call on this rank, before ranks have agreed. rows: of the whole M."""
-
-    op: Op
-    a: torch.Tensor
-    bs: Sequence[torch.Tensor]
-    rows: int
-    row_multiple: int
-    schedule: str
-    return_gathered: bool = False
-    reduce_op: Literal["sum", "avg"] = "sum"
-    spans: list[Span] | None = field(default=None, compare=False)
-
-    @property
-    def b_size(self) -> int:
-        """This rank's part of b's sharded dimension."""
-        return sum(b.shape[1] for b in self.bs) if self.op == "all_gather_matmul" else int(self.bs[0].shape[0])
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What calls alike have in common, on this rank."""
-        a, shapes = self.a, tuple(b.shape for b in self.bs)
-        fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
-        return (*fixed, a.shape, a.dtype, a.device, *shapes)
-
-    def describe(self) -> str:
-        """What every rank must have in common, a line each."""
-        common = f"K: {self.a.shape[1]}" if self.op == "all_gather_matmul" else f"N: {self.bs[0].shape[1]}"
-        lines = (
-            f"op: {self.op}",
-            f"M: {self.rows}",
-            f"row_multiple: {self.row_multiple}",
-            common,
-            f"number of b: {len(self.bs)}",
-            f"dtype: {self.a.dtype}",
-            f"device: {self.a.device.type}",
-            f"schedule: {self.schedule}",
-            f"return_gathered: {self.return_gathered}",
-            f"reduce_op: {self.reduce_op}",
-            f"weft: {__version__}",
-        )
-        return "\n".join(lines)
-
-    def problem(self, b_sizes: tuple[int, ...]) -> Problem:
-        total = sum(b_sizes)
-        regular = tuple(high - low for low, high in split(total, len(b_sizes))) == b_sizes
-        gather = self.op == "all_gather_matmul"
-        return Problem(
-            op=self.op,
-            m=self.rows,
-            n=total if gather else int(self.bs[0].shape[1]),
-            k=int(self.a.shape[1]) if gather else total,
-            world_size=len(b_sizes),
-            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
-            return_gathered=self.return_gathered,
-            reduce_op=self.reduce_op,
-            row_multiple=self.row_multiple,
-            b_sizes=() if regular else b_sizes,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +61,14 @@ class GroupState:
         scratch outlives the mode."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
             # CPU ranks meet in every call: their buffers are shared by all programs (weft.execute.host).
-            site = self._sites.get(call.key) if call.a.is_cuda else None
+            site = self._sites.get(call.key) if call.device.type == "cuda" else None
             if site is None:
                 site = self._meet(call, kept)
             elif not torch.cuda.is_current_stream_capturing():
                 self.team.repeat(site.number)
             self._programs.move_to_end(site.program)
             try:
-                return site.program.run(call.a, call.bs, spans=call.spans)
+                return site.program.run(call.inputs, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
 
@@ -143,17 +78,17 @@ class GroupState:
 
     def _meet(self, call: Call, kept: dict[str, Schedule]) -> Site:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
-        if call.a.is_cuda and torch.cuda.is_current_stream_capturing():
+        if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         text = call.describe()
-        sizes = self.team.enter(text, call.b_size)
+        sizes = self.team.enter(text, call.share)
         problem = call.problem(sizes)
-        key = (problem, call.schedule, call.a.device)
+        key = (problem, call.schedule, call.device)
         program = next((program for program, known in self._programs.items() if known == key), None)
         if program is None:
             program = self._made(call, key, kept)
         site = Site(number=0, program=program)
-        if call.a.is_cuda:
+        if call.device.type == "cuda":
             site = Site(number=self.team.remember(f"{text}\nsizes of b: {sizes}"), program=program)
             self._sites[call.key] = site
         return site
@@ -195,7 +130,7 @@ class GroupState:
         return Contest(
             bind=lambda spec: self._keep(_checked(problem, spec, device, {}), key),
             drop=self._drop,
-            call=lambda program: program.run(call.a, call.bs),
+            call=lambda program: program.run(call.inputs),
             timer=timer,
             meet=self.team.enter,
         )

@@ -27,7 +27,7 @@ import torch
 
 from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bindings import Bindings, Where
-from weft.execute.bound import BoundProgram, Outputs
+from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
 from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait, waits
@@ -145,8 +145,12 @@ class HostProgram(BoundProgram, Device):
         }
         self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
 
-    def prepare(self, b: torch.Tensor) -> torch.Tensor:
-        return b if multiplies(b.dtype) or self.space.runs_kernels(b.dtype) else b.float()
+    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "a" and self.pushes:
+            return tensor.contiguous()
+        if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
+            return tensor.float()
+        return tensor
 
     def close(self) -> None:
         for segment in self._segments:
@@ -178,12 +182,12 @@ class HostProgram(BoundProgram, Device):
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)
 
-    def run(self, a: torch.Tensor, bs: Sequence[torch.Tensor], *, spans: list[Span] | None = None) -> Outputs:
+    def run(self, inputs: Inputs, *, spans: list[Span] | None = None) -> Outputs:
         self.space.reserve(self.layout.nbytes)
-        return super().run(a, bs, spans=spans)
+        return super().run(inputs, spans=spans)
 
-    def play(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> None:
-        self._program.run(self.epoch, self.bind(a, bs, outputs))
+    def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        self._program.run(self.epoch, self.bind(inputs, outputs))
 
     def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
         kernel = self.kernels.get(id(step))
@@ -202,9 +206,6 @@ class HostProgram(BoundProgram, Device):
         if push is not None:
             push.launch(bindings, silent=False, sms=_INTERPRETED_BLOCKS)
         return push is not None
-
-    def prepare_a(self, a: torch.Tensor) -> torch.Tensor:
-        return a.contiguous() if self.pushes else a
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if a.dtype != b.dtype:

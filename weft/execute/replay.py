@@ -9,12 +9,12 @@ where addresses never repeat, calls are enqueued step by step.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from weft.execute.bound import Outputs
+from weft.execute.bound import Inputs, Outputs
 
 Addresses = tuple[int, ...]
 _KEPT = 256
@@ -24,15 +24,13 @@ _KEPT = 256
 class Replays:
     """Graphs of one program. stream: to capture on. enqueue: puts a call with these tensors on torch's current stream."""
 
-    def __init__(
-        self, stream: torch.cuda.Stream, enqueue: Callable[[torch.Tensor, Sequence[torch.Tensor], Outputs], None]
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream, enqueue: Callable[[Inputs, Outputs], None]) -> None:
         self._stream, self._enqueue = stream, enqueue
         self._graphs: OrderedDict[Addresses, torch.cuda.CUDAGraph | None] = OrderedDict()
 
-    def find(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph | None:
+    def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
         """The graph for a call with these tensors; None if they are here for the first time."""
-        addresses = _addresses(a, bs, outputs)
+        addresses = _addresses(inputs, outputs)
         if addresses not in self._graphs:
             self._graphs[addresses] = None
             if len(self._graphs) > _KEPT:
@@ -41,16 +39,16 @@ class Replays:
         self._graphs.move_to_end(addresses)
         graph = self._graphs[addresses]
         if graph is None:
-            graph = self._graphs[addresses] = self._capture(a, bs, outputs)
+            graph = self._graphs[addresses] = self._capture(inputs, outputs)
         return graph
 
-    def _capture(self, a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> torch.cuda.CUDAGraph:
+    def _capture(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph:
         """Capturing runs nothing. Other threads may go on using CUDA meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._enqueue(a, bs, outputs)
+                self._enqueue(inputs, outputs)
             finally:
                 graph.capture_end()
         return graph
@@ -74,11 +72,12 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return stream  # type: ignore[no-any-return, unused-ignore]
 
 
-def _addresses(a: torch.Tensor, bs: Sequence[torch.Tensor], outputs: Outputs) -> Addresses:
-    """Where the tensors lie, and how b does: a and the outputs are contiguous."""
-    found = [a.data_ptr()]
-    for b in bs:
-        found += (b.data_ptr(), *b.stride())
+def _addresses(inputs: Inputs, outputs: Outputs) -> Addresses:
+    """Where the tensors lie, and how b does: all others are contiguous."""
+    found: list[int] = []
+    for name, tensors in inputs.items():
+        for tensor in tensors:
+            found += (tensor.data_ptr(), *tensor.stride()) if name == "b" else (tensor.data_ptr(),)
     for matrices in outputs.values():
         found += [matrix.data_ptr() for matrix in matrices]
     return tuple(found)
