@@ -400,10 +400,10 @@ def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) ->
 
 
 def test_mistakes_name_planned() -> None:
-    from weft.ops import _spec
+    from weft.ops.checks import spec_of
 
-    assert _spec("planned") == "planned"
+    assert spec_of("planned") == "planned"
     with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned for auto without a trial"):
-        _spec("plan")
+        spec_of("plan")
     with pytest.raises(ValueError, match=r"families that have chunks$"):
-        _spec("flag_gated:0")
+        spec_of("flag_gated:0")

@@ -1,13 +1,10 @@
-"""The operators: what a PyTorch user calls in place of a collective and a matmul.
+"""all_gather_matmul and matmul_reduce_scatter: tensor and sequence parallel.
 
     all_gather_matmul(a, b)        replaces   dist.all_gather_into_tensor(a_full, a); a_full @ b
     matmul_reduce_scatter(a, b)    replaces   c = a @ b; dist.reduce_scatter_tensor(out, c)
 
-Legend: M N K full extents, m n k a rank's part. All ranks of the group call the same operator in the same order.
-
-Each is a torch.library custom operator (weft::...) with a fake implementation, so that it traces under torch.compile. The
-first call of a group builds its Team; the first call of a problem plans, checks and binds a schedule; later calls run it.
-Every call, ranks agree on what they call before anything moves (RankMismatch shows the difference).
+Legend: M N K full extents, m n k a rank's part. Each is a torch.library custom operator (weft::...) with a fake
+implementation, so that it traces under torch.compile.
 """
 
 from __future__ import annotations
@@ -18,15 +15,10 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from weft import schedules
-from weft.execute.choose import CHOSEN_HERE
-from weft.execute.groups import GROUPS
-from weft.execute.trial import Choice
-from weft.library import run_gather, run_scatter
+from weft.library.tensor_parallel import run_gather, run_scatter
+from weft.ops.checks import check_operands, group_of, spec_of
 from weft.problem import split
 from weft.schedule import Schedule
-
-_DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 @overload
@@ -109,15 +101,15 @@ def all_gather_matmul(
     WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
     """
     bs = [b] if isinstance(b, torch.Tensor) else list(b)
-    _check_operands(a, bs, len(bs))
-    group_name, rank, world_size = _group(group)
+    check_operands(a, bs, len(bs))
+    group_name, rank, world_size = group_of(group)
     dim = _dimension(a, gather_dim, "gather_dim")
     moved = a.movedim(dim, 0) if dim else a
     total = world_size * moved.shape[0] if rows is None else rows
     _check_rows(rows, moved.shape[0], rank, world_size)
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    results = run_gather(flat, bs, group_name, total * unit, unit, _spec(schedule), return_gathered)
+    results = run_gather(flat, bs, group_name, total * unit, unit, spec_of(schedule), return_gathered)
     shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
@@ -145,32 +137,17 @@ def matmul_reduce_scatter(
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
     shorter or empty. Raises as all_gather_matmul does.
     """
-    _check_operands(a, [b], 1)
+    check_operands(a, [b], 1)
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
-    group_name, rank, world_size = _group(group)
+    group_name, rank, world_size = group_of(group)
     dim = _dimension(a, scatter_dim, "scatter_dim")
     moved = a.movedim(dim, 0) if dim else a
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    out = run_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule), op)
+    out = run_scatter(flat, b, group_name, rank, world_size, unit, spec_of(schedule), op)
     low, high = split(moved.shape[0], world_size)[rank]
     return _shaped(out, high - low, moved, dim)
-
-
-def close(group: dist.ProcessGroup | None = None) -> None:
-    """Give back what weft holds for a group: segments, threads, programs. The next call starts anew. Not collective.
-
-    After an error, every rank of the group calls this before the group is used again.
-    """
-    GROUPS.close(_group(group)[0])
-
-
-def choices(group: dist.ProcessGroup | None = None) -> list[Choice]:
-    """What schedule="auto" has stood for in a group so far, a problem each: its spec, and on GPUs the times in us that
-    were measured, by spec. The same on every rank. Empty where no call was made. Not collective.
-    """
-    return GROUPS.choices(_group(group)[0])
 
 
 def _shaped(flat: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
@@ -178,37 +155,6 @@ def _shaped(flat: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> 
     if moved.dim() == 2:
         return flat
     return flat.view(entries, *moved.shape[1:-1], flat.shape[1]).movedim(0, dim)
-
-
-def _group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
-    """(name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
-    if not dist.is_initialized():
-        raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
-    group = dist.group.WORLD if group is None else group
-    rank = dist.get_rank(group)
-    if group is None or rank < 0:
-        raise ValueError("group: this rank is not in it; call the operator on the group's ranks only")
-    return group.group_name, rank, dist.get_world_size(group)
-
-
-def _spec(schedule: str | Schedule) -> str:
-    """A schedule as a string that the operator takes; values are kept and named by their content."""
-    if isinstance(schedule, Schedule):
-        return GROUPS.keep(schedule)
-    if not isinstance(schedule, str):
-        raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
-    if schedule not in CHOSEN_HERE:
-        _check_name(schedule)
-    return schedule
-
-
-def _check_name(schedule: str) -> None:
-    try:
-        schedules.parse(schedule)
-    except ValueError as error:
-        if schedule.partition(":")[0] in schedules.NAMES:
-            raise
-        raise ValueError(f"{error}, or planned for auto without a trial") from None
 
 
 def _per_entry(moved: torch.Tensor) -> int:
@@ -234,29 +180,3 @@ def _check_rows(rows: int | None, mine: int, rank: int, world_size: int) -> None
         raise ValueError(
             f"rows is {rows}: torch.chunk over {world_size} ranks gives rank {rank} {high - low} rows, but a has {mine}"
         )
-
-
-def _check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int) -> None:
-    """One predicate for what both operators need of their inputs."""
-    if not isinstance(a, torch.Tensor) or a.dim() < 2:
-        raise ValueError(f"a is {_shape(a)}; it must be a tensor of at least 2 dimensions")
-    if not bs:
-        raise ValueError("b is an empty list; pass one matrix or several")
-    if a.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
-    if a.dtype not in _DTYPES:
-        raise ValueError(f"a is {a.dtype}; weft takes {', '.join(_DTYPES.values())}")
-    for i, b in enumerate(bs):
-        name = "b" if count == 1 else f"b[{i}]"
-        if not isinstance(b, torch.Tensor) or b.dim() != 2:
-            raise ValueError(f"{name} is {_shape(b)}; it must be a matrix")
-        if b.shape[0] != a.shape[-1]:
-            raise ValueError(
-                f"{name} has {b.shape[0]} rows, a has {a.shape[-1]} columns ({_shape(a)} @ {_shape(b)}); they must agree"
-            )
-        if b.dtype != a.dtype or b.device != a.device:
-            raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
-
-
-def _shape(value: object) -> str:
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

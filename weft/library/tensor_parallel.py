@@ -1,16 +1,13 @@
-"""The operators as torch sees them: torch.library definitions in the namespace weft, with fakes and backward.
+"""weft::all_gather_matmul and weft::matmul_reduce_scatter.
 
     weft::all_gather_matmul(a [m, K], bs [K, n]..., ...)   -> [out [M, n], ..., gathered [M, K] if asked for]
     weft::matmul_reduce_scatter(a [M, k], b [k, N], ...)   -> out [m, N]
 
-They take flat matrices and a group's name; weft.ops is the way in for people. Each backward is the other operator: what was
-gathered is scattered, what was scattered is gathered, overlapped with the matmul as in the forward.
+They take flat matrices and a group's name. Each backward is the other operator: what was gathered is scattered, what was
+scattered is gathered, overlapped with the matmul as in the forward.
 
     all_gather_matmul       grad_a = reduce_scatter(grad_out @ b^T)      grad_b = all_gather(a)^T @ grad_out
     matmul_reduce_scatter   grad_a = all_gather(grad_out) @ b^T          grad_b = a^T @ all_gather(grad_out)
-
-Defined through torch.library.Library, not the custom_op decorator: that one's wrapper loads torch._dynamo at the first
-call, and once that is loaded beside a process group, the group's threads outlive its destruction (docs/log.md).
 """
 
 from __future__ import annotations
@@ -24,17 +21,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft.execute.calls import MatmulCall
 from weft.execute.groups import GROUPS
+from weft.library import backward_schedule, register, unseen
 from weft.problem import split
-
-_LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
-_SCHEMAS = (
-    "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered)"
-    " -> Tensor[]",
-    "matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, str op)"
-    " -> Tensor",
-)
-for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
 
 def _gather(
@@ -51,7 +39,7 @@ def run_gather(
     a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
 ) -> list[torch.Tensor]:
     """weft::all_gather_matmul."""
-    way = _gather if _unseen(a, *bs) else torch.ops.weft.all_gather_matmul
+    way = _gather if unseen(a, *bs) else torch.ops.weft.all_gather_matmul
     return way(a, bs, group, rows, unit, schedule, return_gathered)
 
 
@@ -59,19 +47,8 @@ def run_scatter(
     a: torch.Tensor, b: torch.Tensor, group: str, rank: int, world_size: int, unit: int, schedule: str, op: str
 ) -> torch.Tensor:
     """weft::matmul_reduce_scatter."""
-    way = _scatter if _unseen(a, b) else torch.ops.weft.matmul_reduce_scatter
+    way = _scatter if unseen(a, b) else torch.ops.weft.matmul_reduce_scatter
     return way(a, b, group, rank, world_size, unit, schedule, op)
-
-
-def _unseen(*tensors: torch.Tensor) -> bool:
-    """Whether nobody but the caller looks at this call: no gradient, tracer, mode or subclass. Then torch's dispatch, some 15
-    us of host time, has nothing to do."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    grad = torch.is_grad_enabled()
-    return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
 
 
 def _gather_fake(
@@ -120,7 +97,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
             dist.get_rank(group),
             dist.get_world_size(group),
             ctx.unit,
-            _backward_schedule(ctx.schedule),
+            backward_schedule(ctx.schedule),
             "sum",
         )
     if any(ctx.needs_input_grad[1]):
@@ -140,7 +117,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     scaled = grad / ctx.world_size if ctx.op == "avg" else grad
     grad_a, gathered = torch.ops.weft.all_gather_matmul(
-        scaled.contiguous(), [b.t()], ctx.group, a.shape[0], ctx.unit, _backward_schedule(ctx.schedule), True
+        scaled.contiguous(), [b.t()], ctx.group, a.shape[0], ctx.unit, backward_schedule(ctx.schedule), True
     )
     return grad_a, a.t() @ gathered, None, None, None, None, None, None
 
@@ -154,15 +131,19 @@ def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tenso
     return like.new_zeros(rows, cols) if grad is None else grad
 
 
-def _backward_schedule(schedule: str) -> str:
-    """A family that was asked for serves both ways; a Schedule value is for the forward's problem alone."""
-    return "auto" if schedule.startswith("value:") else schedule
-
-
-for _name, _run, _fake, _context, _backward in (
-    ("all_gather_matmul", _gather, _gather_fake, _gather_context, _gather_backward),
-    ("matmul_reduce_scatter", _scatter, _scatter_fake, _scatter_context, _scatter_backward),
-):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"weft::{_name}", _fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"weft::{_name}", _backward, setup_context=_context, lib=_LIBRARY)
+register(
+    "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered)"
+    " -> Tensor[]",
+    run=_gather,
+    fake=_gather_fake,
+    context=_gather_context,
+    backward=_gather_backward,
+)
+register(
+    "matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, str op)"
+    " -> Tensor",
+    run=_scatter,
+    fake=_scatter_fake,
+    context=_scatter_context,
+    backward=_scatter_backward,
+)

@@ -1,0 +1,34 @@
+"""The operators: what a PyTorch user calls in place of a collective and a matmul.
+
+All ranks of the group call the same operator in the same order. The first call of a group builds its Team; the first call of
+a problem plans, checks and binds a schedule; later calls run it. Every call, ranks agree on what they call before anything
+moves (RankMismatch shows the difference).
+
+    tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from weft.execute.groups import GROUPS
+from weft.execute.trial import Choice
+from weft.ops.checks import group_of
+from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+
+__all__ = ["all_gather_matmul", "choices", "close", "matmul_reduce_scatter"]
+
+
+def close(group: dist.ProcessGroup | None = None) -> None:
+    """Give back what weft holds for a group: segments, threads, programs. The next call starts anew. Not collective.
+
+    After an error, every rank of the group calls this before the group is used again.
+    """
+    GROUPS.close(group_of(group)[0])
+
+
+def choices(group: dist.ProcessGroup | None = None) -> list[Choice]:
+    """What schedule="auto" has stood for in a group so far, a problem each: its spec, and on GPUs the times in us that
+    were measured, by spec. The same on every rank. Empty where no call was made. Not collective.
+    """
+    return GROUPS.choices(group_of(group)[0])

@@ -1,0 +1,72 @@
+"""What every operator checks of its arguments, one predicate each: groups, schedules, operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft import schedules
+from weft.execute.choose import CHOSEN_HERE
+from weft.execute.groups import GROUPS
+from weft.schedule import Schedule
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
+    """(name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
+    if not dist.is_initialized():
+        raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
+    group = dist.group.WORLD if group is None else group
+    rank = dist.get_rank(group)
+    if group is None or rank < 0:
+        raise ValueError("group: this rank is not in it; call the operator on the group's ranks only")
+    return group.group_name, rank, dist.get_world_size(group)
+
+
+def spec_of(schedule: str | Schedule) -> str:
+    """A schedule as a string that the operator takes; values are kept and named by their content."""
+    if isinstance(schedule, Schedule):
+        return GROUPS.keep(schedule)
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
+    if schedule not in CHOSEN_HERE:
+        _check_name(schedule)
+    return schedule
+
+
+def _check_name(schedule: str) -> None:
+    try:
+        schedules.parse(schedule)
+    except ValueError as error:
+        if schedule.partition(":")[0] in schedules.NAMES:
+            raise
+        raise ValueError(f"{error}, or planned for auto without a trial") from None
+
+
+def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int) -> None:
+    """One predicate for what both operators need of their inputs."""
+    if not isinstance(a, torch.Tensor) or a.dim() < 2:
+        raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
+    if not bs:
+        raise ValueError("b is an empty list; pass one matrix or several")
+    if a.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
+    if a.dtype not in DTYPES:
+        raise ValueError(f"a is {a.dtype}; weft takes {', '.join(DTYPES.values())}")
+    for i, b in enumerate(bs):
+        name = "b" if count == 1 else f"b[{i}]"
+        if not isinstance(b, torch.Tensor) or b.dim() != 2:
+            raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
+        if b.shape[0] != a.shape[-1]:
+            raise ValueError(
+                f"{name} has {b.shape[0]} rows, a has {a.shape[-1]} columns ({shape_of(a)} @ {shape_of(b)}); they must agree"
+            )
+        if b.dtype != a.dtype or b.device != a.device:
+            raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+def shape_of(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
