@@ -19,9 +19,11 @@ from weft.span import Span
 from weft.version import __version__
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Call(ABC):
-    """op: which operator. schedule: what the caller asked for. spans: filled with what ran, if given."""
+    """Not frozen: making a frozen one takes twice as long, and one is made each call.
+
+    op: which operator. schedule: what the caller asked for. spans: filled with what ran, if given."""
 
     op: Op
     schedule: str
@@ -44,7 +46,7 @@ class Call(ABC):
     @property
     @abstractmethod
     def key(self) -> tuple[object, ...]:
-        """What calls alike have in common, on this rank."""
+        """What calls alike have in common, on this rank. Compared at each call: cheap."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -55,7 +57,7 @@ class Call(ABC):
         """What is to be computed, from the share of every rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class MatmulCall(Call):
     """rows: of the whole M. extras: further inputs by name, a matrix each."""
 
@@ -69,7 +71,10 @@ class MatmulCall(Call):
 
     @property
     def inputs(self) -> Inputs:
-        return {"a": (self.a,), "b": self.bs, **{name: (tensor,) for name, tensor in self.extras.items()}}
+        found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a,), "b": self.bs}
+        for name, tensor in self.extras.items():
+            found[name] = (tensor,)
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -82,9 +87,9 @@ class MatmulCall(Call):
 
     @property
     def key(self) -> tuple[object, ...]:
-        a, shapes = self.a, tuple(b.shape for b in self.bs)
+        a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
-        return (*fixed, a.shape, a.dtype, a.device, *shapes, *self.extras)
+        return (fixed, a.shape, a.dtype, a.get_device(), shapes, *self.extras)
 
     def describe(self) -> str:
         common = f"K: {self.a.shape[1]}" if self.op == "all_gather_matmul" else f"N: {self.bs[0].shape[1]}"

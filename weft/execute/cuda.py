@@ -29,7 +29,6 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from weft.execute.bindings import Bindings, Where
 from weft.execute.bound import BoundProgram, Inputs, Outputs
@@ -38,6 +37,7 @@ from weft.execute.driver import Word, checked
 from weft.execute.edges import Edges
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
+from weft.execute.vendor import Vendor
 from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, Wait, waits
 from weft.work import span
 
@@ -60,11 +60,11 @@ class CudaProgram(BoundProgram):
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
         self.edges = Edges(schedule)
-        self._words, self._words_handle = space.allocate(4 * self.edges.words)
-        self._addresses = [int(pointer) for pointer in self._words_handle.buffer_ptrs]
+        self._words_piece = space.pool.take(4 * self.edges.words)
+        self._words, self._addresses = self._words_piece.memory, self._words_piece.addresses
         self._scratch: dict[str, torch.Tensor] = {}
         super().__init__(space, schedule)
-        self._area, self._area_handle = space.allocate(self.layout.nbytes)
+        self._area = space.pool.take(self.layout.nbytes)
         lanes = schedule.ranks[self.rank]
         self._progress_pinned = torch.zeros(len(lanes) + 1, dtype=torch.int32).pin_memory()
         self._progress = self._progress_pinned.numpy()
@@ -77,7 +77,12 @@ class CudaProgram(BoundProgram):
         self._replays = Replays(
             capture_stream(space.device), lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs))
         )
-        self._replayable = not any(isinstance(step, Collective) for _, _, _, step in schedule)
+        self._vendors = {
+            id(step): Vendor(self.team.group, step, schedule.problem.shards, self.dtype, space.device)
+            for rank, _, _, step in schedule
+            if rank == self.rank and isinstance(step, Collective)
+        }
+        self._replayable = not self._vendors
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = _PUSH_SMS if beside else _PUSH_SMS_ALONE
         self._copy_lanes = {lane.name for lane in lanes if lane.kind == "copy"}
@@ -99,7 +104,7 @@ class CudaProgram(BoundProgram):
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if rows * cols == 0:
             return torch.empty(rows, cols, dtype=dtype, device=self.space.device)
-        matrix: torch.Tensor = self._area_handle.get_buffer(rank, (rows, cols), dtype, offset // dtype.itemsize)
+        matrix: torch.Tensor = self._area.handle.get_buffer(rank, (rows, cols), dtype, offset // dtype.itemsize)
         return matrix
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -118,9 +123,13 @@ class CudaProgram(BoundProgram):
         self.space.forget(id(self))
         torch.cuda.synchronize(self.space.device)
         self._replays.close()
+        for vendor in self._vendors.values():
+            vendor.close()
         for event in (self._last, *(event for pair in self._forks.values() for event in pair)):
             self.driver.forget(event)
-        del self._words, self._words_handle, self._area, self._area_handle
+        for piece in (self._words_piece, self._area):
+            self.space.pool.give(piece)
+        del self._words, self._words_piece, self._area
         self._scratch, self._tapes, self.fixed = {}, {}, Bindings()
 
     def here(self, where: Where) -> Word:
@@ -166,30 +175,7 @@ class CudaProgram(BoundProgram):
             out.copy_(product)
 
     def collective(self, step: Collective, bindings: Bindings) -> None:
-        """NCCL on equal parts; unequal shards are padded to the longest on the way."""
-        src, dst = bindings.view(step.src), bindings.view(step.dst)
-        shards = self.schedule.problem.shards
-        longest, size = shards[0][1] - shards[0][0], len(shards)
-        even = all(high - low == longest for low, high in shards)
-        op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
-        if step.op == "all_gather" and even:
-            dist.all_gather_into_tensor(dst, src.contiguous(), group=self.team.group)
-        elif step.op == "all_gather":
-            padded = src.new_zeros(longest, src.shape[1])
-            padded[: src.shape[0]].copy_(src)
-            gathered = src.new_empty(size * longest, src.shape[1])
-            dist.all_gather_into_tensor(gathered, padded, group=self.team.group)
-            for rank, (low, high) in enumerate(shards):
-                dst[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
-        elif even:
-            dist.reduce_scatter_tensor(dst, src.contiguous(), op=op, group=self.team.group)
-        else:
-            spread = src.new_zeros(size * longest, src.shape[1])
-            for rank, (low, high) in enumerate(shards):
-                spread[rank * longest : rank * longest + high - low].copy_(src[low:high])
-            reduced = src.new_empty(longest, src.shape[1])
-            dist.reduce_scatter_tensor(reduced, spread, op=op, group=self.team.group)
-            dst.copy_(reduced[: dst.shape[0]])
+        self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if not self._rehearsed:
@@ -224,8 +210,18 @@ class CudaProgram(BoundProgram):
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         spans, self.spans, self._silent = self.spans, None, True
         self._submit(lambda: self._fork_and_join(bindings))
+        self._register()
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
+
+    def _register(self) -> None:
+        """Let vendor collectives have registered buffers where those are faster: in place of symmetric memory. Collective."""
+        for vendor in self._vendors.values():
+            window = vendor.register(lambda what, ns: max(self.team.enter(f"{self.schedule.name}: {what}", ns)))
+            if window is not None:
+                region = vendor.owned
+                self.fixed.bind(region.buffer, region.rank, window)
+                self._tapes, self._batches = {}, {}
 
     def _submit(self, enqueue: Callable[[], None]) -> None:
         """One call on the caller's stream, after the program's last one, and under watch."""

@@ -19,14 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
+from weft.execute.pool import Pool
 from weft.team import Team
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class CudaSpace:
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.device = team, device
         self.driver = Driver()
+        self.pool = Pool(team.group, device, self.settle)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -74,14 +75,6 @@ class CudaSpace:
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16)
-
-    def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Zeroed symmetric memory and its handle. Collective."""
-        area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=self.device)
-        handle = symmetric_memory.rendezvous(area, self.team.group)
-        area.zero_()
-        self.settle()
-        return area, handle
 
     def settle(self) -> None:
         """Wait until every rank's GPU has ended all its work. Collective."""
@@ -191,3 +184,4 @@ class CudaSpace:
         if self._watch is not threading.current_thread():
             self._watch.join()
         self._streams, self._releases = {}, {}
+        self.pool.close()

@@ -33,6 +33,31 @@ PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
 
+class _PlainMode(threading.local):
+    """A context in which tensors are plain ones and nothing is recorded for a backward pass. torch's own contexts take some
+    20 us of a call, so that of inference mode is entered only from within inference mode."""
+
+    def __init__(self) -> None:
+        self._grad = False
+        self._inference: torch.inference_mode | None = None
+
+    def __enter__(self) -> None:
+        if torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*raised)
+            self._inference = None
+
+
+_PLAIN_MODE = _PlainMode()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What calls alike share: the number by which ranks compare them, and the program that runs them."""
@@ -59,7 +84,7 @@ class GroupState:
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
         scratch outlives the mode."""
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, _PLAIN_MODE:
             # CPU ranks meet in every call: their buffers are shared by all programs (weft.execute.host).
             site = self._sites.get(call.key) if call.device.type == "cuda" else None
             if site is None:

@@ -21,8 +21,9 @@ from weft.schedule import Gemm, Part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape. group: row tiles that take turns
-    on the same columns."""
+    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate where TMA stores them,
+    stored_rate where threads do, since they count, add, or go to peers. group: row tiles that take turns on the same
+    columns."""
 
     m: int
     n: int
@@ -30,14 +31,15 @@ class Blocks:
     warps: int
     stages: int
     rate: float = 1.0
+    stored_rate: float = 1.0
     group: int = 8
 
 
 SHAPES = (
     Blocks(m=128, n=256, k=64, warps=8, stages=3),
-    Blocks(m=128, n=128, k=64, warps=8, stages=5, rate=0.93),
-    Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95),
-    Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72),
+    Blocks(m=128, n=128, k=64, warps=8, stages=5, rate=0.93, stored_rate=0.87),
+    Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
+    Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
 )
 """What GPUs run, the best for large sizes first."""
 INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1)
@@ -66,7 +68,8 @@ def blocks_for(step: Gemm, device: torch.device) -> Blocks:
 
 def _waves(step: Gemm, blocks: Blocks) -> float:
     tiles = sum(tiles_of(part, blocks) for part in step.parts)
-    return -(-tiles // _SMS) * blocks.m * blocks.n / blocks.rate
+    by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
+    return -(-tiles // _SMS) * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
 @lru_cache(maxsize=1024)
