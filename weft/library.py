@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from weft import schedules
 from weft.execute.groups import GROUPS, Call
-from weft.problem import split
+from weft.problem import Op, split
 
 _LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS = (
@@ -119,7 +120,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
             dist.get_rank(group),
             dist.get_world_size(group),
             ctx.unit,
-            _backward_schedule(ctx.schedule),
+            _backward_schedule(ctx.schedule, "matmul_reduce_scatter"),
             "sum",
         )
     if any(ctx.needs_input_grad[1]):
@@ -139,7 +140,13 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     scaled = grad / ctx.world_size if ctx.op == "avg" else grad
     grad_a, gathered = torch.ops.weft.all_gather_matmul(
-        scaled.contiguous(), [b.t()], ctx.group, a.shape[0], ctx.unit, _backward_schedule(ctx.schedule), True
+        scaled.contiguous(),
+        [b.t()],
+        ctx.group,
+        a.shape[0],
+        ctx.unit,
+        _backward_schedule(ctx.schedule, "all_gather_matmul"),
+        True,
     )
     return grad_a, a.t() @ gathered, None, None, None, None, None, None
 
@@ -153,9 +160,12 @@ def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tenso
     return like.new_zeros(rows, cols) if grad is None else grad
 
 
-def _backward_schedule(schedule: str) -> str:
-    """A family that was asked for serves both ways; a Schedule value is for the forward's problem alone."""
-    return "auto" if schedule.startswith("value:") else schedule
+def _backward_schedule(schedule: str, op: Op) -> str:
+    """A family that was asked for serves both ways where `op`, the other one, has it. Where it has not, and for a Schedule
+    value, which is for the forward's problem alone, the way back is auto."""
+    family = schedule.partition(":")[0]
+    alone = family in schedules.NAMES and family not in schedules.names(op)
+    return "auto" if alone or schedule.startswith("value:") else schedule
 
 
 for _name, _run, _fake, _context, _backward in (

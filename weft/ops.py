@@ -23,7 +23,7 @@ from weft.execute.choose import CHOSEN_HERE
 from weft.execute.groups import GROUPS
 from weft.execute.trial import Choice
 from weft.library import run_gather, run_scatter
-from weft.problem import split
+from weft.problem import Op, split
 from weft.schedule import Schedule
 
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -117,7 +117,7 @@ def all_gather_matmul(
     _check_rows(rows, moved.shape[0], rank, world_size)
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    results = run_gather(flat, bs, group_name, total * unit, unit, _spec(schedule), return_gathered)
+    results = run_gather(flat, bs, group_name, total * unit, unit, _spec(schedule, "all_gather_matmul"), return_gathered)
     shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
@@ -139,8 +139,8 @@ def matmul_reduce_scatter(
         c = a @ b; dist.reduce_scatter_tensor(out, c, op, group)
 
     a: [M, ..., k], any strides. b: [k, N]. op: "sum" or "avg". scatter_dim: the dimension that is scattered (not the last).
-    group, schedule: as for all_gather_matmul. Partial products are rounded to the dtype, summed in float32 in the order of
-    ranks, and rounded once.
+    group, schedule: as for all_gather_matmul, but for the families that it alone has. Partial products are rounded to the
+    dtype, summed in float32 in the order of ranks, and rounded once.
 
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
     shorter or empty. Raises as all_gather_matmul does.
@@ -153,7 +153,7 @@ def matmul_reduce_scatter(
     moved = a.movedim(dim, 0) if dim else a
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    out = run_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule), op)
+    out = run_scatter(flat, b, group_name, rank, world_size, unit, _spec(schedule, "matmul_reduce_scatter"), op)
     low, high = split(moved.shape[0], world_size)[rank]
     return _shaped(out, high - low, moved, dim)
 
@@ -191,20 +191,20 @@ def _group(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
     return group.group_name, rank, dist.get_world_size(group)
 
 
-def _spec(schedule: str | Schedule) -> str:
-    """A schedule as a string that the operator takes; values are kept and named by their content."""
+def _spec(schedule: str | Schedule, op: Op) -> str:
+    """A schedule as a string that the operator `op` takes; values are kept and named by their content."""
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
     if schedule not in CHOSEN_HERE:
-        _check_name(schedule)
+        _check_name(schedule, op)
     return schedule
 
 
-def _check_name(schedule: str) -> None:
+def _check_name(schedule: str, op: Op) -> None:
     try:
-        schedules.parse(schedule)
+        schedules.check_op(schedules.parse(schedule)[0], op)
     except ValueError as error:
         if schedule.partition(":")[0] in schedules.NAMES:
             raise

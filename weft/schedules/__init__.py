@@ -117,13 +117,6 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(rs.stored, pull=True)),
         ),
         _family(
-            "flag_gated_2d",
-            "one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
-            "weft",
-            _one_lane(ag.gated_2d),
-            None,
-        ),
-        _family(
             "track_and_trigger",
             "one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
             "T3",
@@ -136,6 +129,13 @@ FAMILIES: dict[str, Family] = {
             "fused computation-collectives",
             _one_lane(partial(ag.gated, blocks=True)),
             _one_lane(partial(rs.stored, pull=False)),
+        ),
+        _family(
+            "flag_gated_2d",
+            "one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
+            "weft",
+            _one_lane(ag.gated_2d),
+            None,
         ),
     )
 }
