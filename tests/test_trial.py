@@ -402,8 +402,8 @@ def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) ->
 def test_mistakes_name_planned() -> None:
     from weft.ops import _spec
 
-    assert _spec("planned") == "planned"
+    assert _spec("planned", "all_gather_matmul") == "planned"
     with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned for auto without a trial"):
-        _spec("plan")
+        _spec("plan", "all_gather_matmul")
     with pytest.raises(ValueError, match=r"families that have chunks$"):
-        _spec("flag_gated:0")
+        _spec("flag_gated:0", "all_gather_matmul")
