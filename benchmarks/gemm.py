@@ -2,7 +2,8 @@
 
 Protocol: the local matmul of each of the 14 cases as one of 8 ranks has it, bf16, normal data; every method in a CUDA
 graph of its own, replayed in turn round by round; medians of GPU event times. Baseline: torch.mm (cuBLAS). Methods: the
-kernel plain; with open gates (a part for each eighth of the rows, all but the first from a second tensor); with counts.
+kernel plain; with open gates (a part for each eighth of the rows, all but the first from a second tensor); with counts; with
+open gates between eight slices of K, too, for all parts but the first.
 Traps: outputs and inputs are larger than the L2 cache in all but the smallest cases; the first rounds are thrown away.
 
     python benchmarks/gemm.py --json benchmarks/results/gemm.jsonl
@@ -25,6 +26,7 @@ from weft.execute.versions import versions
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import SHAPES, Blocks
 from weft.schedule import Flag, Gemm, Part, Region, Wait
+from weft.schedules.builder import aligned_slices
 
 ROUNDS, WARM_UP = 12, 4
 
@@ -42,7 +44,8 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
     status = torch.zeros(2, device=device, dtype=torch.int32)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def step(gates: bool, counts: bool, parts: int) -> Gemm:
+    def step(gates: bool, counts: bool, parts: int, slices: int) -> Gemm:
+        inner = tuple((low, Wait(Flag("open", 0, 16 + i))) for i, (low, _) in enumerate(aligned_slices(k, slices)[1:]))
         rows = [(i * m // parts, (i + 1) * m // parts) for i in range(parts)]
         made = [
             Part(
@@ -50,15 +53,18 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
                 Region("out", 0, r, (0, n)),
                 (Wait(Flag("open", 0, i)),) if gates else (),
                 Flag("made", 0, i) if counts else None,
+                inner=inner if i else (),
             )
             for i, r in enumerate(rows)
         ]
         return Gemm(Region("b", 0, (0, k), (0, n)), tuple(made))
 
-    def kernel(gates: bool, counts: bool, parts: int, blocks: Blocks | None = None, split: bool = False) -> Callable[[], None]:
+    def kernel(
+        gates: bool, counts: bool, parts: int, blocks: Blocks | None = None, split: bool = False, slices: int = 1
+    ) -> Callable[[], None]:
         sources = (a, a.clone()) if split else (a,)
         plan = tables(
-            step(gates, counts, parts),
+            step(gates, counts, parts, slices),
             device=device,
             blocks=blocks,
             source=lambda part: int(split and part.a.rows[0] > 0),
@@ -81,6 +87,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
         "kernel": kernel(False, False, 1),
         "gated": kernel(True, False, 8, split=True),
         "counted": kernel(False, True, 8),
+        "sliced": kernel(True, False, 8, split=True, slices=8),
     }
     for blocks in SHAPES if shapes else ():
         found[f"{blocks.m}x{blocks.n}"] = kernel(False, False, 1, blocks)
@@ -122,7 +129,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
     parser.add_argument("--shapes", action="store_true", help="also each tile shape by itself")
     arguments = parser.parse_args()
-    ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": []}
+    ratios: dict[str, list[float]] = {"kernel": [], "gated": [], "counted": [], "sliced": []}
     for case in CASES:
         faulthandler.dump_traceback_later(60, exit=True)
         us = measure(case, arguments.shapes)

@@ -25,7 +25,7 @@ from weft import machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
-from weft.schedules import NAMES
+from weft.schedules import names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/schedules.md")
@@ -44,10 +44,10 @@ def timeline(op: str, family: str) -> str:
 
 
 def counts(op: str) -> str:
-    """A table: every family's fixed costs and traffic on rank 0 of 8, even shards, default chunks."""
+    """A table: the fixed costs of every family that it has and traffic on rank 0 of 8, even shards, default chunks."""
     heads = ("", "GEMMs", "smallest", "gates", "reduce,", "copies", "copies", "waits,", "sent to", "pulled", "copied")
     below = ("", "", "GEMM rows", "", "collective", "to peers", "local", "signals", "peers", "", "locally")
-    rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in NAMES]  # type: ignore[arg-type]
+    rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in names(op)]  # type: ignore[arg-type]
     return _table([heads, below, *rows])
 
 
@@ -63,7 +63,7 @@ def _row(schedule: Schedule) -> tuple[str, ...]:
         schedule.name,
         str(len(gemms)),
         str(min(sum(part.a.shape[0] for part in g.parts) for g in gemms)),
-        str(sum(len(p.gates) for s in steps if isinstance(s, (Gemm, Reduce)) for p in s.parts) or "-"),
+        str(sum(len(p.waits) for s in steps if isinstance(s, (Gemm, Reduce)) for p in s.parts) or "-"),
         str(kinds[Reduce] + kinds[Collective] or "-"),
         str(len(away) or "-"),
         str(len(copies) - len(away) or "-"),

@@ -20,6 +20,7 @@ that is overwritten, a flag with two writers.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -47,11 +48,12 @@ class _Brute:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.size = schedule.problem.world_size
-        self.accesses: dict[tuple[int, int], Access] = {}
+        self.parts: dict[tuple[int, int], list[Access]] = {}
         self._check_flags()
         for rank, _, _, step in schedule:
             self._list_accesses(rank, step)
-        for number, access in enumerate(self.accesses.values()):
+        self.accesses = [access for part in self.parts.values() for access in part]
+        for number, access in enumerate(self.accesses):
             access.number = number
             self._check_access(access)
 
@@ -62,25 +64,40 @@ class _Brute:
             for i, part in enumerate(step.parts):
                 old = [part.out] if step.accumulate else []
                 factors = [part.a, step.b] if part.out.size else []
-                if part.adds:
-                    self._add(rank, step, i, factors, None, late=True)
-                    self._add(rank, step, i, list(part.adds) if part.out.size else [], part.out)
+                if part.inner:
+                    self._list_slices(rank, step, i)
+                elif part.adds:
+                    self._add(rank, step, i, factors, None)
+                    self._add(rank, step, i, list(part.adds) if part.out.size else [], part.out, part.gates)
                 else:
-                    self._add(rank, step, i, [*factors, *old] if part.out.size else [], part.out)
+                    self._add(rank, step, i, [*factors, *old] if part.out.size else [], part.out, part.gates)
         elif isinstance(step, Reduce):
             for i, total in enumerate(step.parts):
-                self._add(rank, step, i, list(total.srcs), total.out)
+                self._add(rank, step, i, list(total.srcs), total.out, total.gates)
 
-    def _add(self, rank: int, step: Step, part: int, reads: list[Region], write: Region | None, *, late: bool = False) -> None:
-        """late: what a part with late gates reads before they open."""
-        self.accesses[id(step), -1 - part if late else part] = Access(rank, step, part, reads, write)
+    def _list_slices(self, rank: int, step: Gemm, number: int) -> None:
+        """A part with inner gates: each slice of its a is an access; all of b is read with the first."""
+        part = step.parts[number]
+        low, high = part.a.cols
+        edges = [low, *(low + column for column, _ in part.inner), high]
+        if edges != sorted(set(edges)) or step.accumulate or part.adds:
+            raise Wrong(f"{step} has slices that make no sense")
+        gates = [part.gates, *((gate,) for _, gate in part.inner)]
+        for cols, waits in zip(itertools.pairwise(edges), gates, strict=True):
+            reads = [dataclasses.replace(part.a, cols=cols)] + [step.b] * (cols[0] == low)
+            self._add(rank, step, number, reads if part.out.size else [], part.out if cols[1] == high else None, waits)
+
+    def _add(
+        self, rank: int, step: Step, part: int, reads: list[Region], write: Region | None, gates: tuple[Wait, ...] = ()
+    ) -> None:
+        self.parts.setdefault((id(step), part), []).append(Access(rank, step, part, reads, write, gates))
 
     def judge(self) -> None:
         """Raises Wrong."""
         conflicts = self._conflicts()
         before = np.ones((CALLS * len(self.accesses), CALLS * len(self.accesses)), bool)
         for number, policy in enumerate(self._policies()):
-            run = Run(self.schedule, self.accesses, CALLS, values=number < 3)
+            run = Run(self.schedule, self.parts, CALLS, values=number < 3)
             run.go(policy)
             ends, starts = run.ends.ravel(), run.starts.ravel()
             before &= ends[:, None] < starts[None, :]
@@ -88,13 +105,13 @@ class _Brute:
             if both.any():
                 one, two = np.argwhere(both)[0] % len(self.accesses)
                 raise Wrong(f"race: {self._words(one)} and {self._words(two)} in both orders")
-        Run(self.schedule, self.accesses, CALLS, values=False, in_order=True).go(lambda task: 0)
+        Run(self.schedule, self.parts, CALLS, values=False, in_order=True).go(lambda task: 0)
         if self._crowded():
             for policy in self._start_policies():
-                Run(self.schedule, self.accesses, 1, values=False, full=True, in_order=True).go(policy)
+                Run(self.schedule, self.parts, 1, values=False, full=True, in_order=True).go(policy)
 
     def _words(self, number: int) -> str:
-        access = list(self.accesses.values())[number]
+        access = self.accesses[number]
         return f"{access.step} on rank {access.rank}"
 
     def _policies(self) -> Iterator[Policy]:
@@ -103,7 +120,7 @@ class _Brute:
         yield lambda task: -tasks.get(id(getattr(task.wants, "step", task.wants)), 0)
         for rank in range(self.size):
             yield lambda task, rank=rank: task.rank == rank
-        for access in self.accesses.values():
+        for access in self.accesses:
             yield lambda task, access=access: task.wants is access or task.wants == ("end", access)
 
     def _start_policies(self) -> Iterator[Policy]:
@@ -131,7 +148,7 @@ class _Brute:
                 raise Wrong(f"{step} has a flag with two writers")
             for flag in flags:
                 writers.setdefault(flag, set()).add((rank, lane.name))
-            for wait in [step] if isinstance(step, Wait) else [g for p in getattr(step, "parts", ()) for g in p.gates]:
+            for wait in [step] if isinstance(step, Wait) else [g for p in getattr(step, "parts", ()) for g in p.waits]:
                 if wait.flag.rank != rank:
                     raise Wrong(f"{step} waits for a flag of another rank")
         for flag, found in writers.items():
@@ -177,7 +194,7 @@ class _Brute:
         """Which pairs of accesses, of any calls, share an element that one of them writes."""
         places: dict[tuple[object, ...], int] = {}
         reads, writes = [], []
-        for access in self.accesses.values():
+        for access in self.accesses:
             reads.append({places.setdefault(e, len(places)) for r in access.reads for e in _elements(r)})
             writes.append({places.setdefault(e, len(places)) for r in access.writes for e in _elements(r)})
         touched = np.zeros((2, len(reads), len(places)), np.float32)

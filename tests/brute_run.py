@@ -10,8 +10,8 @@ from brute_values import Access, Values, Wrong
 
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait
 
-Accesses = dict[tuple[int, int], Access]
-"""By the step's identity and the part's number."""
+Accesses = dict[tuple[int, int], list[Access]]
+"""By the step's identity and the part's number, in their order."""
 
 Policy = Callable[["Task"], float]
 """What runs first among all that can: the lowest."""
@@ -36,7 +36,7 @@ def needs_sms(rank: int, lane: Lane, step: Step) -> bool:
 
 def fills(lane: Lane, step: Step) -> bool:
     """A kernel whose waiting blocks may take every SM."""
-    return lane.kind == "compute" and isinstance(step, (Gemm, Reduce)) and any(p.gates for p in step.parts)
+    return lane.kind == "compute" and isinstance(step, (Gemm, Reduce)) and any(p.waits for p in step.parts)
 
 
 class Run:
@@ -58,8 +58,9 @@ class Run:
         self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
         self.met: dict[tuple[int, int], int] = {}
         self.holder: dict[int, object] = {}
-        self.starts = np.zeros((calls, len(accesses)), np.int64)
-        self.ends = np.zeros((calls, len(accesses)), np.int64)
+        count = sum(map(len, accesses.values()))
+        self.starts = np.zeros((calls, count), np.int64)
+        self.ends = np.zeros((calls, count), np.int64)
         self.clock = 0
         self.values = Values(self.schedule, calls) if values else None
         self.tasks: list[Task] = []
@@ -131,8 +132,7 @@ class Run:
         parts = getattr(step, "parts", (step,))
         done = [0]
         for i, part in enumerate(parts):
-            accesses = [found for n in (-1 - i, i) if (found := self.accesses.get((id(step), n)))]
-            self._spawn(rank, self._part(accesses, part, call, ordinals, done))
+            self._spawn(rank, self._part(self.accesses[id(step), i], part, call, ordinals, done))
         yield ("finish", id(step)), lambda: done[0] == len(parts)
         if self.holder.get(rank) is step:
             del self.holder[rank]
@@ -140,13 +140,12 @@ class Run:
     def _part(
         self, accesses: list[Access], part: object, call: int, ordinals: dict[Flag, int], done: list[int]
     ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        """Its last access waits for the gates; there is one before that if the gates are late."""
-        gates = [self._reached(call, gate) for gate in getattr(part, "gates", ())]
-        if self.in_order:
-            gates.append(lambda: done[0] == accesses[-1].part)
+        """Its accesses one after the other, each once its gates are open."""
         for access in accesses:
-            late = access is not accesses[-1]
-            yield access, (lambda: all(gate() for gate in gates)) if gates and not late else (lambda: True)
+            gates = [self._reached(call, gate) for gate in access.gates]
+            if self.in_order and access is accesses[-1]:
+                gates.append(lambda: done[0] == accesses[-1].part)
+            yield access, lambda gates=gates: all(gate() for gate in gates)  # type: ignore[misc]
             self.starts[call, access.number] = self.ends[call, access.number] = self.clock
             if self.values:
                 self.values.work(access)
@@ -157,7 +156,7 @@ class Run:
     def _collective(
         self, rank: int, lane: Lane, step: Collective, call: int, ordinal: int
     ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        access = self.accesses[id(step), 0]
+        (access,) = self.accesses[id(step), 0]
         yield from self._begin(rank, lane, step)
         yield access, lambda: True
         self.starts[call, access.number] = self.clock

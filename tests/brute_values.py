@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.schedule import Collective, Gemm, Reduce, Region, Schedule, Step
+from weft.schedule import Collective, Gemm, Reduce, Region, Schedule, Step, Wait
 
 PRIME = 2_147_483_647
 
@@ -23,7 +23,7 @@ class Wrong(Exception):
 class Access:
     """A copy, a part of a kernel or a rank's collective: what it reads and writes, element by element.
 
-    write: None of the first half of a part with late gates, which multiplies.
+    A part with late or inner gates is several, one after the other, of which the last one writes. gates: what it waits for.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class Access:
     part: int
     reads: list[Region]
     write: Region | None
+    gates: tuple[Wait, ...] = ()
     number: int = 0
 
     @property
@@ -48,6 +49,7 @@ class Values:
         self.a = rng.integers(1, PRIME, (calls, problem.m, problem.k))
         self.b = rng.integers(1, PRIME, (calls, problem.k, problem.n))
         self.products: dict[tuple[int, int], np.ndarray] = {}
+        self.factors: dict[tuple[int, int], np.ndarray] = {}
         self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
         self.numbers, self.known = {}, {}
         for buffer in schedule.buffers:
@@ -96,6 +98,8 @@ class Values:
         found = [self.read(region) for region in access.reads]
         if isinstance(access.step, Gemm) and access.step.parts[access.part].adds:
             self._add(access, access.step, found)
+        elif isinstance(access.step, Gemm) and access.step.parts[access.part].inner:
+            self._slice(access, found)
         elif isinstance(access.step, Gemm):
             if found:
                 old = found[2] if access.step.accumulate else 0
@@ -112,6 +116,18 @@ class Values:
         elif found:
             whole = (self.products.pop((id(step), access.part)) + sum(found)) % PRIME
             self.write(access.write, whole * pow(step.divide_by, -1, PRIME) % PRIME)
+
+    def _slice(self, access: Access, found: list[np.ndarray]) -> None:
+        """One slice of a part with inner gates. The first one reads all of b; what is left of it is for the others."""
+        key = id(access.step), access.part
+        if len(found) > 1:
+            self.factors[key], self.products[key] = found[1].copy(), np.zeros((), np.int64)
+        if found:
+            width = found[0].shape[1]
+            b, self.factors[key] = self.factors[key][:width], self.factors[key][width:]
+            self.products[key] = (self.products[key] + matmul(found[0], b)) % PRIME
+        if found and access.write:
+            self.write(access.write, self.products.pop(key))
 
     def meet(self, access: Access, meeting: tuple[int, int]) -> None:
         self.sent.setdefault(meeting, {})[access.rank] = self.read(access.reads[0]).copy()

@@ -73,7 +73,13 @@ def _without(step: Any, flag: Flag) -> Step | None:
 
 def _part_without(part: Any, flag: Flag) -> Any:
     gates = tuple(gate for gate in part.gates if gate.flag != flag)
-    return dataclasses.replace(part, gates=gates, count=None if part.count == flag else part.count)
+    inner = tuple(each for each in getattr(part, "inner", ()) if each[1].flag != flag)
+    return _with_inner(dataclasses.replace(part, gates=gates, count=None if part.count == flag else part.count), inner)
+
+
+def _with_inner(part: Any, inner: tuple[tuple[int, Wait], ...]) -> Any:
+    """The part with other inner gates; what cannot have any stays as it is."""
+    return dataclasses.replace(part, inner=inner) if hasattr(part, "inner") else part
 
 
 def map_steps(schedule: Schedule, change: Callable[[Any], Step | None]) -> Schedule:
@@ -121,6 +127,40 @@ def _gate_at_least(part: Any, rng: random.Random) -> Any:
     at = rng.randrange(len(part.gates))
     gate = dataclasses.replace(part.gates[at], at_least=rng.choice((0, 1, 2)))
     return dataclasses.replace(part, gates=(*part.gates[:at], gate, *part.gates[at + 1 :]))
+
+
+def _drop_inner(part: Any, rng: random.Random) -> Any:
+    gone = rng.randrange(len(part.inner))
+    return dataclasses.replace(part, inner=part.inner[:gone] + part.inner[gone + 1 :])
+
+
+def _change_inner(part: Any, rng: random.Random) -> Any:
+    """Its column, or what it waits for: one column later is too late, one earlier harms nothing if it still ascends."""
+    at = rng.randrange(len(part.inner))
+    column, gate = part.inner[at]
+    if rng.random() < 0.7:
+        column += rng.choice((-2, -1, 1, 2))
+    else:
+        gate = dataclasses.replace(gate, at_least=rng.choice((0, 1, 2)))
+    return dataclasses.replace(part, inner=(*part.inner[:at], (column, gate), *part.inner[at + 1 :]))
+
+
+def _move_gate(part: Any, rng: random.Random) -> Any:
+    """A gate becomes an inner one, which is too late for the first columns, or the other way round, or two change places."""
+    gates, inner = list(part.gates), list(part.inner)
+    if gates and inner and rng.random() < 0.3:
+        column, gate = inner[0]
+        gates[0], inner[0] = gate, (column, gates[0])
+    elif inner and rng.random() < 0.5:
+        gates.append(inner.pop(rng.randrange(len(inner)))[1])
+    elif gates:
+        column = rng.randrange(1, max(2, part.a.shape[1]))
+        inner = sorted([*inner, (column, gates.pop(rng.randrange(len(gates))))], key=lambda each: each[0])
+    return dataclasses.replace(part, gates=tuple(gates), inner=tuple(inner))
+
+
+def _has_inner(part: Any) -> bool:
+    return bool(getattr(part, "inner", ()))
 
 
 def _region_of_part(part: Any, rng: random.Random) -> Any:
@@ -213,7 +253,8 @@ def _reuse_flag(schedule: Schedule, rng: random.Random) -> Schedule | None:
 
     def change(part: Any) -> Any:
         gates = tuple(dataclasses.replace(g, flag=new) if g.flag == old else g for g in part.gates)
-        return dataclasses.replace(part, gates=gates, count=new if part.count == old else part.count)
+        inner = tuple((c, dataclasses.replace(g, flag=new) if g.flag == old else g) for c, g in getattr(part, "inner", ()))
+        return _with_inner(dataclasses.replace(part, gates=gates, count=new if part.count == old else part.count), inner)
 
     def step(one: Any) -> Any:
         if isinstance(one, (Signal, Wait)):
@@ -361,6 +402,9 @@ DAMAGES: dict[str, Damage] = {
     "swap two signals": _signal_other,
     "change what is added": _change_part(lambda part: bool(getattr(part, "adds", ())), _change_adds),
     "drop a late gate": _change_part(lambda part: bool(getattr(part, "adds", ()) and part.gates), _drop_gate),
+    "drop an inner gate": _change_part(_has_inner, _drop_inner),
+    "change an inner gate": _change_part(_has_inner, _change_inner),
+    "move a gate": _change_part(lambda part: hasattr(part, "inner") and bool(part.waits), _move_gate),
     "divide by another number": _divide,
     "reorder parts": _reorder_parts,
     "change at_least": _at_least,

@@ -10,7 +10,7 @@ from damage import map_parts, map_steps, with_steps
 
 from weft.problem import OPS, Problem
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
-from weft.schedules import FAMILIES, build
+from weft.schedules import build, names
 
 
 def random_schedule(rng: random.Random) -> Schedule:
@@ -32,7 +32,7 @@ def random_schedule(rng: random.Random) -> Schedule:
         reduce_op="avg" if not gather and rng.random() < 0.3 else "sum",
     )
     chunks = rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2))
-    return build(problem, rng.choice(tuple(FAMILIES)), chunks, fan_out=rng.random() < 0.25)
+    return build(problem, rng.choice(names(op)), chunks, fan_out=rng.random() < 0.25)
 
 
 def random_sync(rng: random.Random) -> Schedule:
@@ -41,7 +41,7 @@ def random_sync(rng: random.Random) -> Schedule:
     Nothing is computed (the problem has no rows), so that such a schedule is right if and only if it cannot deadlock.
     """
     size = rng.choice((1, 1, 2, 2, 3))
-    problem = Problem(op="all_gather_matmul", m=0, n=0, k=1, world_size=size)
+    problem = Problem(op="all_gather_matmul", m=0, n=0, k=2, world_size=size)
     names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 2, 3)))]
     flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(2)] for lane in names}
     lanes: list[list[Lane]] = [[] for _ in range(size)]
@@ -62,14 +62,14 @@ def _with_collective(schedule: Schedule, rng: random.Random) -> Schedule:
             return schedule
         index = rng.choice(able)
         steps = list(lanes[index].steps)
-        nothing = [Region(name, rank, (0, 0), (0, 1)) for name in ("a", "a_full")]
+        nothing = [Region(name, rank, (0, 0), (0, 2)) for name in ("a", "a_full")]
         steps.insert(rng.randrange(len(steps) + 1), Collective("all_gather", nothing[0], nothing[1]))
         schedule = with_steps(schedule, rank, index, steps)
     return schedule
 
 
 def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], heard: list[Flag]) -> list[Step]:
-    nothing, b = Region("a_full", rank, (0, 0), (0, 1)), Region("b", rank, (0, 1), (0, 0))
+    nothing, b = Region("a_full", rank, (0, 0), (0, 2)), Region("b", rank, (0, 2), (0, 0))
     what = rng.choice(("wait", "signal", "signal", "copy", "kernel", "kernel"))
     if what == "wait" and heard:
         return [Wait(rng.choice(heard), rng.choice((1, 1, 2)))]
@@ -77,7 +77,8 @@ def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], hear
         parts = []
         for count in rng.sample([*mine, None], rng.choice((1, 2))):
             gates = tuple(Wait(rng.choice(heard)) for _ in range(rng.choice((0, 1, 1)))) if heard else ()
-            parts.append(Part(nothing, Region("out", rank, (0, 0), (0, 0)), gates, count))
+            inner = ((1, Wait(rng.choice(heard))),) if heard and rng.random() < 0.3 else ()
+            parts.append(Part(nothing, Region("out", rank, (0, 0), (0, 0)), gates, count, inner=inner))
         return [Gemm(b, tuple(parts))]
     return [Copy(nothing, nothing)] if what == "copy" else [Signal(rng.choice(mine))]
 
@@ -86,7 +87,9 @@ def _only_possible(schedule: Schedule) -> Schedule:
     """Without the waits for more signals than there are."""
 
     def part(old: Any) -> Any:
-        return dataclasses.replace(old, gates=tuple(g for g in old.gates if schedule.signals_per_call[g.flag] >= g.at_least))
+        possible = {g for g in old.waits if schedule.signals_per_call[g.flag] >= g.at_least}
+        inner = tuple(each for each in old.inner if each[1] in possible)
+        return dataclasses.replace(old, gates=tuple(g for g in old.gates if g in possible), inner=inner)
 
     def step(old: Any) -> Any:
         if isinstance(old, Wait):

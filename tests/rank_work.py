@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import weft
 from weft.problem import split
+from weft.schedules import names
 
 
 def here() -> torch.device:
@@ -27,6 +28,18 @@ def bound(dtype: torch.dtype, k: int, partials: int, reference: torch.Tensor) ->
     scale = float(reference.abs().max()) if reference.numel() else 0.0
     unit = torch.finfo(dtype).eps / 2
     return scale * ((1 + partials) * unit + 4 * k**0.5 * torch.finfo(torch.float32).eps)
+
+
+def check_both(m: int, n: int, k: int, dtype: torch.dtype, spec: str, seed: int, op: str = "sum") -> None:
+    """Both operators, or the one that has this family. op: of the sum."""
+    check_gather(m, n, k, dtype, spec, seed)
+    if both_have(spec):
+        check_scatter(m, n, k, dtype, spec, seed, op=op)
+
+
+def both_have(spec: str) -> bool:
+    """Whether a schedule exists for either operator; of these two, all_gather_matmul has every family."""
+    return spec.partition(":")[0] in ("auto", *names("matmul_reduce_scatter"))
 
 
 def check_gather(

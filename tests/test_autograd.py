@@ -46,7 +46,7 @@ def _gather_gradients(m: int, schedule: str, return_gathered: bool) -> None:
     torch.testing.assert_close(bs[1].grad, other.grad[:, 4 * rank : 4 * rank + 4], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "flag_gated:2"])
+@pytest.mark.parametrize("schedule", ["auto", "flag_gated:2", "flag_gated_2d:2"])
 @pytest.mark.parametrize("return_gathered", [False, True])
 def test_backward_of_all_gather_matmul(ranks: RankFixture, schedule: str, return_gathered: bool) -> None:
     for m in (12, 7):

@@ -14,7 +14,7 @@ from damage import places, step_at, with_lanes, with_step
 from weft.checker import ScheduleError, check
 from weft.problem import OPS, Problem
 from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Wait
-from weft.schedules import NAMES, build
+from weft.schedules import build, names
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=4, k=6, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=4, k=6, world_size=2)
@@ -120,6 +120,43 @@ def test_what_a_product_adds_is_proved() -> None:
     refused(change(average, Gemm, divide_by=1), "leaves out@0", "divided by 2")
 
 
+def test_what_lies_behind_an_inner_gate_is_proved_by_it_alone() -> None:
+    schedule = build(GATHER, "flag_gated_2d", 2)
+    check(schedule)
+    part = step_at(schedule, first(schedule, Gemm)).parts[1]
+    ((column, wait),) = part.inner
+    assert (part.gates, column, wait) == ((Wait(Flag("arrived", 0, 2)),), 3, Wait(Flag("arrived", 0, 3)))
+    unordered = "no write of all of it is ordered before|nothing orders the two"
+    for fields, columns in [
+        ({"inner": ()}, "0:6"),
+        ({"inner": ((column + 1, wait),)}, "[0-9]:4"),
+        ({"gates": ()}, "0:3"),
+    ]:
+        damaged = change_part(schedule, Gemm, 1, **fields)
+        with pytest.raises(ScheduleError, match=rf"rank 0, lane compute, .*a_full@0\[4:8, {columns}\].*({unordered})"):
+            check(damaged)
+        assert verdict(damaged)
+    early = change_part(schedule, Gemm, 1, inner=((column - 1, wait),))
+    check(early)
+    assert verdict(early) == ""
+
+
+def test_an_inner_gate_holds_the_sms_as_a_gate_does() -> None:
+    """Rank 0's own rows are staged by a copy, a kernel, for whose second half tiles wait that may fill all SMs."""
+    for lane in ("copy", "blocks"):
+        schedule = _staged(lane)
+        step = step_at(schedule, first(schedule, Gemm))
+        own = dataclasses.replace(
+            step.parts[0], a=region("a", 0, (0, 4), (0, 6)), inner=((3, step.parts[0].gates[0]),), gates=()
+        )
+        schedule = change(schedule, Gemm, parts=(own, *step.parts[1:]))
+        if lane == "blocks":
+            check(schedule)
+        else:
+            refused(schedule, "possible deadlock", "part 0", "at column 3) may fill all SMs of rank 0")
+        assert bool(verdict(schedule)) == (lane == "copy")
+
+
 def _late_factor(*, waits_first: bool) -> Schedule:
     """flag_gated, but rank 0's second part adds zeros: its gate is late. waits_first: the lane waits before the kernel, too."""
     schedule = build(GATHER, "flag_gated", 1)
@@ -198,6 +235,21 @@ def test_structure_of_sums_and_counts() -> None:
     refused(change(schedule, Gemm, divide_by=0), "divide_by is 0; it must be at least 1")
     wide = build(dataclasses.replace(SCATTER, dtype="float32"), "track_and_trigger", 2)
     refused(change(wide, Gemm, accumulate=True), "use one of accumulate and adds")
+
+
+def test_structure_of_inner_gates() -> None:
+    schedule = build(GATHER, "flag_gated_2d", 3)
+    (_, one), (_, two) = step_at(schedule, first(schedule, Gemm)).parts[1].inner
+    for columns in ((0, 2), (2, 2), (4, 2), (2, 6)):
+        inner = tuple(zip(columns, (one, two), strict=True))
+        words = f"inner gates of a_full@0[4:8, 0:6] are at columns {list(columns)}; they must ascend, above 0 and below 6"
+        refused(change_part(schedule, Gemm, 1, inner=inner), words)
+    wide = build(dataclasses.replace(GATHER, dtype="float32"), "flag_gated_2d", 3)
+    refused(change(wide, Gemm, accumulate=True), "has inner gates and accumulate; use one of the two")
+    out = region("out", 0, (4, 8), (0, 2))
+    refused(change_part(schedule, Gemm, 1, adds=(out,)), "has inner gates and adds; use one of the two")
+    other = (dataclasses.replace(one, flag=dataclasses.replace(one.flag, rank=1)), two)
+    refused(change_part(schedule, Gemm, 1, inner=tuple(zip((2, 4), other, strict=True))), "is waited for from rank 0")
 
 
 def test_structure_of_the_whole() -> None:
@@ -295,8 +347,7 @@ def _milliseconds(schedule: Schedule, runs: int = 7) -> float:
     return 1e3 * min(times)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names(op)])
 def test_eight_ranks_by_64_chunks_take_under_50_ms(op: Any, name: str) -> None:
     """Measured: 1 to 30 ms of processor time, whatever else the machine does; the best of some runs counts."""
     schedule = build(Problem(op=op, m=16384, n=8192, k=8192, world_size=8), name, 8)
@@ -305,5 +356,5 @@ def test_eight_ranks_by_64_chunks_take_under_50_ms(op: Any, name: str) -> None:
 
 def test_four_ranks_by_16_chunks_take_a_few_ms() -> None:
     for op in OPS:
-        for name in NAMES:
+        for name in names(op):
             assert _milliseconds(build(Problem(op=op, m=4096, n=4096, k=4096, world_size=4), name, 4)) < 8

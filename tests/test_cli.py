@@ -22,6 +22,7 @@ from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
 from weft.results import Run, SiteRun, Skipped
 from weft.schedules import NAMES
+from weft.schedules import names as families
 from weft.span import Span
 
 Weft = Callable[..., tuple[int, str, str]]
@@ -259,7 +260,10 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["plan", "llama3-8b", "--machine", "nope"], ["'nope'"]),
         (["plan", "llama3-8b", "--dtype", "nope"], ["'nope'"]),
         (["plan", "llama3-8b", "--tp", "0"], ["--tp"]),
+        (["run", "llama3-8b", "--schedule", "flag_gated_2d:4"], ["'flag_gated_2d'", "--op all_gather_matmul"]),
+        (["plan", "llama3-8b", "--schedule", "flag_gated_2d"], ["'flag_gated_2d'", "matmul_reduce_scatter has sequential"]),
         (["schedules", "nope"], ["'nope'", *NAMES]),
+        (["schedules", "flag_gated_2d", "--op", "matmul_reduce_scatter"], ["is for all_gather_matmul alone"]),
         (["schedules", "--op", "nope"], ["'nope'", "all_gather_matmul"]),
     ],
 )
@@ -409,7 +413,9 @@ def test_a_small_model_runs_for_real(tmp_path: Path) -> None:
 def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
     status, out, _ = weft("schedules", "--op", "matmul_reduce_scatter")
     assert status == 0
-    assert all(name in out for name in NAMES)
+    assert all(f"\n{name}\n" in f"\n{out}" for name in families("matmul_reduce_scatter"))
+    assert "Not for matmul_reduce_scatter: flag_gated_2d." in out
+    assert "Not for" not in weft("schedules")[1]
     assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shared_memory_names
-from rank_work import check_gather, check_scatter
+from rank_work import check_both, check_gather, check_scatter
 
 import weft
 from weft.errors import PeerLost, WaitTimeout
@@ -38,8 +38,7 @@ def _calls_until(victim: int, after_s: float, how: int, names: tuple[str, ...]) 
         threading.Timer(after_s, lambda: os.kill(os.getpid(), how)).start()
     try:
         for call in range(1_000_000):
-            check_gather(64, 48, 32, torch.float32, names[call % len(names)], call)
-            check_scatter(64, 48, 32, torch.float32, names[call % len(names)], call)
+            check_both(64, 48, 32, torch.float32, names[call % len(names)], call)
     except (PeerLost, WaitTimeout) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - struck
     raise AssertionError("the calls ended")

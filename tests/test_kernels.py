@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rank_work import check_gather, check_scatter
+from rank_work import check_both
 
 from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
-FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_stores")
+FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_stores", "flag_gated_2d:2")
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -45,8 +45,7 @@ def _fused_schedules() -> int:
         for m, n, k in ((70, 80, 48), (128, 96, 64), (70, 80, 48)):
             for name in FUSED:
                 for call in range(2):
-                    check_gather(m, n, k, torch.float16, name, call)
-                    check_scatter(m, n, k, torch.float16, name, call)
+                    check_both(m, n, k, torch.float16, name, call)
     finally:
         for kind in kinds:
             kind.launch = launch[kind]  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from weft.machine import Machine, load
 from weft.planner import Plan, plan
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Schedule
-from weft.schedules import NAMES, build, candidates
+from weft.schedules import NAMES, build, candidates, names
 from weft.sim import run, simulate
 from weft.span import total_us
 
@@ -36,7 +36,7 @@ def test_best_first_and_sequential_among_them(plans: dict[tuple[Op, int], Plan])
         assert times == sorted(times)
         sequential = next(c for c in found.candidates if c.schedule == "sequential")
         assert sequential.predicted_us == found.sequential_us >= found.chosen.predicted_us
-        assert {c.schedule for c in found.candidates} == set(NAMES)
+        assert {c.schedule for c in found.candidates} == set(names(found.problem.op))
         assert len({c.spec for c in found.candidates}) == len(found.candidates)
         assert {(s.name, s.chunks) for s in candidates(found.problem)} <= {(c.schedule, c.chunks) for c in found.candidates}
 
@@ -126,6 +126,11 @@ def test_of_equal_times_the_simpler_wins() -> None:
     for given in (named, named[::-1]):
         specs = [c.spec for c in plan(problem, tiny(), schedules=given).candidates]
         assert specs.index("shard_p2p") < specs.index("hetero_unfused_1d:1")
+
+
+def test_a_family_that_the_operator_lacks() -> None:
+    with pytest.raises(ValueError, match=r"schedule is 'flag_gated_2d', which is for all_gather_matmul alone"):
+        plan(llama_70b("matmul_reduce_scatter", 512), H200, only="flag_gated_2d")
 
 
 REFUSED: list[tuple[dict[str, object], str]] = [

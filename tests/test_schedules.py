@@ -13,14 +13,15 @@ from weft import codec
 from weft.checker import check
 from weft.problem import OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
-from weft.schedules import FAMILIES, NAMES, build, candidates, parse
+from weft.schedules import FAMILIES, build, candidates, names, parse
 
 
 @st.composite
-def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> Problem:
-    """Of any extents, those that divide by nothing and those smaller than world_size among them."""
+def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> tuple[Problem, str]:
+    """A problem and one of its families. Of any extents, those that divide by nothing and those smaller than world_size among
+    them."""
     op = draw(st.sampled_from(OPS))
-    return Problem(
+    problem = Problem(
         op=op,
         m=draw(st.integers(0, most)),
         n=draw(st.integers(0, most)),
@@ -30,34 +31,36 @@ def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> Problem:
         return_gathered=op == "all_gather_matmul" and draw(st.booleans()),
         reduce_op=draw(st.sampled_from(("sum", "avg"))) if op == "matmul_reduce_scatter" else "sum",
     )
-
-
-families = st.sampled_from(NAMES)
+    return problem, draw(st.sampled_from(names(op)))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 9))
-def test_every_schedule_is_proved_right(problem: Problem, name: str, chunks: int) -> None:
+@given(problems(), st.integers(1, 9))
+def test_every_schedule_is_proved_right(drawn: tuple[Problem, str], chunks: int) -> None:
+    problem, name = drawn
     check(build(problem, name, chunks))
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(problems(most=7, most_ranks=3), families, st.integers(1, 3))
-def test_small_schedules_compute_the_result_in_every_order(problem: Problem, name: str, chunks: int) -> None:
+@given(problems(most=7, most_ranks=3), st.integers(1, 3))
+def test_small_schedules_compute_the_result_in_every_order(drawn: tuple[Problem, str], chunks: int) -> None:
+    problem, name = drawn
     assert verdict(build(problem, name, chunks)) == ""
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 5))
-def test_json_and_back(problem: Problem, name: str, chunks: int) -> None:
+@given(problems(), st.integers(1, 5))
+def test_json_and_back(drawn: tuple[Problem, str], chunks: int) -> None:
+    problem, name = drawn
     schedule = build(problem, name, chunks)
     assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 9))
-def test_no_step_is_idle(problem: Problem, name: str, chunks: int) -> None:
+@given(problems(), st.integers(1, 9))
+def test_no_step_is_idle(drawn: tuple[Problem, str], chunks: int) -> None:
     """Nothing empty is copied, every flag that is advanced is waited for and the other way round, names are right."""
+    problem, name = drawn
     schedule = build(problem, name, chunks)
     assert (schedule.name, schedule.problem) == (name, problem)
     assert not [step for *_, step in schedule if isinstance(step, Copy) and not problem.k * step.src.shape[0]]
@@ -68,9 +71,10 @@ def test_no_step_is_idle(problem: Problem, name: str, chunks: int) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 5))
-def test_work_is_conserved(problem: Problem, name: str, chunks: int) -> None:
+@given(problems(), st.integers(1, 5))
+def test_work_is_conserved(drawn: tuple[Problem, str], chunks: int) -> None:
     """All multiplications are done once, and every rank's pieces travel once to each peer."""
+    problem, name = drawn
     schedule = build(problem, name, chunks)
     flops = sum(
         part.a.shape[0] * step.b.size for *_, step in schedule if isinstance(step, Gemm) for part in step.parts if step.b.size
@@ -86,7 +90,7 @@ def test_work_is_conserved(problem: Problem, name: str, chunks: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_all_candidates_of_a_real_problem_are_right(op: Any) -> None:
     found = candidates(Problem(op=op, m=4096, n=1792, k=4096, world_size=4))
-    assert {schedule.name for schedule in found} == set(NAMES)
+    assert {schedule.name for schedule in found} == set(names(op))
     for schedule in found:
         check(schedule)
 
@@ -104,4 +108,9 @@ def test_specs_and_their_errors() -> None:
     for spec in ("ring", "flag_gated:0", "flag_gated:x", "sequential:2", ""):
         with pytest.raises(ValueError, match="schedule is"):
             parse(spec)
+    scatter = Problem(op="matmul_reduce_scatter", m=4, n=4, k=4, world_size=2)
+    words = "schedule is 'flag_gated_2d', which is for all_gather_matmul alone; matmul_reduce_scatter has sequential, "
+    with pytest.raises(ValueError, match=words):
+        build(scatter, "flag_gated_2d")
+    assert "flag_gated_2d" not in {schedule.name for schedule in candidates(scatter)}
     assert all(str(family).startswith(f"{name}: ") for name, family in FAMILIES.items())

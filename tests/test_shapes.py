@@ -15,8 +15,8 @@ from weft.kernels.shapes import SHAPES, blocks_for, tiles_of
 GPU = torch.device("cuda")
 
 
-def first_gemm(m: int, name: str, world_size: int = 4) -> Gemm:
-    schedule = build(Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=world_size), name, 1)
+def first_gemm(m: int, name: str, world_size: int = 4, chunks: int = 1) -> Gemm:
+    schedule = build(Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=world_size), name, chunks)
     return next(step for _, _, _, step in schedule if isinstance(step, Gemm))
 
 
@@ -31,6 +31,13 @@ def test_a_gated_step_of_one_wave_is_cut_finer() -> None:
     assert (plain.m, plain.n) == (128, 256)
     assert gated.m * gated.n < plain.m * plain.n
     assert gated.group * gated.m < 512, "row tiles of the own shard must not take turns with those of the last chunk"
+
+
+def test_a_step_of_slices_keeps_the_largest_tiles_in_one_wave() -> None:
+    """Its tiles all start with the first slices. 116 SMs are left to it: 4 x 28 tiles of 128 x 256, or 8 x 14 of 64 x 256."""
+    for world_size, shape in ((4, (128, 256)), (8, (64, 256))):
+        blocks = blocks_for(first_gemm(512, "flag_gated_2d", world_size, chunks=4), GPU)
+        assert (blocks.m, blocks.n) == shape
 
 
 @pytest.mark.parametrize("m", [1, 100, 512, 2048, 8192])

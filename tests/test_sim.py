@@ -13,8 +13,8 @@ from machine_tiny import tiny
 
 from weft.machine import Machine, Topology, load
 from weft.problem import OPS, Op, Problem
-from weft.schedule import Copy, Flag, Lane, Region, Schedule, Signal, Step, Wait
-from weft.schedules import NAMES, build
+from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.schedules import NAMES, build, names
 from weft.sim import Outcome, run, simulate
 from weft.sim.kernels import Blocks
 from weft.sim.network import Network
@@ -22,6 +22,7 @@ from weft.span import Span
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=8, k=8, world_size=2)
+EACH = [(op, name) for op in OPS for name in names(op)]
 TOPOLOGIES: tuple[Topology, ...] = ("switch", "mesh", "ring", "pcie")
 
 
@@ -51,6 +52,38 @@ def test_story_gate_opens_late() -> None:
         "copy: signal arrived[0]@1 6.5 7",
         "compute: signal free[0]@1 8.75 9.25",
     ]
+
+
+def _one_slice_late(column: int, *, rows: int = 8) -> Schedule:
+    """A GEMM of 8 columns on one rank, whose last 4 rows wait at `column`, for a flag that is raised at 5."""
+    problem = Problem(op="all_gather_matmul", m=rows, n=4, k=8, world_size=1)
+    late, tick = Wait(Flag("late", 0)), Flag("tick", 0)
+    parts = [Part(Region("a", 0, (i, i + 4), (0, 8)), Region("out", 0, (i, i + 4), (0, 4))) for i in range(0, rows, 4)]
+    parts[-1] = dataclasses.replace(parts[-1], inner=((column, late),))
+    gemm = Gemm(Region("b", 0, (0, 8), (0, 4)), tuple(parts))
+    lanes = (Lane("compute", "compute", (gemm,)), Lane("copy", "copy", (*[Signal(tick)] * 9, Signal(late.flag))))
+    return dataclasses.replace(build(problem, "sequential"), ranks=(lanes,))
+
+
+@pytest.mark.parametrize(("column", "end"), [(2, 6.125), (4, 5.75), (6, 5.375)])
+def test_story_a_slice_arrives_late(column: int, end: float) -> None:
+    """A tile starts at 3 and takes 1.5. Its flag comes at 5, when it has multiplied what lies before `column`; what is left is
+    in proportion."""
+    gemm = next(s for s in simulate(_one_slice_late(column), tiny()) if s.kind == "gemm")
+    assert gemm.end_us == end
+
+
+@pytest.mark.parametrize(("waits_first", "end"), [(False, 6.0), (True, 7.25)])
+def test_story_a_tile_that_waits_for_a_slice_holds_its_sm(waits_first: bool, end: float) -> None:
+    """Four tiles on two SMs. If the one that waits is last, it starts at 4.5 and finds its gate open at 5.25. If it is first,
+    it holds its SM until 5.75, and the fourth starts no sooner."""
+    schedule = _one_slice_late(4, rows=16)
+    gemm, (compute, copy) = schedule.ranks[0][0].steps[0], schedule.ranks[0]
+    assert isinstance(gemm, Gemm)
+    parts = gemm.parts[::-1] if waits_first else gemm.parts
+    lanes = (dataclasses.replace(compute, steps=(dataclasses.replace(gemm, parts=parts),)), copy)
+    spans = simulate(dataclasses.replace(schedule, ranks=(lanes,)), tiny())
+    assert next(s.end_us for s in spans if s.kind == "gemm") == end
 
 
 def test_story_stores_to_the_owner() -> None:
@@ -137,15 +170,9 @@ def test_lanes_share_the_engines_of_their_rank() -> None:
 
 def test_blocks_take_tiles_as_they_come_free() -> None:
     blocks = Blocks(2, 0)
-    assert blocks.take(3, 0, 10) == (10, 20)
-    assert blocks.take(1, 0, 10) == (20, 20)
-    assert blocks.take(3, 25, 10) == (35, 45)
-
-
-def test_blocks_multiply_before_they_wait_to_add() -> None:
-    blocks = Blocks(2, 0)
-    assert blocks.take(2, 25, 10, 3) == (28, 28)
-    assert blocks.take(1, 25, 10, 3) == (41, 41)
+    assert blocks.take(3, lambda free: free + 10) == (10, 20)
+    assert blocks.take(1, lambda free: free + 10) == (20, 20)
+    assert blocks.take(3, lambda free: max(free, 25) + 10) == (35, 45)
 
 
 def test_a_schedule_that_never_ends_is_refused() -> None:
@@ -176,8 +203,7 @@ def assert_conserved(schedule: Schedule, outcome: Outcome, machine: Machine) -> 
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "name"), EACH)
 def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
     machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
     schedule = build(uneven(op), name, 3, fan_out=machine.fans_out)
@@ -200,8 +226,7 @@ def test_handing_back_the_gathered_rows_takes_time(name: str) -> None:
     assert gathered > plain
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "sequential"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "name"), [each for each in EACH if each[1] != "sequential"])
 def test_faster_links_are_never_slower(op: Op, name: str) -> None:
     machine = load("h200x8")
     problem = Problem(op=op, m=2048, n=4096, k=4096, world_size=4)
@@ -265,7 +290,7 @@ def test_one_gated_kernel_loses_less_than_many() -> None:
 
 def test_flops_and_bytes_are_all_there() -> None:
     problem = Problem(op="all_gather_matmul", m=64, n=32, k=16, world_size=4)
-    for name in NAMES:
+    for name in names(problem.op):
         spans = simulate(build(problem, name), tiny(world_size=4))
         assert sum(s.flops for s in spans) == 2 * 64 * 32 * 16
         remote = sum(

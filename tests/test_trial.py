@@ -402,8 +402,8 @@ def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) ->
 def test_mistakes_name_planned() -> None:
     from weft.ops.checks import spec_of
 
-    assert spec_of("planned") == "planned"
+    assert spec_of("planned", "all_gather_matmul") == "planned"
     with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned for auto without a trial"):
-        spec_of("plan")
+        spec_of("plan", "all_gather_matmul")
     with pytest.raises(ValueError, match=r"families that have chunks$"):
-        spec_of("flag_gated:0")
+        spec_of("flag_gated:0", "all_gather_matmul")

@@ -65,6 +65,8 @@ def run_model(
     element = cast(DType, dtype)
     found = sites(model)
     chosen = [s for s in found if isinstance(s, Site) and op in (None, s.op)]
+    for site in chosen:
+        schedules.check_op(schedule.partition(":")[0], site.op)
     done: list[SiteRun] = []
     with Ranks(ranks if chosen else 0, device=device) as pool:
         for index, site in enumerate(chosen):

@@ -111,6 +111,10 @@ class Part:
     adds: out = (a @ b + sum(adds)) / the Gemm's divide_by, summed in float32 in the order given and rounded once. The gates of
     a part that adds are late: its tiles wait for them after they have read a and b, before they read what they add, so that
     the wait hides behind the multiplication. Nothing is known of a and b then but what is known where the Gemm starts.
+
+    inner: (column, wait), columns ascending, counted from a's first and between its ends: its tiles wait for this after they
+    have multiplied the columns of a below `column`, and before they read those from `column` on. Of b nothing more is known
+    then than where its gates are open. Not together with adds, or with the Gemm's accumulate.
     """
 
     a: Region
@@ -118,9 +122,16 @@ class Part:
     gates: tuple[Wait, ...] = ()
     count: Flag | None = None
     adds: tuple[Region, ...] = ()
+    inner: tuple[tuple[int, Wait], ...] = ()
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """All that its tiles wait for, in this order: gates, then inner gates."""
+        return self.gates + tuple(wait for _, wait in self.inner)
 
     def __str__(self) -> str:
-        return f"{' + '.join(map(str, (self.a, *self.adds)))} -> {self.out}{_conditions(self.gates, self.count)}"
+        inner = "".join(f", {wait} at column {column}" for column, wait in self.inner)
+        return f"{' + '.join(map(str, (self.a, *self.adds)))} -> {self.out}{_conditions(self.gates, self.count, inner)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +163,11 @@ class Sum:
     out: Region
     gates: tuple[Wait, ...] = ()
     count: Flag | None = None
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """All that it waits for: its gates."""
+        return self.gates
 
     def __str__(self) -> str:
         return f"{' + '.join(map(str, self.srcs))} -> {self.out}{_conditions(self.gates, self.count)}"
@@ -258,11 +274,11 @@ class Schedule:
 
 
 def waits(step: Step) -> tuple[Wait, ...]:
-    """Every wait of a step, gates included."""
+    """Every wait of a step, gates and inner gates included, part by part."""
     if isinstance(step, Wait):
         return (step,)
     if isinstance(step, (Gemm, Reduce)):
-        return tuple(gate for part in step.parts for gate in part.gates)
+        return tuple(wait for part in step.parts for wait in part.waits)
     return ()
 
 
@@ -275,5 +291,5 @@ def advances(step: Step) -> tuple[Flag, ...]:
     return ()
 
 
-def _conditions(gates: tuple[Wait, ...], count: Flag | None) -> str:
-    return "".join(f", {gate}" for gate in gates) + (f", count {count}" if count else "")
+def _conditions(gates: tuple[Wait, ...], count: Flag | None, inner: str = "") -> str:
+    return "".join(f", {gate}" for gate in gates) + inner + (f", count {count}" if count else "")

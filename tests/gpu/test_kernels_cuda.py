@@ -22,7 +22,11 @@ def _operands(transposed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return a, b, a.double() @ b.double()
 
 
-def _step(gated: bool, counted: bool) -> Gemm:
+def _step(gated: bool, counted: bool, sliced: bool = False) -> Gemm:
+    """Three parts; sliced: the second waits for words 3 and 4 between slices of K, the third for word 5."""
+    slices: list[tuple[tuple[int, Wait], ...]] = [(), (), ()]
+    if sliced:
+        slices[1:] = [((64, Wait(Flag("open", 0, 3))), (192, Wait(Flag("open", 0, 4)))), ((128, Wait(Flag("open", 0, 5))),)]
     cuts = [(0, 100), (100, 130), (130, M)]
     parts = [
         Part(
@@ -30,6 +34,7 @@ def _step(gated: bool, counted: bool) -> Gemm:
             Region("out", 0, rows, (0, N)),
             (Wait(Flag("open", 0, i)),) if gated else (),
             Flag("made", 0, i) if counted else None,
+            inner=slices[i],
         )
         for i, rows in enumerate(cuts)
     ]
@@ -37,14 +42,14 @@ def _step(gated: bool, counted: bool) -> Gemm:
 
 
 @pytest.mark.parametrize("shape", range(4))
-@pytest.mark.parametrize("kind", ["plain", "gated", "counted", "stored by address"])
+@pytest.mark.parametrize("kind", ["plain", "gated", "counted", "sliced", "sliced and counted", "stored by address"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gemm(shape: int, kind: str, transposed: bool) -> None:
     from weft.kernels.gemm import gemm, tables
     from weft.kernels.shapes import SHAPES, tiles_of
 
     a, b, expected = _operands(transposed)
-    step, blocks = _step(kind == "gated", kind == "counted"), SHAPES[shape]
+    step, blocks = _step(kind == "gated", "counted" in kind, "sliced" in kind), SHAPES[shape]
     words, status = torch.ones(64, device=GPU, dtype=torch.int32), torch.zeros(2, device=GPU, dtype=torch.int32)
     out = torch.full((M, N), torch.nan, device=GPU, dtype=torch.bfloat16)
     plan = tables(
@@ -60,17 +65,22 @@ def test_gemm(shape: int, kind: str, transposed: bool) -> None:
     gemm((a, a.clone()), b, out, plan, status, epoch=0, sms=7)
     assert status.tolist() == [0, 0]
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=0.3)
-    if kind == "counted":
+    if "counted" in kind:
         assert words[32:35].tolist() == [1 + tiles_of(part, blocks) for part in step.parts]
 
 
-def test_a_gate_that_never_opens_ends_at_its_bound() -> None:
+@pytest.mark.parametrize("sliced", [False, True])
+def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
+    """sliced: the gates of parts are open, those between slices are not."""
     from weft.kernels.gemm import gemm, tables
+    from weft.schedule import waits
 
     a, b, _ = _operands(False)
+    step = _step(True, False, sliced)
     words, status = torch.zeros(64, device=GPU, dtype=torch.int32), torch.zeros(2, device=GPU, dtype=torch.int32)
+    words[:3] = int(sliced)
     plan = tables(
-        _step(True, False),
+        step,
         device=GPU,
         source=lambda part: 0,
         gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
@@ -80,7 +90,7 @@ def test_a_gate_that_never_opens_ends_at_its_bound() -> None:
     )
     gemm((a,), b, torch.empty(M, N, device=GPU, dtype=torch.bfloat16), plan, status, epoch=0, tries=1000, sms=7)
     gate, seen = status.tolist()
-    assert gate in (1, 2, 3)
+    assert waits(step)[gate - 1].flag.index in ((3, 4, 5) if sliced else (0, 1, 2))
     assert seen == 0
 
 

@@ -11,6 +11,10 @@ first. Buffers that are not symmetric need no second look either: a call begins 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
 from weft.checker.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
@@ -49,17 +53,24 @@ class Effects:
         self.nodes.append(at)
         return len(self.nodes) - 1
 
-    def act(self, action: Action, at: At, ancestors: int, started: int) -> int:
-        """Do the action; its ancestors with the action itself among them. started: the ancestors of its kernel's start."""
+    def act(self, action: Action, at: At, ancestors: int, started: int, behind: Sequence[int] = ()) -> int:
+        """Do the action; its ancestors with the action itself among them. started: the ancestors of its kernel's start. behind:
+        by inner gate, what it adds to them."""
         first = at[4] == 0
         write = action.write if first else action.shared_write
         reads = action.reads if first else action.shared_reads
         adds = action.adds if first else action.shared_adds
+        slices = action.slices if first else action.shared_slices
         if write is None and not reads and not adds:
-            return ancestors
+            return reduce(or_, behind, ancestors)
         node = self.node(at)
         try:
             cells = self._read(reads, node, started if action.adds else ancestors)
+            for number, more in enumerate(behind):
+                # What lies behind an inner gate is an access of its own, after all that was read before it.
+                ancestors |= 1 << node | more
+                node = self.node(at)
+                cells += self._read(slices[number : number + 1], node, ancestors)
             if action.adds:
                 # Late gates: a and b have been read before they open, so that is an access of its own.
                 ancestors |= 1 << node
@@ -171,9 +182,20 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return moved(cells[0], rects[0], out)
     if action.do is Do.ADD:
         return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
-    fresh = product((rects[0], cells[0]), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
+    fresh = product(_joined(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
     if action.adds:
         first = len(action.reads)
         more = [moved(c, rect, out) for c, rect in zip(cells[first:], rects[first:], strict=True)]
         return divided(total([fresh, *more]), action.divide_by)
     return added(old, fresh) if old is not None else fresh
+
+
+def _joined(action: Action, cells: list[Cells]) -> tuple[Rect, Cells]:
+    """All that a product reads of `a`: its slices, which lie side by side, as one."""
+    rect = action.reads[0][1]
+    if not action.slices:
+        return rect, cells[0]
+    rect = (*rect[:3], action.slices[-1][1][3])
+    found = [cell for part in (cells[0], *cells[2:]) for cell in part]
+    content = found[0][1]
+    return rect, [(rect, content)] if all(other == content for _, other in found) else found

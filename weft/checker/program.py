@@ -37,7 +37,8 @@ class Do(IntEnum):
 class Action(NamedTuple):
     """What one part of a kernel, or a copy, waits for and touches, and which flag it counts (-1: none).
 
-    adds: what it reads once its gates are open, where all else is read before (late gates). shared_*: the accesses to buffers
+    adds: what it reads once its gates are open, where all else is read before (late gates). inner: gates that it waits for one
+    after the other once those are open, and slices: by inner gate, what it reads behind it. shared_*: the accesses to buffers
     that peers may touch.
     """
 
@@ -52,6 +53,14 @@ class Action(NamedTuple):
     shared_write: Access | None
     adds: tuple[Access, ...] = ()
     shared_adds: tuple[Access, ...] = ()
+    inner: tuple[tuple[int, int], ...] = ()
+    slices: tuple[Access, ...] = ()
+    shared_slices: tuple[Access, ...] = ()
+
+    @property
+    def waits(self) -> tuple[tuple[int, int], ...]:
+        """Every gate, inner ones included."""
+        return self.gates + self.inner
 
 
 class Op(NamedTuple):

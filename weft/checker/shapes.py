@@ -5,6 +5,8 @@ Each rule hands back what is wrong, in words, or an empty text.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from weft.checker.program import ScheduleError
 from weft.problem import Problem
 from weft.schedule import Buffer, Collective, Gemm, Part, Schedule, Sum
@@ -71,6 +73,17 @@ def gemm_fault(step: Gemm, part: Part) -> str:
             return f"{add} has shape {add.shape}, but it is added into {part.out} of shape {part.out.shape}"
     if part.adds and step.accumulate:
         return f"it adds to {part.out} what lies there, and {part.adds[0]}; use one of accumulate and adds"
+    return inner_fault(step, part) if part.inner else ""
+
+
+def inner_fault(step: Gemm, part: Part) -> str:
+    columns = [column for column, _ in part.inner]
+    if part.adds or step.accumulate:
+        other = "adds" if part.adds else "accumulate"
+        return f"the part into {part.out} has inner gates and {other}; use one of the two"
+    edges = [0, *columns, part.a.shape[1]]
+    if any(low >= high for low, high in pairwise(edges)):
+        return f"inner gates of {part.a} are at columns {columns}; they must ascend, above 0 and below {part.a.shape[1]}"
     return ""
 
 

@@ -165,7 +165,7 @@ class _State:
 
     def _finish(self, op: Op, part: int) -> bool:
         action = op.actions[part]
-        if any(self.flags[flag] < at_least for flag, at_least in action.gates):
+        if any(self.flags[flag] < at_least for flag, at_least in action.waits):
             return False
         if action.counts >= 0:
             self.flags[action.counts] += 1

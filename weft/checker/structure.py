@@ -6,6 +6,7 @@ touches memory it may not, or waits for what can never come; else it hands back 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NoReturn
 
 from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
@@ -83,7 +84,7 @@ class _Compiler:
         if len(counts) > len(set(counts)):
             twice = next(self.flags[c] for c in counts if counts.count(c) > 1)
             self.fail(f"{twice} is counted by two parts of one kernel, whose order is open; give each part its own flag")
-        return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.gates for a in actions))
+        return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions))
 
     def number(self, flag: Flag) -> int:
         known = self.numbers.get(flag)
@@ -169,7 +170,22 @@ class _Compiler:
         if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
             self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
         action = self.action(_GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
+        if part.inner:
+            return self.sliced(action, part, a)
         return self.adding(action, part, step.divide_by, out) if part.adds else action
+
+    def sliced(self, action: Action, part: Part, a: Access) -> Action:
+        """The action with what is read of `a` cut at the part's inner gates."""
+        action = action._replace(inner=tuple([self.gate(wait) for _, wait in part.inner]))
+        if action.write is None:
+            return action
+        memory, (top, bottom, left, right) = a
+        edges = [left, *(left + column for column, _ in part.inner), right]
+        first, *slices = [(memory, (top, bottom, low, high)) for low, high in pairwise(edges)]
+        reads = (first, *action.reads[1:])
+        shared_reads = tuple([read for read in reads if self.shared[read[0]]])
+        shared = tuple(slices) if self.shared[memory] else ()
+        return action._replace(reads=reads, slices=tuple(slices), shared_reads=shared_reads, shared_slices=shared)
 
     def adding(self, action: Action, part: Part, divide_by: int, out: Access) -> Action:
         """The action with what the part adds."""

@@ -15,6 +15,8 @@ order, in the first call: that is a deadlock, and its message follows who waits 
 from __future__ import annotations
 
 from collections import deque
+from functools import reduce
+from operator import or_
 
 from weft.checker.deadlock import Stuck, deadlock
 from weft.checker.effects import Effects
@@ -119,18 +121,27 @@ class Walk:
         return True
 
     def _run_part(self, lane: _Lane, action: Action, part: int) -> bool:
-        mask = lane.mask
-        for flag, at_least in action.gates:
-            before = self._left_by(lane, flag, at_least)
-            if before is None:
-                self.parked.setdefault(flag, []).append((lane, part))
-                return False
-            mask |= before
-        mask = self.effects.act(action, (lane.rank, lane.index, lane.position, part, lane.call), mask, lane.mask)
+        behind = self._behind(lane, part, action.waits)
+        if behind is None:
+            return False
+        gates, inner = behind[: len(action.gates)], behind[len(action.gates) :]
+        at = (lane.rank, lane.index, lane.position, part, lane.call)
+        mask = self.effects.act(action, at, reduce(or_, gates, lane.mask), lane.mask, inner)
         lane.joined |= mask
         if action.counts >= 0:
             self._signal(action.counts, mask)
         return True
+
+    def _behind(self, lane: _Lane, part: int, gates: tuple[tuple[int, int], ...]) -> list[int] | None:
+        """By gate, the set that its signal left; None, and the lane parked, if one is closed."""
+        found = []
+        for flag, at_least in gates:
+            before = self._left_by(lane, flag, at_least)
+            if before is None:
+                self.parked.setdefault(flag, []).append((lane, part))
+                return None
+            found.append(before)
+        return found
 
     def _resume(self, lane: _Lane) -> bool:
         """Go on with a kernel whose flag has moved; whether it is done with that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.models import Model, Site, load_model, sites
@@ -34,11 +35,19 @@ def choose_dtype(dtype: str) -> DType:
     return typing.cast(DType, dtype)
 
 
-def choose_schedule(schedule: str) -> tuple[str | None, int | None]:
-    """(family, chunks); (None, None) for auto."""
-    from weft.schedules import parse
+def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, int | None]:
+    """(family, chunks), if the operators of all sites have it; (None, None) for auto."""
+    from weft.schedules import FAMILIES, check_op, parse
 
-    return (None, None) if schedule == "auto" else parse(schedule)
+    if schedule == "auto":
+        return None, None
+    name, chunks = parse(schedule)
+    for site in sites:
+        try:
+            check_op(name, site.op)
+        except ValueError as error:
+            raise ValueError(f"{error}; or use --op {' or --op '.join(FAMILIES[name].builders)}") from None
+    return name, chunks
 
 
 def choose_op(op: str) -> Op:

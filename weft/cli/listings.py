@@ -24,20 +24,24 @@ def schedules(
     op: Annotated[str, typer.Option(metavar="NAME", help="Operator of the example.")] = "all_gather_matmul",
 ) -> None:
     """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
-    from weft.schedules import FAMILIES, NAMES, build
+    from weft.schedules import FAMILIES, NAMES, build, check_op, names
     from weft.timelines import timeline
 
     problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    if name is not None:
+        check_op(name, problem.op)
     out = output.console()
-    for family in FAMILIES.values():
-        if name in (None, family.name):
-            schedule = build(problem, family.name, EXAMPLE_CHUNKS)
-            out.print(family.name, style="bold")
-            out.print(f"{family.words} [{family.source}]")
-            out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
-            out.print()
+    for family in (FAMILIES[each] for each in names(problem.op) if name in (None, each)):
+        schedule = build(problem, family.name, EXAMPLE_CHUNKS)
+        out.print(family.name, style="bold")
+        out.print(f"{family.words} [{family.source}]")
+        out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
+        out.print()
+    others = [each for each in NAMES if each not in names(problem.op)]
+    if others and name is None:
+        out.print(f"Not for {problem.op}: {', '.join(others)}.")
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
     out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
     out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")

@@ -35,7 +35,7 @@ def command(
     from weft.machine import load
 
     sizes, sites, skipped = choices.choose_sites(model, op)
-    only, chunks = choices.choose_schedule(schedule)
+    only, chunks = choices.choose_schedule(schedule, sites)
     kind = choices.choose_dtype(dtype)
     target = load(machine)
     ranks = tp or target.world_size

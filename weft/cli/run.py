@@ -49,7 +49,7 @@ def command(
 
     sizes, sites, _ = choices.choose_sites(model, op)
     dtype = choices.choose_dtype(dtype)
-    choices.choose_schedule(schedule)
+    choices.choose_schedule(schedule, sites)
     target = load(machine)
     _require_outputs(json, report, trace)
     device, ranks = choices.choose_device(device, ranks)

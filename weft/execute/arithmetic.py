@@ -1,6 +1,7 @@
 """A step's arithmetic by torch operations, the same on every device: matmuls, partial sums in float32, one rounding at the end.
 
-Parts of a GEMM that share no gate, no count and add nothing are multiplied together (`groups`).
+Parts of a GEMM that share no gate, no count and add nothing are multiplied together (`groups`). A part with inner gates is
+multiplied slice by slice (`Sliced`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def groups(parts: Sequence[Part]) -> list[list[Part]]:
     """Consecutive parts that may be multiplied together: none waits, or counts, in between, or adds."""
     found: list[list[Part]] = []
     for part in parts:
-        if found and not (part.gates or part.adds or found[-1][-1].adds) and found[-1][-1].count is None:
+        last = found[-1][-1] if found else part
+        alone = part.waits or part.adds or last.adds or last.inner or last.count is not None
+        if found and not alone:
             found[-1].append(part)
         else:
             found.append([part])
@@ -53,6 +56,32 @@ def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matm
             matmul(a, b, product, accumulate=False)
             for out, rows in zip(outs, torch.split(product, [o.shape[0] for o in outs]), strict=True):
                 out.copy_(rows)
+
+
+class Sliced:
+    """The product of a part with inner gates: its slices of K, in order, summed up in float32 and rounded once, at the end.
+
+    A slice is multiplied by `multiply`, once its gate is open. Between the first and the last one the sum is kept here.
+    """
+
+    def __init__(self, step: Gemm, part: Part, matmul: Matmul) -> None:
+        self._step, self._part, self._matmul = step, part, matmul
+        self._edges = (0, *(column for column, _ in part.inner), part.a.shape[1])
+        self._sums: list[torch.Tensor] = []
+
+    def multiply(self, bindings: Bindings, number: int) -> None:
+        """Slice `number`, counted from 0."""
+        part, low, high = self._part, *self._edges[number : number + 2]
+        a = bindings.view(part.a)[:, low:high]
+        pieces = bindings.pieces(self._step.b)
+        if number == 0:
+            self._sums = [a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) for b, _ in pieces]
+        for (b, _), total in zip(pieces, self._sums, strict=True):
+            self._matmul(a, b[low:high], total, accumulate=number > 0)
+        if number == len(part.inner):
+            for (_, cols), total in zip(pieces, self._sums, strict=True):
+                bindings.view(_columns(part.out, cols)).copy_(total)
+            self._sums = []
 
 
 def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:

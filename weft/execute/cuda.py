@@ -38,6 +38,7 @@ from weft.execute.edges import Edges
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
+from weft.kernels.shapes import PUSH_SMS
 from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, Wait, waits
 from weft.work import span
 
@@ -49,9 +50,8 @@ _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
 
 
-_PUSH_SMS, _PUSH_SMS_ALONE = 16, 64
-"""Of 132: SMs that stores to peers get beside a kernel whose blocks wait for them, and where nothing runs meanwhile. On 4 x
-H200, 16 reach 218 GB/s at 4 MiB a peer, 32 reach 224, copy engines 175 (docs/log.md)."""
+_PUSH_SMS_ALONE = 64
+"""Of 132: SMs that stores to peers get where nothing runs meanwhile."""
 
 
 class CudaProgram(BoundProgram):
@@ -84,7 +84,7 @@ class CudaProgram(BoundProgram):
         }
         self._replayable = not self._vendors
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
-        self._push_sms = _PUSH_SMS if beside else _PUSH_SMS_ALONE
+        self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
         self._copy_lanes = {lane.name for lane in lanes if lane.kind == "copy"}
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []

@@ -108,8 +108,8 @@ def _add_step(graph: dict[Node, list[Node]], place: Place, step: Step, last: Nod
         graph[start] += _met_by(step, call)
     elif isinstance(step, (Gemm, Reduce)):
         for part in step.parts:
-            met = [node for gate in part.gates for node in _met_by(gate, call)]
-            graph[start] += [node for gate in part.gates if not gate.at_least for node in _met_by(gate, call)]
+            met = [node for gate in part.waits for node in _met_by(gate, call)]
+            graph[start] += [node for gate in part.waits if not gate.at_least for node in _met_by(gate, call)]
             graph[end] += met
             if part.count:
                 graph["signal", part.count, call] += [start, *met]

@@ -1,8 +1,8 @@
 """Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts, adds or stores to peers; a Reduce.
 
 Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
-A rank whose operands the kernel cannot load (odd strides), or whose parts it cannot keep in order, multiplies part by part
-and advances the same flags as far.
+A rank whose operands the kernel cannot load (odd strides), whose parts it cannot keep in order, or whose slices of K end
+within a step of its loop, multiplies part by part and advances the same flags as far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.errors import WaitTimeout
 from weft.execute.bindings import Bindings, Where
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
-from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables
+from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import blocks_for, tiles_of
 from weft.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
@@ -27,7 +27,7 @@ def is_fused(step: Step) -> bool:
     """Whether a step runs as a kernel: a GEMM with tiles that wait, count, add, or are stored at a peer; a sum without
     counts."""
     if isinstance(step, Gemm):
-        return any(part.gates or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
+        return any(part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
     return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
 
 
@@ -121,7 +121,8 @@ class FusedGemm(FusedStep):
         self._out = (step.parts[-1].out.buffer, step.parts[-1].out.rank)
         self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
-        self._regular = in_order(step) and all(pitch(part) is not None for part in step.parts if part.adds)
+        whole = whole_slices(step, blocks_for(step, device))
+        self._regular = whole and in_order(step) and all(pitch(part) is not None for part in step.parts if part.adds)
         self._tables: tuple[tuple[int, ...], Tables] | None = None
         self._launcher = gemm_kernel.launcher()
         self._fits: dict[tuple[int, ...], bool] = {}

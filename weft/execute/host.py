@@ -208,8 +208,9 @@ class HostProgram(BoundProgram, Device):
         return push is not None
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        if a.dtype != b.dtype:
-            a = a.to(b.dtype)
+        # What is kept in float32 is not rounded to the operands' dtype on the way.
+        wide = torch.promote_types(b.dtype, out.dtype)
+        a, b = a.to(wide), b.to(wide)
         if out.dtype == a.dtype and not accumulate:
             torch.mm(a, b, out=out)
         elif accumulate:

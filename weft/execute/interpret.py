@@ -3,7 +3,7 @@
     Program(schedule, device)         once: flag values, step by step
     Program.run(epoch, bindings)      each call: every lane, on the device's lanes
 
-A gated part of a GEMM is multiplied when its gates open.
+A gated part of a GEMM is multiplied when its gates open, slice by slice where it has inner gates.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from weft.execute.arithmetic import add_up, groups, multiply
+from weft.execute.arithmetic import Sliced, add_up, groups, multiply
 from weft.execute.bindings import Bindings, Where
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait, advances
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Schedule, Signal, Step, Wait, advances
 
 
 class Device(Protocol):
@@ -140,10 +140,21 @@ class _LaneRun:
         for group in groups(step.parts):
             for gate in group[0].gates:
                 self._wait(gate, where)
-            multiply(self.bindings, step, group, self.device.matmul)
+            if group[0].inner:
+                self._slices(step, group[0], where)
+            else:
+                multiply(self.bindings, step, group, self.device.matmul)
             if group[-1].count is not None:
                 self._advance(where, counts)
                 counts += 1
+
+    def _slices(self, step: Gemm, part: Part, where: Where) -> None:
+        """A part whose gates are open, each slice behind its inner gate."""
+        sliced = Sliced(step, part, self.device.matmul)
+        sliced.multiply(self.bindings, 0)
+        for number, (_, gate) in enumerate(part.inner, 1):
+            self._wait(gate, where)
+            sliced.multiply(self.bindings, number)
 
     def _reduce(self, step: Reduce, where: Where) -> None:
         if self.device.fused(step, self.bindings, self.epoch, where):

@@ -96,3 +96,4 @@ class Pool:
                     f"group: the GPUs of ranks {rank} and {peer} do not reach each other's memory (written {written[peer]:#x}, "
                     f"read {read[peer]:#x}, expected {_PROOF + peer:#x}); weft needs peer access: try `weft doctor`"
                 )
+        self._settle()

@@ -9,7 +9,8 @@
     copies of SM blocks      Work: a run of them, with their signals, as one kernel
     signal                   Words: raise, at each waiter
     gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
-    gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count
+    gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count. Of a part with inner
+                             gates: Words and Work for each slice
 
 Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
 may hold; of a kernel of one warp (weft.kernels.words) on the others, which does those of a phase at once. A copy of rows that
@@ -22,10 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.execute.arithmetic import add_up, groups, multiply
+from weft.execute.arithmetic import Sliced, add_up, groups, multiply
 from weft.execute.bindings import Bindings, Where
 from weft.execute.driver import Word
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Region, Signal, Step, Wait, waits
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Signal, Step, Wait, waits
 
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
@@ -147,9 +148,20 @@ class Tape:
         passed: set[Flag] = set()
         for group in groups(step.parts):
             yield from self._pass(group[0].gates, where, passed)
-            yield Work(where, lambda bindings, _, g=group: multiply(bindings, step, g, self._program.matmul), by_torch=True)  # type: ignore[misc]
+            if group[0].inner:
+                yield from self._slices(step, group[0], where, passed)
+            else:
+                yield Work(where, lambda bindings, _, g=group: multiply(bindings, step, g, self._program.matmul), by_torch=True)  # type: ignore[misc]
             if group[-1].count is not None:
                 yield self._raise(group[-1].count, where)
+
+    def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag]) -> Iterator[Item]:
+        """A part whose gates have been waited for, each slice behind its inner gate."""
+        sliced = Sliced(step, part, self._program.matmul)
+        gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
+        for number, inner in enumerate(gates):
+            yield from self._pass(inner, where, passed)
+            yield Work(where, lambda bindings, _, n=number: sliced.multiply(bindings, n), by_torch=True)  # type: ignore[misc]
 
     def _sums(self, step: Reduce, where: Where) -> Iterator[Item]:
         passed: set[Flag] = set()

@@ -3,16 +3,21 @@
     _gemm_kernel   persistent blocks; row tiles in the order of the step's parts; TMA loads
     gemm()         its launcher; Tables  what a step's parts mean to the kernel, computed once
 
-What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, add its part's sources (ADDS), store
-locally (by TMA where the tile is whole) or by address (ADDRESSED), add one to its part's flag (COUNTED). A flag that the
-kernel counts grows by the number of tiles of its part: whoever waits for it scales what it waits for by `tiles_of`.
+What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, waiting again between slices of K
+(INNER), add its part's sources (ADDS), store locally (by TMA where the tile is whole) or by address (ADDRESSED), add one to
+its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part: whoever waits for it scales
+what it waits for by `tiles_of`.
 
     block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store -> barrier -> count (release, system)
     block 1: tile 1, 133, ...        ^ acquire, system scope: written by a copy engine's stream, or by a peer's kernel
     block 2: a tile that adds        load a, b; dot ... -> gate open? -> load a source, add ... -> divide -> store
+    block 3: a tile of slices        gate open? -> load a, b; dot ... -> inner gate open? -> load a, b; dot ... -> store
 
 Sources are added to the unrounded product in float32. Loads of three are in flight at once, in the shared memory that the
 multiplication has left; one at a time, each would pay the latency of memory.
+
+Slices are a loop around the loop over K, not a question within it: loads run ahead of the products by some steps, and none
+may run ahead of its gate. So each slice fills that pipeline anew, which costs the latency of memory.
 
 A block takes its tiles in order, so a tile that waits keeps back those behind it. Tiles take turns among the row tiles of a
 group; no group mixes parts that count with later ones that wait, else two ranks could wait for each other (`in_order`):
@@ -44,6 +49,7 @@ from weft.kernels.shapes import Blocks, blocks_for
 from weft.schedule import Flag, Gemm, Part, Region, Wait
 
 _FIELDS = 7
+_SLICE_FIELDS = 3
 _ADD_FIELDS = 5
 _ADD_STAGES = 4
 """One more than the sources in flight: 3 x 64 KiB for the largest tile, of 227 KiB."""
@@ -53,7 +59,9 @@ _ADD_STAGES = 4
 class Tables:
     """A Gemm step's parts as the kernel reads them, on the device.
 
-    rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count. outs: by row
+    rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count; where parts have
+    inner gates, slices [first, last) in place of gates. slices: of each, the step over K where it ends, gates [first, last)
+    that it waits for. outs: by row
     tile, the address of its first element, or 0 where it lies in the launch's `out`; align_bytes divides them all. adds: by
     row tile, the gates [first, last) of one that adds, how many sources, the first row of the first, rows from one to the
     next. early: row tiles before those that add. gates, needs: addresses, and (per call, in the first) what to wait for;
@@ -61,6 +69,7 @@ class Tables:
     """
 
     rows: torch.Tensor
+    slices: torch.Tensor
     outs: torch.Tensor
     adds: torch.Tensor
     gates: torch.Tensor
@@ -69,6 +78,7 @@ class Tables:
     counts: torch.Tensor
     blocks: Blocks
     gated: bool
+    inner: bool
     counted: bool
     addressed: bool
     adding: bool
@@ -94,10 +104,15 @@ def in_order(step: Gemm) -> bool:
     for late in (False, True):
         counting = False
         for part in (part for part in step.parts if bool(part.adds) is late):
-            if counting and any(gate.at_least for gate in part.gates):
+            if counting and any(gate.at_least for gate in part.waits):
                 return False
             counting |= part.count is not None
     return True
+
+
+def whole_slices(step: Gemm, blocks: Blocks) -> bool:
+    """Whether every slice between inner gates is whole steps of the kernel's loop over K."""
+    return all(column % blocks.k == 0 for part in step.parts for column, _ in part.inner)
 
 
 def pitch(part: Part) -> int | None:
@@ -126,6 +141,9 @@ def tables(
     launch's `out`; None if all are. need: (growth per call, value in the first call) that opens a gate. blocks: instead of what
     `blocks_for` says."""
     blocks = blocks or blocks_for(step, device)
+    assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
+    inner = any(part.inner for part in step.parts)
+    slices: list[tuple[int, int, int]] = []
     rows: list[tuple[int, ...]] = []
     outs: list[int] = []
     adds: list[tuple[int, ...]] = []
@@ -134,11 +152,14 @@ def tables(
     counts: list[int] = []
     for part in step.parts:
         first = len(gates)
-        gates += [gate_address(gate.flag) for gate in part.gates]
-        needs += [need(gate) for gate in part.gates]
+        gates += [gate_address(gate.flag) for gate in part.waits]
+        needs += [need(gate) for gate in part.waits]
         counts += [count_address(part.count)] if part.count else []
         count = len(counts) - 1 if part.count else -1
-        early, late = ((0, 0), (first, len(gates))) if part.adds else ((first, len(gates)), (0, 0))
+        early, late = ((0, 0), (first, len(gates))) if part.adds else ((first, first + len(part.gates)), (0, 0))
+        if inner:
+            slices += _slices(part, early, blocks)
+            early = (len(slices) - len(part.inner) - 1, len(slices))
         added, apart = (part.adds[0].rows[0], pitch(part) or 0) if part.adds else (0, 0)
         for at in range(0, part.out.shape[0], blocks.m):
             valid = min(blocks.m, part.out.shape[0] - at)
@@ -148,6 +169,7 @@ def tables(
 
     return Tables(
         rows=table(rows, torch.int32, device),
+        slices=table(slices, torch.int32, device),
         outs=table(outs, torch.int64, device),
         adds=table(adds, torch.int32, device),
         gates=table(gates, torch.int64, device),
@@ -156,6 +178,7 @@ def tables(
         counts=table(counts, torch.int64, device),
         blocks=blocks,
         gated=bool(gates),
+        inner=inner,
         counted=bool(counts),
         addressed=out_address is not None,
         adding=any(part.adds for part in step.parts),
@@ -163,6 +186,13 @@ def tables(
         early=sum(not sources for _, _, sources, _, _ in adds),
         align_bytes=math.gcd(16, *outs),
     )
+
+
+def _slices(part: Part, gates: tuple[int, int], blocks: Blocks) -> list[tuple[int, int, int]]:
+    """A part's rows in the table of slices. gates: of the first one; those of the others follow."""
+    ends = (*(column for column, _ in part.inner), part.a.shape[1])
+    waits = [gates, *((gates[1] + i, gates[1] + i + 1) for i in range(len(part.inner)))]
+    return [(-(-end // blocks.k), *pair) for end, pair in zip(ends, waits, strict=True)]
 
 
 def launcher() -> Launcher:
@@ -209,6 +239,7 @@ def gemm(
         TensorDescriptor.from_tensor(adds, [blocks.m, blocks.n]) if plan.adding and adds is not None else out,
         plan.adds,
         plan.rows,
+        plan.slices,
         plan.outs,
         plan.gates,
         plan.no_needs if silent else plan.needs,
@@ -234,9 +265,11 @@ def gemm(
             "BLOCK_K": blocks.k,
             "GROUP": blocks.group,
             "FIELDS": _FIELDS,
+            "SLICE_FIELDS": _SLICE_FIELDS,
             "TWO_SOURCES": len(sources) > 1,
             "B_TRANSPOSED": transposed,
             "GATED": plan.gated,
+            "INNER": plan.inner,
             "COUNTED": plan.counted,
             "ADDRESSED": plan.addressed,
             "OUT_TMA": out_tma,
@@ -264,20 +297,9 @@ def _place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _multiply(
-    a_desc,
-    b_desc,
-    a_row,
-    col,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-):
-    """One tile in float32: rows from a_row on, columns from col on."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_K)):
+def _multiply(a_desc, b_desc, acc, a_row, col, first, last, BLOCK_K: tl.constexpr, B_TRANSPOSED: tl.constexpr):
+    """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
+    for step in range(first, last):
         a = a_desc.load([a_row, step * BLOCK_K])
         if B_TRANSPOSED:
             acc = tl.dot(a, b_desc.load([col, step * BLOCK_K]).T, acc)
@@ -319,6 +341,7 @@ def _gemm_kernel(
     adds_desc,
     adds_ptr,
     rows_ptr,
+    slices_ptr,
     outs_ptr,
     gates_ptr,
     needs_ptr,
@@ -337,9 +360,11 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     FIELDS: tl.constexpr,
+    SLICE_FIELDS: tl.constexpr,
     TWO_SOURCES: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
+    INNER: tl.constexpr,
     COUNTED: tl.constexpr,
     ADDRESSED: tl.constexpr,
     OUT_TMA: tl.constexpr,
@@ -365,14 +390,24 @@ def _gemm_kernel(
         a_row = tl.load(fields + 1)
         valid = tl.load(fields + 2)
         out_row = tl.load(fields + 3)
-        if GATED:
+        if GATED and not INNER:
             wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
         # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
         a_desc = a0_desc
         if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
             if tl.load(fields) == 1:
                 a_desc = a1_desc
-        acc = _multiply(a_desc, b_desc, a_row, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if INNER:
+            done = 0
+            for number in range(tl.load(fields + 4), tl.load(fields + 5)):
+                piece = slices_ptr + SLICE_FIELDS * number
+                end = tl.load(piece)
+                wait_gates(gates_ptr, needs_ptr, tl.load(piece + 1), tl.load(piece + 2), epoch, tries, status_ptr)
+                acc = _multiply(a_desc, b_desc, acc, a_row, col, done, end, BLOCK_K, B_TRANSPOSED)
+                done = end
+        else:
+            acc = _multiply(a_desc, b_desc, acc, a_row, col, 0, tl.cdiv(K, BLOCK_K), BLOCK_K, B_TRANSPOSED)
         if ADDS:
             late = adds_ptr + ADD_FIELDS * row_tile
             if GATED:

@@ -3,7 +3,9 @@
 A step without gates, or whose gates are late (`Part.adds`): waves of tiles, times a tile's time. A step whose tiles wait for
 chunks: tiles run block by block in the kernel's order, each no sooner than its chunk may have arrived. Then smaller tiles, or
 fewer row tiles that share their columns, can end first: with one wave of large tiles, all of the last chunk's work starts
-when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential program).
+when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential program). A part with inner gates waits for slices
+of K, which are stored from SMs, all ranks' first ones first: its tiles all start early, so that one wave of large tiles is
+best again.
 
 What is computed depends on the step alone, so that ranks which wait for tiles that another one counts know how many there
 are. Rates were measured on H200 (docs/log.md); on other GPUs the order of shapes is a guess.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -47,6 +50,11 @@ INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1)
 _SMS = 132
 _SM_FLOP_PER_US = 5.3e6
 _COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
+PUSH_SMS = 16
+"""SMs that stores to peers get beside a kernel whose blocks wait for them. On 4 x H200, 16 reach 218 GB/s at 4 MiB a peer, 32
+reach 224, copy engines 175 (docs/log.md)."""
+_STORE_US, _STORE_BYTES_PER_US = 3.0, 2.2e5
+"""How long the first of them takes to start, and their rate."""
 _L2_BYTES, _HBM_BYTES_PER_US = 4.0e7, 3.8e6
 _ITEMSIZE = 2
 
@@ -61,9 +69,11 @@ def blocks_for(step: Gemm, device: torch.device) -> Blocks:
     """The tile shape for a step."""
     if device.type != "cuda":
         return INTERPRETED
-    shapes = tuple((part.out.shape, not part.adds and any(g.at_least for g in part.gates)) for part in step.parts)
-    gated = any(waits for _, waits in shapes)
-    return _gated_blocks(shapes, step.b.shape[0]) if gated else min(SHAPES, key=lambda blocks: _waves(step, blocks))
+    parts = tuple(
+        _Arriving(*part.out.shape, not part.adds and any(g.at_least for g in part.waits), _ends(part)) for part in step.parts
+    )
+    gated = any(part.gated for part in parts)
+    return _gated_blocks(parts) if gated else min(SHAPES, key=lambda blocks: _waves(step, blocks))
 
 
 def _waves(step: Gemm, blocks: Blocks) -> float:
@@ -72,29 +82,73 @@ def _waves(step: Gemm, blocks: Blocks) -> float:
     return -(-tiles // _SMS) * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
+class _Arriving(NamedTuple):
+    """Rows and columns of a part's result, whether it waits for what arrives, and where the slices end that it waits for."""
+
+    rows: int
+    cols: int
+    gated: bool
+    ends: tuple[int, ...]
+
+
+def _ends(part: Part) -> tuple[int, ...]:
+    """The columns of a at which a part's slices end; all of K is one slice where there are no inner gates."""
+    return (*(column for column, _ in part.inner), part.a.shape[1])
+
+
 @lru_cache(maxsize=1024)
-def _gated_blocks(parts: tuple[tuple[tuple[int, int], bool], ...], inner: int) -> Blocks:
-    """parts: by part, (rows, columns), and whether it waits for a chunk of as many rows. inner: K."""
+def _gated_blocks(parts: tuple[_Arriving, ...]) -> Blocks:
     choices = [dataclasses.replace(blocks, group=group) for blocks in SHAPES for group in (8, 4, 2, 1)]
-    return min(choices, key=lambda blocks: _gated_us(parts, inner, blocks))
+    return min(choices, key=lambda blocks: _gated_us(parts, blocks))
 
 
-def _gated_us(parts: tuple[tuple[tuple[int, int], bool], ...], inner: int, blocks: Blocks) -> float:
+def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
     """When the last tile ends, if chunks arrive one after the other from the start on."""
-    arrives, row_tiles = 0.0, []
-    for (rows, _), gated in parts:
-        arrives += (_COPY_US + rows * inner * _ITEMSIZE / _COPY_BYTES_PER_US) if gated else 0.0
-        row_tiles += [arrives if gated else 0.0] * -(-rows // blocks.m)
-    columns = parts[0][0][1]
-    col_tiles = -(-columns // blocks.n)
-    tile_us = 2 * blocks.m * blocks.n * inner / _SM_FLOP_PER_US / blocks.rate
-    free = [0.0] * _SMS
+    sliced = any(len(part.ends) > 1 for part in parts)
+    columns, inner = parts[0].cols, parts[0].ends[-1]
+    arrivals = zip(parts, _slice_arrivals(parts) if sliced else _chunk_arrivals(parts), strict=True)
+    row_tiles = [(part, arrives) for part, arrives in arrivals for _ in range(-(-part.rows // blocks.m))]
+    step_us = 2 * blocks.m * blocks.n / _SM_FLOP_PER_US / blocks.rate
+    free = [0.0] * (_SMS - PUSH_SMS * sliced)
     tile = 0
     for first in range(0, len(row_tiles), blocks.group):
-        for _ in range(col_tiles):
-            for ready in row_tiles[first : first + blocks.group]:
-                free[tile % _SMS] = max(free[tile % _SMS], ready) + tile_us
+        for _ in range(-(-columns // blocks.n)):
+            for part, arrives in row_tiles[first : first + blocks.group]:
+                at = tile % len(free)
+                free[at] = _tile_end(free[at], part.ends, arrives, step_us)
                 tile += 1
     b_bytes = columns * inner * _ITEMSIZE
     passes = -(-len(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
     return max(*free, passes * b_bytes / _HBM_BYTES_PER_US)
+
+
+def _tile_end(start: float, ends: tuple[int, ...], arrives: tuple[float, ...], step_us: float) -> float:
+    """When a tile ends that multiplies each slice once it is there. step_us: a column of a."""
+    at, done = start, 0
+    for end, ready in zip(ends, arrives, strict=True):
+        at = max(at, ready) + (end - done) * step_us
+        done = end
+    return at
+
+
+def _chunk_arrivals(parts: tuple[_Arriving, ...]) -> list[tuple[float, ...]]:
+    """By part, when its rows are there if copy engines bring them one part after the other."""
+    now = 0.0
+    found: list[tuple[float, ...]] = []
+    for part in parts:
+        now += (_COPY_US + part.rows * part.ends[-1] * _ITEMSIZE / _COPY_BYTES_PER_US) if part.gated else 0.0
+        found.append((now if part.gated else 0.0,))
+    return found
+
+
+def _slice_arrivals(parts: tuple[_Arriving, ...]) -> list[tuple[float, ...]]:
+    """By part, when each of its slices is there if SMs store the first ones of all parts, then the second ones."""
+    found: list[list[float]] = [[0.0] * len(part.ends) for part in parts]
+    now = _STORE_US
+    for number in range(max(len(part.ends) for part in parts)):
+        for part, arrives in zip(parts, found, strict=True):
+            if part.gated and number < len(part.ends):
+                low = part.ends[number - 1] if number else 0
+                now += part.rows * (part.ends[number] - low) * _ITEMSIZE / _STORE_BYTES_PER_US
+                arrives[number] = now
+    return [tuple(arrives) for arrives in found]

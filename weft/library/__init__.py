@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from weft import schedules
+from weft.problem import Op
+
 _LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -43,6 +46,9 @@ def unseen(*tensors: torch.Tensor) -> bool:
     return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
 
 
-def backward_schedule(schedule: str) -> str:
-    """A family that was asked for serves both ways; a Schedule value is for the forward's problem alone."""
-    return "auto" if schedule.startswith("value:") else schedule
+def backward_schedule(schedule: str, op: Op) -> str:
+    """A family that was asked for serves both ways where `op`, the other one, has it. Where it has not, and for a Schedule
+    value, which is for the forward's problem alone, the way back is auto."""
+    family = schedule.partition(":")[0]
+    alone = family in schedules.NAMES and family not in schedules.names(op)
+    return "auto" if alone or schedule.startswith("value:") else schedule

@@ -97,7 +97,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
             dist.get_rank(group),
             dist.get_world_size(group),
             ctx.unit,
-            backward_schedule(ctx.schedule),
+            backward_schedule(ctx.schedule, "matmul_reduce_scatter"),
             "sum",
         )
     if any(ctx.needs_input_grad[1]):
@@ -117,7 +117,13 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     scaled = grad / ctx.world_size if ctx.op == "avg" else grad
     grad_a, gathered = torch.ops.weft.all_gather_matmul(
-        scaled.contiguous(), [b.t()], ctx.group, a.shape[0], ctx.unit, backward_schedule(ctx.schedule), True
+        scaled.contiguous(),
+        [b.t()],
+        ctx.group,
+        a.shape[0],
+        ctx.unit,
+        backward_schedule(ctx.schedule, "all_gather_matmul"),
+        True,
     )
     return grad_a, a.t() @ gathered, None, None, None, None, None, None
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft import schedules
 from weft.execute.choose import CHOSEN_HERE
 from weft.execute.groups import GROUPS
+from weft.problem import Op
 from weft.schedule import Schedule
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -27,21 +28,21 @@ def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
     return group.group_name, group.rank(), group.size()
 
 
-def spec_of(schedule: str | Schedule) -> str:
-    """A schedule as a string that the operator takes; values are kept and named by their content."""
+def spec_of(schedule: str | Schedule, op: Op) -> str:
+    """A schedule as a string that the operator `op` takes; values are kept and named by their content."""
     if isinstance(schedule, Schedule):
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
     if schedule not in CHOSEN_HERE:
-        _check_name(schedule)
+        _check_name(schedule, op)
     return schedule
 
 
 @cache
-def _check_name(schedule: str) -> None:
+def _check_name(schedule: str, op: Op) -> None:
     try:
-        schedules.parse(schedule)
+        schedules.check_op(schedules.parse(schedule)[0], op)
     except ValueError as error:
         if schedule.partition(":")[0] in schedules.NAMES:
             raise

@@ -109,7 +109,7 @@ def all_gather_matmul(
     _check_rows(rows, moved.shape[0], rank, world_size)
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    results = run_gather(flat, bs, group_name, total * unit, unit, spec_of(schedule), return_gathered)
+    results = run_gather(flat, bs, group_name, total * unit, unit, spec_of(schedule, "all_gather_matmul"), return_gathered)
     shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
@@ -131,8 +131,8 @@ def matmul_reduce_scatter(
         c = a @ b; dist.reduce_scatter_tensor(out, c, op, group)
 
     a: [M, ..., k], any strides. b: [k, N]. op: "sum" or "avg". scatter_dim: the dimension that is scattered (not the last).
-    group, schedule: as for all_gather_matmul. Partial products are rounded to the dtype, summed in float32 in the order of
-    ranks, and rounded once.
+    group, schedule: as for all_gather_matmul, but for the families that it alone has. Partial products are rounded to the
+    dtype, summed in float32 in the order of ranks, and rounded once.
 
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
     shorter or empty. Raises as all_gather_matmul does.
@@ -145,7 +145,7 @@ def matmul_reduce_scatter(
     moved = a.movedim(dim, 0) if dim else a
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    out = run_scatter(flat, b, group_name, rank, world_size, unit, spec_of(schedule), op)
+    out = run_scatter(flat, b, group_name, rank, world_size, unit, spec_of(schedule, "matmul_reduce_scatter"), op)
     low, high = split(moved.shape[0], world_size)[rank]
     return _shaped(out, high - low, moved, dim)
 

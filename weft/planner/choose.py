@@ -14,7 +14,7 @@ from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
 from weft.schedule import Schedule
-from weft.schedules import FAMILIES, NAMES, build, candidates
+from weft.schedules import FAMILIES, NAMES, build, candidates, check_op
 from weft.sim import Outcome, run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
@@ -32,7 +32,7 @@ def plan(
     schedules: candidates instead of the default ones; the sequential program joins them. only: candidates of this family
     alone, so that it is chosen even if it loses; `sequential_us` is there to compare. chunks: with only, this count alone.
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
-    for an unknown family, and for a schedule of another problem.
+    for a family that weft or the operator lacks, and for a schedule of another problem.
     """
     machine.require(problem.world_size)
     machine.tflops(problem.dtype)
@@ -61,6 +61,8 @@ def _considered(
         raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
     if only is not None and only not in FAMILIES:
         raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
+    if only is not None:
+        check_op(only, problem.op)
     if only is not None and (chunks is not None or not FAMILIES[only].chunked):
         return [build(problem, only, chunks, fan_out=machine.fans_out)]
     for schedule in schedules or ():

@@ -21,7 +21,10 @@ Build = Callable[..., Schedule]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from."""
+    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
+
+    builders: by operator; one that it makes no sense for is not there.
+    """
 
     name: str
     words: str
@@ -33,9 +36,10 @@ class Family:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(name: str, words: str, source: str, gather: Build, scatter: Build, *, chunked: bool = True) -> Family:
-    builders: dict[Op, Build] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
-    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
+def _family(name: str, words: str, source: str, gather: Build, scatter: Build | None, *, chunked: bool = True) -> Family:
+    builders: dict[Op, Build | None] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
+    there = {op: build for op, build in builders.items() if build}
+    return Family(name=name, words=words, source=source, chunked=chunked, builders=there)
 
 
 def _plain(build: Callable[[Problem], Schedule]) -> Build:
@@ -126,19 +130,39 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(ag.gated, blocks=True)),
             _one_lane(partial(rs.stored, pull=False)),
         ),
+        _family(
+            "flag_gated_2d",
+            "one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
+            "weft",
+            _one_lane(ag.gated_2d),
+            None,
+        ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
+
+
+def names(op: Op) -> tuple[str, ...]:
+    """The families that `op` has."""
+    return tuple(name for name, family in FAMILIES.items() if op in family.builders)
+
+
+def check_op(name: str, op: Op) -> None:
+    """Raises ValueError where `op` has no such family, naming those that it has."""
+    if name in FAMILIES and op not in FAMILIES[name].builders:
+        ops = ", ".join(FAMILIES[name].builders)
+        raise ValueError(f"schedule is {name!r}, which is for {ops} alone; {op} has {', '.join(names(op))}")
 
 
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name or a chunk count below one.
+    Raises ValueError for an unknown name, a family that the problem's operator lacks, or a chunk count below one.
     """
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    check_op(name, problem.op)
     family = FAMILIES[name]
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
@@ -174,15 +198,15 @@ def spec(name: str, chunks: int) -> str:
 
 
 def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
-    """Every schedule that a planner should consider: each family, cut into 1, 2, and half, one and two times world_size
-    chunks a shard, without those whose steps another one has, too.
+    """Every schedule that a planner should consider: each family of the operator, cut into 1, 2, and half, one and two times
+    world_size chunks a shard, without those whose steps another one has, too.
 
     Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
     8 x H200, where an eighth of a shard may take 3).
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in FAMILIES.values():
+    for family in (FAMILIES[name] for name in names(problem.op)):
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)

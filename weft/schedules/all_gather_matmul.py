@@ -27,11 +27,11 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from weft.problem import Problem, split
+from weft.problem import Problem, Span1D, split
 from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Sum, Wait
-from weft.schedules.builder import Builder, Piece, cut
+from weft.schedules.builder import Builder, Piece, aligned_slices, cut
 
 
 class _Gather(Builder):
@@ -97,6 +97,24 @@ class _Gather(Builder):
                     if peer != rank and piece is self.pieces[rank][0] and not lane:
                         self.add(rank, on, Wait(Flag("free", rank, peer), 0))
                     self.add(rank, on, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
+
+    def slice_arrived(self, rank: int, shard: int, index: int) -> Flag:
+        """Slice `index` of a peer's columns lies in rank's a_full."""
+        return Flag("arrived", rank, shard * self.chunks + index)
+
+    def push_columns(self, rank: int, slices: Sequence[Span1D], *, lane: str | None = None) -> None:
+        """The rank sends its shard to all peers, slice by slice of its columns. lane: as for push_all."""
+        peers = self.peers(rank, step=-1) if self.pieces[rank] else []
+        if lane and peers:
+            self.add(rank, lane, *(Wait(Flag("free", rank, peer), 0) for peer in peers))
+        for index, cols in enumerate(slices):
+            for peer in peers:
+                on = lane or self.copy_lane(peer)
+                if index == 0 and not lane:
+                    self.add(rank, on, Wait(Flag("free", rank, peer), 0))
+                dst = self.region("a_full", peer, self.problem.shards[rank], cols)
+                arrived = Signal(self.slice_arrived(peer, rank, index))
+                self.add(rank, on, Copy(self.region("a", rank, cols=cols), dst), arrived)
 
     def finish(self, *, senders: Callable[[int], Iterable[int]] | None = None) -> Schedule:
         """Hand the gathered rows over if asked for, tell the senders that a_full is free, and freeze."""
@@ -179,30 +197,20 @@ def fused_2d(problem: Problem, name: str, chunks: int, *, fan_out: bool = False)
     s.buffer("sums", "local", [problem.m for _ in each], [problem.columns(r) for r in each], float32=True)
     slices = [c for c in split(problem.k, chunks) if c[1] > c[0]]
     for rank in each:
-        _push_columns(s, rank, slices)
+        s.push_columns(rank, slices)
         for index, cols in enumerate(slices):
             parts = (
                 [Part(s.region("a", rank, cols=cols), s.region("sums", rank, problem.shards[rank]))] if s.pieces[rank] else []
             )
             for peer in s.peers(rank):
                 if s.pieces[peer]:
-                    s.add(rank, "compute", Wait(Flag("arrived", rank, peer * chunks + index)))
+                    s.add(rank, "compute", Wait(s.slice_arrived(rank, peer, index)))
                     rows = problem.shards[peer]
                     parts.append(Part(s.region("a_full", rank, rows, cols), s.region("sums", rank, rows)))
             if parts:
                 s.add(rank, "compute", Gemm(s.region("b", rank, cols), tuple(parts), accumulate=index > 0))
         s.add(rank, "compute", Reduce((Sum((s.region("sums", rank),), s.region("out", rank)),)))
     return s.finish()
-
-
-def _push_columns(s: _Gather, rank: int, slices: list[tuple[int, int]]) -> None:
-    for index, cols in enumerate(slices if s.pieces[rank] else []):
-        for peer in s.peers(rank, step=-1):
-            if index == 0:
-                s.add(rank, s.copy_lane(peer), Wait(Flag("free", rank, peer), 0))
-            dst = s.region("a_full", peer, s.problem.shards[rank], cols)
-            arrived = Flag("arrived", peer, rank * s.chunks + index)
-            s.add(rank, s.copy_lane(peer), Copy(s.region("a", rank, cols=cols), dst), Signal(arrived))
 
 
 def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
@@ -215,6 +223,26 @@ def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bo
     for rank in range(s.world_size):
         remote = [s.part(rank, p, (Wait(s.arrived(rank, p)),)) for pieces in s.by_step(rank) for p in pieces]
         s.gemm(rank, s.own_shard(rank) + remote)
+    return s.finish()
+
+
+def gated_2d(problem: Problem, name: str, chunks: int) -> Schedule:
+    """One GEMM whose tiles wait for the columns of their rows, slice by slice of K, own shard first and without waiting.
+
+    Every tile can start with the first slice. Slices are stored from SMs: rectangles of many short rows, too small for copy
+    engines.
+    """
+    s = _Gather(problem, name, chunks)
+    slices = aligned_slices(problem.k, chunks)
+    for rank in range(s.world_size):
+        s.push_columns(rank, slices, lane="blocks")
+        parts = s.own_shard(rank)
+        for peer in (p for p in s.peers(rank) if s.pieces[p]):
+            first, *later = (Wait(s.slice_arrived(rank, peer, index)) for index in range(len(slices)))
+            inner = tuple((low, wait) for (low, _), wait in zip(slices[1:], later, strict=True))
+            rows = problem.shards[peer]
+            parts.append(Part(s.region("a_full", rank, rows), s.region("out", rank, rows), (first,), inner=inner))
+        s.gemm(rank, parts)
     return s.finish()
 
 

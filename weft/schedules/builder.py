@@ -9,6 +9,8 @@ from weft.schedule import Buffer, Lane, LaneKind, Region, Schedule, Step
 
 KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks"}
 """Kind of a lane by the first word of its name: "copy.3" is a copy lane."""
+SLICE_UNIT = 64
+"""Columns of `a` that one step of a GEMM's loop over K takes at most: slices that tiles wait for begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,17 @@ def cut(problem: Problem, chunks: int) -> list[list[Piece]]:
                 shards[shard].append(Piece(shard, index, (low + first, low + last), (at, at + last - first)))
                 at += last - first
     return shards
+
+
+def aligned_slices(extent: int, parts: int) -> list[Span1D]:
+    """Cut [0, extent) as `split` does, but at multiples of SLICE_UNIT if it is longer than that; without the empty ones.
+
+    >>> aligned_slices(200, 2), aligned_slices(10, 3)
+    ([(0, 128), (128, 200)], [(0, 4), (4, 8), (8, 10)])
+    """
+    unit = SLICE_UNIT if extent > SLICE_UNIT else 1
+    cuts = ((low * unit, min(high * unit, extent)) for low, high in split(-(-extent // unit), parts))
+    return [(low, high) for low, high in cuts if high > low]
 
 
 class Builder:

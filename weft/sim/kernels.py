@@ -8,14 +8,17 @@ All tiles of a kernel take the same time, so tile j starts when tile j - SMs has
 
 Hence one gated kernel pays one ragged last wave, where a kernel for each part pays one each. Stores to a peer leave while
 later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`. A tile that adds is multiplied
-before it waits, and then reads what it adds, at the share of memory bandwidth that tiles which run together leave it.
+before it waits, and then reads what it adds, at the share of memory bandwidth that tiles which run together leave it. A tile
+with inner gates takes its time slice by slice, each no sooner than its gate is open; its SM waits with it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import simpy
 
@@ -31,16 +34,15 @@ class Blocks:
     def __init__(self, sms: int, now: int) -> None:
         self._free = [(now, sms)]
 
-    def take(self, tiles: int, now: int, tile_ns: int, adding_ns: int | None = None) -> tuple[int, int]:
-        """Give `tiles` out, none before `now`. adding_ns: they do start before, but none of them adds before `now`, which takes
-        it so much longer. Returns when the first and the last one end."""
+    def take(self, tiles: int, ends: Callable[[int], int]) -> tuple[int, int]:
+        """Give `tiles` out. ends: when a tile ends whose SM is free at a time. Returns when the first and the last one end."""
         first = last = 0
         while tiles:
             free, count = self._pop()
             used = min(tiles, count)
             if used < count:
                 heapq.heappush(self._free, (free, count - used))
-            last = max(free, now) + tile_ns if adding_ns is None else max(free + tile_ns, now) + adding_ns
+            last = ends(free)
             first = first or last
             heapq.heappush(self._free, (last, used))
             tiles -= used
@@ -65,7 +67,7 @@ class _Group:
 
 
 def _plain(part: Part, rank: int) -> bool:
-    return not (part.gates or part.adds) and part.count is None and part.out.rank == rank == part.a.rank
+    return not (part.waits or part.adds) and part.count is None and part.out.rank == rank == part.a.rank
 
 
 def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
@@ -92,12 +94,13 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     cost = _cost(world, rank, step, groups)
     blocks = Blocks(cost.sms, world.now)
     stores: list[simpy.Event] = []
-    end = world.now
-    for group, tiles in zip(groups, cost.tiles, strict=True):
-        for gate in group.parts[0].gates:
-            yield from world.wait(gate)
-        tile_ns, adding_ns = _tile_ns(world, rank, group, tiles, cost), _adding_ns(world, group, tiles, cost)
-        first, last = blocks.take(tiles, world.now, tile_ns, adding_ns)
+    end = ready = world.now
+    # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
+    opening = [world.env.process(_opened(world, group.parts[0])) for group in groups]
+    for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
+        now, *inner = yield opened
+        ready = max(ready, now)
+        first, last = blocks.take(tiles, _ends(world, rank, group, tiles, cost, (ready, *inner)))
         end = max(end, last)
         stores += _finish(world, rank, group, cost.sms, first, last)
     yield world.env.timeout(max(0, end - world.now))
@@ -120,6 +123,36 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
         out_itemsize=4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
         flags=not all(_plain(part, rank) for part in step.parts),
     )
+
+
+def _opened(world: World, part: Part) -> Generator[simpy.Event, Any, tuple[int, ...]]:
+    """When a part's gates are open, and then each of its inner gates."""
+    for gate in part.gates:
+        yield from world.wait(gate)
+    times = [world.now]
+    for _, gate in part.inner:
+        yield from world.wait(gate)
+        times.append(world.now)
+    return tuple(times)
+
+
+def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, opened: tuple[int, ...]) -> Callable[[int], int]:
+    """When a tile of the group ends whose SM is free at a time. opened: when its gates, and each inner gate, are open."""
+    part, now = group.parts[0], opened[0]
+    tile_ns, adding_ns = _tile_ns(world, rank, group, tiles, cost), _adding_ns(world, group, tiles, cost)
+    if adding_ns is not None:
+        return lambda free: max(free + tile_ns, now) + adding_ns
+    columns = (0, *(column for column, _ in part.inner), part.a.shape[1])
+    # Shares of the tile's time, cut by columns so that they add up to it.
+    cuts = [tile_ns * column // max(1, columns[-1]) for column in columns[:-1]] + [tile_ns]
+    slices = [high - low for low, high in pairwise(cuts)]
+
+    def end(free: int) -> int:
+        for opens, slice_ns in zip(opened, slices, strict=True):
+            free = max(free, opens) + slice_ns
+        return free
+
+    return end
 
 
 def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost) -> int:
@@ -150,11 +183,11 @@ def _finish(world: World, rank: int, group: _Group, sms: int, first: int, last: 
     moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
     if not moves:
         if part.count is not None:
-            world.post(rank, part.count, after_ns=last - world.now)
+            world.post(rank, part.count, after_ns=max(0, last - world.now))
         return []
 
     def follow() -> Process:
-        yield world.env.timeout(first - world.now)
+        yield world.env.timeout(max(0, first - world.now))
         paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst)) for region, src, dst in moves]
         yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
         yield world.env.timeout(max(0, last - world.now))

@@ -163,9 +163,10 @@ def _part(schedule: Schedule, rank: int, part: Part | Sum, dash: str) -> tuple[s
     alone = (part.a,) if isinstance(part, Part) else part.srcs if len(part.srcs) == 1 else ()
     summed = part.adds if isinstance(part, Part) else () if alone else part.srcs
     names = dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in summed)
-    src = " + ".join([*(_region(schedule, rank, region) for region in alone), *names])
+    inner = tuple(column for column, _ in part.inner) if isinstance(part, Part) else ()
+    src = " + ".join([*(_region(schedule, rank, region, inner) for region in alone), *names])
     text = f"{src} {dash}> {_region(schedule, rank, part.out)}"
-    return text, part.gates, (part.count,) if part.count else ()
+    return text, part.waits, (part.count,) if part.count else ()
 
 
 def words(wait: Wait) -> str:
@@ -177,8 +178,10 @@ def _move(schedule: Schedule, rank: int, src: Region, dst: Region) -> str:
     return f"{_region(schedule, rank, src)} -> {_region(schedule, rank, dst)}"
 
 
-def _region(schedule: Schedule, rank: int, region: Region) -> str:
-    """Short: the rank if it is another, the columns if they are not all."""
+def _region(schedule: Schedule, rank: int, region: Region, inner: tuple[int, ...] = ()) -> str:
+    """Short: the rank if it is another, the columns if they are not all, or cut where there are inner gates."""
     name = region.buffer if region.rank == rank else f"{region.buffer}@{region.rank}"
-    whole = region.cols == (0, schedule.buffer[region.buffer].cols[region.rank])
-    return f"{name}[{region.rows[0]}:{region.rows[1]}{'' if whole else f', {region.cols[0]}:{region.cols[1]}'}]"
+    low, high = region.cols
+    whole = not inner and region.cols == (0, schedule.buffer[region.buffer].cols[region.rank])
+    cols = ":".join(map(str, (low, *(low + column for column in inner), high)))
+    return f"{name}[{region.rows[0]}:{region.rows[1]}{'' if whole else f', {cols}'}]"
