@@ -53,7 +53,7 @@ class Peers:
     """The ranks of a group on one host, and the memory that their kernels share. Collective, as are `tensor` and `settle`.
 
     group: default, all ranks. timeout_s: about how long a kernel's wait looks, and exactly how long the host waits for other
-    ranks; default WEFT_TIMEOUT_S, or 60 s. A context manager; its end settles. Raises ValueError for ranks on several hosts,
+    ranks; default WEFT_TIMEOUT_S, or 60 s. A context manager; its end settles, if nothing has failed. Raises ValueError for ranks on several hosts,
     and where kernels could not run: without a GPU and without TRITON_INTERPRET=1.
 
     rank, world_size: of the group. device: where tensors belong. status, tries: for `wait`.
@@ -153,10 +153,10 @@ class Peers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if error is None:
-                self.settle()
-            else:
+            if error is not None:
                 self._team.fail(error)
+            elif self._team.broken is None:
+                self.settle()
         finally:
             self.close()
 
