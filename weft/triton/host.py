@@ -23,9 +23,9 @@ import triton
 
 from weft.errors import WaitTimeout
 from weft.memory import Segment, gpu_symmetric
-from weft.team import Team
+from weft.team import Team, timeout_from_environment
 
-_LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 2_000}
+_LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
 """How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""
 _FLAG, _EXPECTED, _SEEN = range(3)
 
@@ -52,18 +52,22 @@ class SymmetricTensor:
 class Peers:
     """The ranks of a group on one host, and the memory that their kernels share. Collective, as are `tensor` and `settle`.
 
-    group: default, all ranks. timeout_s: about how long a kernel's wait looks, and exactly how long the host waits for other
-    ranks; default WEFT_TIMEOUT_S, or 60 s. A context manager; its end settles, if nothing has failed. Raises ValueError for ranks on several hosts,
-    and where kernels could not run: without a GPU and without TRITON_INTERPRET=1.
+    group: default, all ranks. timeout_s: about how long a kernel's wait looks; default WEFT_TIMEOUT_S, or 60 s. The host waits
+    four times as long for other ranks, so that the wait which is the reason ends first. A context manager; its end settles, if
+    nothing has failed. Raises ValueError for ranks on several hosts, and where kernels could not run: without a GPU and without
+    TRITON_INTERPRET=1.
 
     rank, world_size: of the group. device: where tensors belong. status, tries: for `wait`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
         self.device = _device()
-        self._team = Team(group or _world(), timeout_s=timeout_s)
+        timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
+        self._team = Team(group or _world(), timeout_s=4 * timeout_s)
         self.rank, self.world_size = self._team.rank, self._team.world_size
-        self.tries = min(2**31 - 1, math.ceil(self._team.timeout_s * _LOOKS_PER_S[self.device.type]))
+        self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._tensors: list[SymmetricTensor] = []
 
