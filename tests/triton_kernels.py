@@ -268,8 +268,8 @@ def hammer_kernel(sum_ptr, sum_peers_ptr, flag_ptr, flag_peers_ptr, world_size, 
 
 
 @triton.jit
-def wrapping_kernel(flag_ptr, out_ptr, call, tries, status_ptr):
-    """One signal a call, on a flag that begins two below where it wraps around."""
+def wrapping_kernel(flag_ptr, out_ptr, at_least, beyond, tries, status_ptr):
+    """A signal, a wait that it opens, one that it does not."""
     signal(flag_ptr)
-    tl.store(out_ptr, wait(flag_ptr, call.to(tl.int64) + 2147483645, tries, status_ptr).to(tl.int32))
-    tl.store(out_ptr + 1, wait(flag_ptr, call.to(tl.int64) + 2147483646, 0, status_ptr).to(tl.int32))
+    tl.store(out_ptr, wait(flag_ptr, at_least, tries, status_ptr).to(tl.int32))
+    tl.store(out_ptr + 1, wait(flag_ptr, beyond, 0, status_ptr).to(tl.int32))

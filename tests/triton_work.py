@@ -106,7 +106,8 @@ def wrap_around() -> None:
         flag.local.fill_(2**31 - 3)
         out = torch.zeros(2, dtype=torch.int32, device=peers.device)
         for call in range(1, 6):
-            wrapping_kernel[(1,)](flag.local, out, call, peers.tries, peers.status)
+            need = 2**31 - 3 + call
+            wrapping_kernel[(1,)](flag.local, out, need, need + 1, peers.tries, peers.status)
             assert out.tolist() == [1, 0], call
             peers.status.zero_()
         assert flag.local.tolist() == [-(2**31) + 2]

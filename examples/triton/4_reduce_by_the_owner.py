@@ -24,8 +24,8 @@ import triton.language as tl
 
 from weft.triton import Peers, call_number, end_call, get, peer_pointer, put_signal, remote_first, wait
 
-N = 1200
-BLOCK = 256
+N = 3000
+BLOCK = 1024
 
 
 @triton.jit
