@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
+
+from weft.memory import gpu_symmetric
 
 _LEAST_BYTES = 1024
 _STEPS = 8
@@ -78,8 +79,7 @@ class Pool:
         self.__dict__.pop("_group", None)
 
     def _made(self, nbytes: int) -> Piece:
-        memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return Piece(memory, symmetric_memory.rendezvous(memory, self._group))
+        return Piece(*gpu_symmetric(nbytes, self._group, self._device))
 
     def _prove(self, piece: Piece) -> None:
         """Every rank writes a word at every peer, and reads one back."""
