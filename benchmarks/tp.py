@@ -44,6 +44,7 @@ SPECS = {
         "track_and_trigger:1",
         "direct_store:1",
         "sequential_stores",
+        "flag_gated_2d:4",
     ),
     "matmul_reduce_scatter": (
         "shard_p2p",
@@ -137,7 +138,8 @@ def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) ->
     """One case in every mode: its JSON lines."""
     torch.manual_seed(dist.get_rank())
     problem = case.problem(dist.get_world_size())
-    specs = arguments.specs.split(",") if arguments.specs else SPECS[problem.op]
+    asked = arguments.specs.split(",") if arguments.specs else SPECS[problem.op]
+    specs = [spec for spec in asked if spec.partition(":")[0] in schedules.names(problem.op)]
     site = Site(problem)
     works = site.works(found, specs)
     expected = together("sequential default", works["sequential default"])
@@ -214,7 +216,7 @@ def main() -> None:
     options = parser(__doc__, rounds=ROUNDS)
     options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
     options.add_argument("--ops", default=",".join(OPS), help="only these operators (%(default)s)")
-    options.add_argument("--specs", default="", help="the schedules to try beside auto, with commas")
+    options.add_argument("--specs", default="", help="schedules to try beside auto, each where its operator has it")
     options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's ways beside the default (%(default)s)")
     arguments = options.parse_args()
     cases = chosen_cases(arguments)

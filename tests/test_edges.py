@@ -8,7 +8,7 @@ import pytest
 
 from weft.execute.edges import Edges
 from weft.problem import OPS, Op, Problem
-from weft.schedule import Copy, Flag, Gemm, Lane, Schedule, Signal, Wait, waits
+from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Wait, waits
 from weft.schedules import build, names
 
 
@@ -49,6 +49,20 @@ def test_a_signal_that_does_not_wait_for_its_reader_is_refused() -> None:
     Edges(pair((Wait(read, 0), Signal(ready)), (Wait(ready), Signal(read))))
     with pytest.raises(ValueError, match=r"read\[0\]@0 may be signalled again before rank 0, lane compute, step 1"):
         Edges(pair((Signal(ready), Wait(read, 0)), (Wait(ready), Signal(read))))
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_an_inner_gate_orders_what_follows_its_kernel(inner: bool) -> None:
+    """Rank 1 may raise `sent` again once rank 0 has said so, whose kernel waited for rank 2, which waited for `sent`."""
+    sent, ready, read = Flag("sent", 2), Flag("ready", 0), Flag("read", 1)
+    a, b, out = (Region(name, 0, (0, 0), (0, 2)) for name in ("a", "b", "out"))
+    part = Part(a, out, inner=((1, Wait(ready)),) if inner else ())
+    ring = pair((Gemm(b, (part,)), Signal(read)), (Wait(read, 0), Signal(sent)), (Wait(sent), Signal(ready)))
+    if inner:
+        Edges(ring)
+    else:
+        with pytest.raises(ValueError, match=r"(sent|ready|read)\[0\]@\d may be signalled again"):
+            Edges(ring)
 
 
 def test_two_signals_a_call_are_refused() -> None:

@@ -46,6 +46,15 @@ def test_slices_are_summed_unrounded_and_rounded_once() -> None:
     assert torch.equal(out, torch.full((2, 5), 1 + 2.0**-7).bfloat16())
 
 
+def test_what_the_host_sums_in_float32_it_multiplies_in_float32() -> None:
+    from weft.execute.host import HostProgram
+
+    a, b, out = torch.tensor([[1.0, 2**-9]]).bfloat16(), torch.ones(2, 1).bfloat16(), torch.zeros(1, 1)
+    for accumulate, expected in ((False, 1 + 2.0**-9), (True, 2 + 2.0**-8)):
+        HostProgram.matmul(None, a, b, out, accumulate=accumulate)  # type: ignore[arg-type]
+        assert out.item() == expected
+
+
 def test_a_part_with_inner_gates_is_multiplied_by_itself() -> None:
     plain = Part(region("a", (0, 2), (0, 2)), region("out", (0, 2), (0, 3)))
     sliced = dataclasses.replace(plain, inner=((1, gate(0)),))

@@ -291,5 +291,16 @@ def advances(step: Step) -> tuple[Flag, ...]:
     return ()
 
 
+def regions(step: Step) -> tuple[Region, ...]:
+    """Every region that a step reads or writes."""
+    if isinstance(step, (Copy, Collective)):
+        return step.src, step.dst
+    if isinstance(step, Gemm):
+        return step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))
+    if isinstance(step, Reduce):
+        return tuple(region for part in step.parts for region in (*part.srcs, part.out))
+    return ()
+
+
 def _conditions(gates: tuple[Wait, ...], count: Flag | None, inner: str = "") -> str:
     return "".join(f", {gate}" for gate in gates) + inner + (f", count {count}" if count else "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weft.execute.bindings import Bindings, Where
-from weft.schedule import Collective, Flag, Schedule, Wait, advances
+from weft.schedule import Collective, Flag, Schedule, Wait, advances, regions
 from weft.span import Span
 from weft.team import Team
 
@@ -31,7 +31,7 @@ _ALIGN = 256
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Byte offsets of a schedule's symmetric buffers in every rank's data area, and of what collectives stage."""
+    """Byte offsets of a schedule's shared buffers in every rank's data area, and of what collectives stage."""
 
     offsets: dict[tuple[str, int], int]
     staging: int
@@ -39,13 +39,14 @@ class Layout:
 
 
 def layout(schedule: Schedule) -> Layout:
-    """Symmetric buffers one after the other, on every rank in the order in which they are declared."""
+    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
+    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
     offsets: dict[tuple[str, int], int] = {}
     ends = []
     for rank in range(schedule.problem.world_size):
         at = 0
         for buffer in schedule.buffers:
-            if buffer.kind == "symmetric":
+            if buffer.kind == "symmetric" and buffer.name in touched:
                 offsets[buffer.name, rank] = at
                 at += -(-buffer.rows[rank] * buffer.cols[rank] * schedule.problem.itemsize // _ALIGN) * _ALIGN
         ends.append(at)
@@ -173,11 +174,12 @@ class BoundProgram(ABC):
     def _fixed_bindings(self) -> Bindings:
         bindings = Bindings()
         for buffer in self.schedule.buffers:
-            if buffer.kind == "local":
+            shared = (buffer.name, self.rank) in self.layout.offsets
+            if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
                 dtype = torch.float32 if buffer.float32 else self.dtype
                 matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
                 bindings.bind(buffer.name, self.rank, matrix)
-            elif buffer.kind == "symmetric":
+            elif shared:
                 for rank in range(self.team.world_size):
                     offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
                     bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))

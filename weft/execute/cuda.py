@@ -33,7 +33,7 @@ import torch
 from weft.execute.bindings import Bindings, Where
 from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.cuda_space import CudaSpace
-from weft.execute.driver import Word, checked
+from weft.execute.driver import Word
 from weft.execute.edges import Edges
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
@@ -64,7 +64,7 @@ class CudaProgram(BoundProgram):
         self._words, self._addresses = self._words_piece.memory, self._words_piece.addresses
         self._scratch: dict[str, torch.Tensor] = {}
         super().__init__(space, schedule)
-        self._area = space.pool.take(self.layout.nbytes)
+        self._area = space.pool.take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
         self._progress_pinned = torch.zeros(len(lanes) + 1, dtype=torch.int32).pin_memory()
         self._progress = self._progress_pinned.numpy()
@@ -89,7 +89,7 @@ class CudaProgram(BoundProgram):
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
-        self._last = self.driver.event()
+        self._last_ticket = 0
         self._forks = {lane.name: (self.driver.event(), self.driver.event()) for lane in lanes if lane.kind != "compute"}
         space.keep_releasable(id(self), self._release)
 
@@ -125,8 +125,9 @@ class CudaProgram(BoundProgram):
         self._replays.close()
         for vendor in self._vendors.values():
             vendor.close()
-        for event in (self._last, *(event for pair in self._forks.values() for event in pair)):
-            self.driver.forget(event)
+        for pair in self._forks.values():
+            for event in pair:
+                self.driver.forget(event)
         for piece in (self._words_piece, self._area):
             self.space.pool.give(piece)
         del self._words, self._words_piece, self._area
@@ -215,7 +216,7 @@ class CudaProgram(BoundProgram):
         self.space.settle()
 
     def _register(self) -> None:
-        """Let vendor collectives have registered buffers where those are faster: in place of symmetric memory. Collective."""
+        """Let vendor collectives have registered buffers where those are faster. Collective."""
         for vendor in self._vendors.values():
             window = vendor.register(lambda what, ns: max(self.team.enter(f"{self.schedule.name}: {what}", ns)))
             if window is not None:
@@ -227,16 +228,15 @@ class CudaProgram(BoundProgram):
         """One call on the caller's stream, after the program's last one, and under watch."""
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
-            checked(self.driver.api.cuStreamWaitEvent(caller, self._last, 0))
+            self.space.after(caller, self._last_ticket)
         zero_us, watched = time.perf_counter_ns() / 1e3, self.spans is not None
         ticket = self.space.begin(caller, self._stuck)
         self._times = []
         if watched:
             self._timed(None, caller, lambda: None)
         enqueue()
-        checked(self.driver.api.cuEventRecord(self._last, caller))
-        self._last_stream = caller
         self.space.end(caller, ticket)
+        self._last_stream, self._last_ticket = caller, ticket
         if watched:
             self._read_spans(ticket, zero_us)
 

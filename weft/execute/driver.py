@@ -72,10 +72,6 @@ class Driver:
         part.flags = int(self.api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) if wait else 0
         return operation
 
-    def write(self, stream: int, address: int, value: int) -> None:
-        """Set a word, after all that the stream has written is visible to the whole machine."""
-        checked(self.api.cuStreamWriteValue32(stream, address, value, 0))
-
     def copier(self, *, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], None]:
         """A function (dst, src, stream) that copies `rows` rows; pitches: bytes from row to row, of source and destination.
 
@@ -102,7 +98,27 @@ class Driver:
     def forget(self, event: Any) -> None:
         checked(self.api.cuEventDestroy(event))
 
+    def record(self, event: Any, stream: int) -> None:
+        """The event is reached when the stream comes here."""
+        checked(self.api.cuEventRecord(event, stream))
+
+    def wait(self, stream: int, event: Any) -> None:
+        """The stream goes on once the event is reached."""
+        checked(self.api.cuStreamWaitEvent(stream, event, 0))
+
+    def reached(self, event: Any) -> bool:
+        """Whether an event has been reached, as it was recorded last; one that was never recorded has."""
+        result = self.api.cuEventQuery(event)[0]
+        if result == self.api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        checked((result,))
+        return True
+
+    def relax_captures(self) -> None:
+        """Let this thread ask for events while another one captures a graph."""
+        checked(self.api.cuThreadExchangeStreamCaptureMode(self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+
     def after(self, later: int, earlier: int, event: Any) -> None:
         """Stream `later` goes on once `earlier` has come here. event: used for it, as often as one likes."""
-        checked(self.api.cuEventRecord(event, earlier))
-        checked(self.api.cuStreamWaitEvent(later, event, 0))
+        self.record(event, earlier)
+        self.wait(later, event)

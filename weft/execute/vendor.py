@@ -90,7 +90,7 @@ class Vendor:
         return self._step.dst if self._step.op == "all_gather" else self._step.src
 
     def register(self, slowest: Callable[[str, int], int]) -> torch.Tensor | None:
-        """Take windows if this step is faster with them; what then stands for its buffer in symmetric memory. Collective.
+        """Take windows if this step is faster with them; what then stands for its own buffer. Collective.
 
         slowest: (what, ns on this rank) -> the largest of all ranks.
         """
