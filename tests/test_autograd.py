@@ -17,7 +17,7 @@ def _leaf(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32).requires_grad_()
 
 
-def _gather_gradients(m: int, schedule: str, return_gathered: bool) -> None:
+def _gather_gradients(m: int, schedule: str, return_gathered: bool, keep: bool = False) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     n, k = 13, 6
     full, right, other = _leaf(m, k, seed=1), _leaf(k, n, seed=2), _leaf(k, 4 * size, seed=3)
@@ -34,10 +34,11 @@ def _gather_gradients(m: int, schedule: str, return_gathered: bool) -> None:
     ]
     here = torch.cat([weights[:, left:last], weights[:, n + 4 * rank : n + 4 * rank + 4]], 1)
     if return_gathered:
-        outs, gathered = weft.all_gather_matmul(a, bs, rows=m, schedule=schedule, return_gathered=True)
+        outs, gathered = weft.all_gather_matmul(a, bs, rows=m, schedule=schedule, return_gathered=True, keep_gathered=keep)
         ((torch.cat(outs, 1) * here).sum() + (gathered * more).sum()).backward()
     else:
-        (torch.cat(weft.all_gather_matmul(a, bs, rows=m, schedule=schedule), 1) * here).sum().backward()
+        outs = weft.all_gather_matmul(a, bs, rows=m, schedule=schedule, keep_gathered=keep)
+        (torch.cat(outs, 1) * here).sum().backward()
     assert full.grad is not None
     assert right.grad is not None
     assert other.grad is not None
@@ -51,6 +52,26 @@ def _gather_gradients(m: int, schedule: str, return_gathered: bool) -> None:
 def test_backward_of_all_gather_matmul(ranks: RankFixture, schedule: str, return_gathered: bool) -> None:
     for m in (12, 7):
         ranks(3).run(_gather_gradients, m, schedule, return_gathered)
+
+
+def _gathers_in_backward(keep: bool) -> int:
+    """How often the backward gathers a."""
+    from weft.library import tensor_parallel
+
+    found = []
+    again = tensor_parallel._gathered_again
+    tensor_parallel._gathered_again = lambda ctx, a: found.append(1) or again(ctx, a)
+    try:
+        _gather_gradients(12, "flag_gated:2", False, keep)
+        _gather_gradients(7, "auto", True, keep)
+    finally:
+        tensor_parallel._gathered_again = again
+    return len(found)
+
+
+def test_what_was_gathered_is_kept_if_asked_for(ranks: RankFixture) -> None:
+    assert ranks(2).run(_gathers_in_backward, False) == [2, 2]
+    assert ranks(2).run(_gathers_in_backward, True) == [0, 0]
 
 
 def _scatter_gradients(m: int, schedule: str, op: str) -> None:

@@ -26,7 +26,7 @@ from weft.problem import split
 
 
 def _gather(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
+    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool, keep: bool
 ) -> list[torch.Tensor]:
     call = MatmulCall(
         op="all_gather_matmul", a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, return_gathered=return_gathered
@@ -36,11 +36,11 @@ def _gather(
 
 
 def run_gather(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
+    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool, keep: bool
 ) -> list[torch.Tensor]:
     """weft::all_gather_matmul."""
     way = _gather if unseen(a, *bs) else torch.ops.weft.all_gather_matmul
-    return way(a, bs, group, rows, unit, schedule, return_gathered)
+    return way(a, bs, group, rows, unit, schedule, return_gathered, keep)
 
 
 def run_scatter(
@@ -52,7 +52,7 @@ def run_scatter(
 
 
 def _gather_fake(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool
+    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool, keep: bool
 ) -> list[torch.Tensor]:
     return [a.new_empty(rows, b.shape[1]) for b in bs] + [a.new_empty(rows, a.shape[1])] * return_gathered
 
@@ -75,14 +75,16 @@ def _scatter_fake(
 
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    a, bs, ctx.group, ctx.rows, ctx.unit, ctx.schedule, ctx.gathered = inputs
-    ctx.save_for_backward(a, *bs)
+    a, bs, ctx.group, ctx.rows, ctx.unit, ctx.schedule, ctx.gathered, ctx.kept = inputs
+    ctx.save_for_backward(a, *([output[-1]] if ctx.kept else []), *bs)
 
 
 def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     a, *bs = ctx.saved_tensors
+    kept = bs.pop(0) if ctx.kept else None
     outs = [_or_zeros(grad, ctx.rows, b.shape[1], a) for grad, b in zip(grads, bs, strict=False)]
-    grad_a, grad_bs = None, [None] * len(bs)
+    grad_a: torch.Tensor | None = None
+    grad_bs: list[torch.Tensor | None] = [None] * len(bs)
     if ctx.needs_input_grad[0]:
         factors, columns = [*outs], [*bs]
         if ctx.gathered and grads[-1] is not None:
@@ -101,11 +103,15 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
             "sum",
         )
     if any(ctx.needs_input_grad[1]):
-        # Gathering again costs time; keeping the gathered a would cost M x K of memory from forward to backward.
-        nothing = a.new_empty(a.shape[1], 0)
-        gathered = torch.ops.weft.all_gather_matmul(a, [nothing], ctx.group, ctx.rows, ctx.unit, "sequential", True)[-1]
+        gathered = _gathered_again(ctx, a) if kept is None else kept
         grad_bs = [gathered.t() @ grad for grad in outs]
-    return grad_a, grad_bs, None, None, None, None, None
+    return grad_a, grad_bs, None, None, None, None, None, None
+
+
+def _gathered_again(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+    nothing = a.new_empty(a.shape[1], 0)
+    found = torch.ops.weft.all_gather_matmul(a, [nothing], ctx.group, ctx.rows, ctx.unit, "sequential", True, False)
+    return found[-1]  # type: ignore[no-any-return]
 
 
 def _scatter_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -124,6 +130,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ctx.unit,
         backward_schedule(ctx.schedule, "all_gather_matmul"),
         True,
+        False,
     )
     return grad_a, a.t() @ gathered, None, None, None, None, None, None
 
@@ -138,8 +145,8 @@ def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tenso
 
 
 register(
-    "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered)"
-    " -> Tensor[]",
+    "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered,"
+    " bool keep) -> Tensor[]",
     run=_gather,
     fake=_gather_fake,
     context=_gather_context,

@@ -31,6 +31,7 @@ def all_gather_matmul(
     return_gathered: Literal[False] = False,
     gather_dim: int = 0,
     rows: int | None = None,
+    keep_gathered: bool = False,
 ) -> torch.Tensor: ...
 
 
@@ -44,6 +45,7 @@ def all_gather_matmul(
     return_gathered: Literal[True],
     gather_dim: int = 0,
     rows: int | None = None,
+    keep_gathered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -57,6 +59,7 @@ def all_gather_matmul(
     return_gathered: Literal[False] = False,
     gather_dim: int = 0,
     rows: int | None = None,
+    keep_gathered: bool = False,
 ) -> list[torch.Tensor]: ...
 
 
@@ -70,6 +73,7 @@ def all_gather_matmul(
     return_gathered: Literal[True],
     gather_dim: int = 0,
     rows: int | None = None,
+    keep_gathered: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]: ...
 
 
@@ -82,6 +86,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     gather_dim: int = 0,
     rows: int | None = None,
+    keep_gathered: bool = False,
 ) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
     """all_gather(a, dim=gather_dim) @ b, with the gather hidden behind the matmul.
 
@@ -94,7 +99,8 @@ def all_gather_matmul(
     that are measured at the first call of a problem (on CPUs the planner's choice); "planned" is the planner's choice.
     return_gathered: also return the gathered a. gather_dim: the dimension that is gathered (not the last).
     rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
-    would give this rank.
+    would give this rank. keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is
+    gathered again.
 
     Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a).
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
@@ -109,7 +115,9 @@ def all_gather_matmul(
     _check_rows(rows, moved.shape[0], rank, world_size)
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    results = run_gather(flat, bs, group_name, total * unit, unit, spec_of(schedule, "all_gather_matmul"), return_gathered)
+    keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
+    spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
+    results = run_gather(flat, bs, group_name, total * unit, unit, spec, gathered, keep)
     shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
