@@ -146,7 +146,7 @@ def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tenso
 
 register(
     "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered,"
-    " bool keep) -> Tensor[]",
+    " bool keep=False) -> Tensor[]",
     run=_gather,
     fake=_gather_fake,
     context=_gather_context,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,6 @@ def spec_of(schedule: str | Schedule, op: Op) -> str:
     return schedule
 
 
-@cache
 def _check_name(schedule: str, op: Op) -> None:
     try:
         schedules.check_op(schedules.parse(schedule)[0], op)
