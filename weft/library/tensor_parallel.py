@@ -26,7 +26,14 @@ from weft.problem import split
 
 
 def _gather(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool, keep: bool
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    group: str,
+    rows: int,
+    unit: int,
+    schedule: str,
+    return_gathered: bool,
+    keep: bool = False,
 ) -> list[torch.Tensor]:
     call = MatmulCall(
         op="all_gather_matmul", a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, return_gathered=return_gathered
@@ -36,7 +43,14 @@ def _gather(
 
 
 def run_gather(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool, keep: bool
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    group: str,
+    rows: int,
+    unit: int,
+    schedule: str,
+    return_gathered: bool,
+    keep: bool = False,
 ) -> list[torch.Tensor]:
     """weft::all_gather_matmul."""
     way = _gather if unseen(a, *bs) else torch.ops.weft.all_gather_matmul
@@ -52,7 +66,14 @@ def run_scatter(
 
 
 def _gather_fake(
-    a: torch.Tensor, bs: list[torch.Tensor], group: str, rows: int, unit: int, schedule: str, return_gathered: bool, keep: bool
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    group: str,
+    rows: int,
+    unit: int,
+    schedule: str,
+    return_gathered: bool,
+    keep: bool = False,
 ) -> list[torch.Tensor]:
     return [a.new_empty(rows, b.shape[1]) for b in bs] + [a.new_empty(rows, a.shape[1])] * return_gathered
 
