@@ -195,7 +195,7 @@ def _compiled() -> None:
     torch.testing.assert_close(got, expected[:, slice(*cols)].float() * 2)
     torch.library.opcheck(
         torch.ops.weft.all_gather_matmul,
-        (a[slice(*rows)], [b[:, slice(*cols)]], group.group_name, 16, 1, "shard_p2p", True),
+        (a[slice(*rows)], [b[:, slice(*cols)]], group.group_name, 16, 1, "shard_p2p", True, False),
         test_utils=("test_schema", "test_faketensor"),
     )
     torch.library.opcheck(

@@ -33,7 +33,7 @@ def _gather(
     unit: int,
     schedule: str,
     return_gathered: bool,
-    keep: bool = False,
+    keep: bool,
 ) -> list[torch.Tensor]:
     call = MatmulCall(
         op="all_gather_matmul", a=a, bs=bs, rows=rows, row_multiple=unit, schedule=schedule, return_gathered=return_gathered
@@ -50,7 +50,7 @@ def run_gather(
     unit: int,
     schedule: str,
     return_gathered: bool,
-    keep: bool = False,
+    keep: bool,
 ) -> list[torch.Tensor]:
     """weft::all_gather_matmul."""
     way = _gather if unseen(a, *bs) else torch.ops.weft.all_gather_matmul
@@ -73,7 +73,7 @@ def _gather_fake(
     unit: int,
     schedule: str,
     return_gathered: bool,
-    keep: bool = False,
+    keep: bool,
 ) -> list[torch.Tensor]:
     return [a.new_empty(rows, b.shape[1]) for b in bs] + [a.new_empty(rows, a.shape[1])] * return_gathered
 
@@ -167,7 +167,7 @@ def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tenso
 
 register(
     "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered,"
-    " bool keep=False) -> Tensor[]",
+    " bool keep) -> Tensor[]",
     run=_gather,
     fake=_gather_fake,
     context=_gather_context,
