@@ -9,11 +9,10 @@ import pytest
 from weft.execute.edges import Edges
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Copy, Flag, Gemm, Lane, Schedule, Signal, Wait, waits
-from weft.schedules import NAMES, build
+from weft.schedules import build, names_for
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names_for(op)])
 @pytest.mark.parametrize("size", [(64, 48, 32, 4), (5, 7, 3, 3), (2, 3, 1, 3), (8, 8, 8, 1)])
 def test_every_family(op: Op, name: str, size: tuple[int, int, int, int]) -> None:
     m, n, k, world_size = size

@@ -13,7 +13,7 @@ from weft.machine import Machine, load
 from weft.planner import Plan, plan
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Schedule
-from weft.schedules import NAMES, build, candidates
+from weft.schedules import NAMES, build, candidates, names_for
 from weft.sim import run, simulate
 from weft.span import total_us
 
@@ -36,7 +36,7 @@ def test_best_first_and_sequential_among_them(plans: dict[tuple[Op, int], Plan])
         assert times == sorted(times)
         sequential = next(c for c in found.candidates if c.schedule == "sequential")
         assert sequential.predicted_us == found.sequential_us >= found.chosen.predicted_us
-        assert {c.schedule for c in found.candidates} == set(NAMES)
+        assert {c.schedule for c in found.candidates} == set(names_for(found.problem.op))
         assert len({c.spec for c in found.candidates}) == len(found.candidates)
         assert {(s.name, s.chunks) for s in candidates(found.problem)} <= {(c.schedule, c.chunks) for c in found.candidates}
 
@@ -51,7 +51,7 @@ def test_large_problems_overlap_and_small_gathers_do_not(plans: dict[tuple[Op, i
     """8 x H200, Llama-3 70B: at 512 rows every overlap of all_gather_matmul measured loses to sequential; at 8192 the best
     measured ones take 658 us (all_gather_matmul) and 715 (matmul_reduce_scatter), where sequential takes 992 and 1025."""
     assert plans["all_gather_matmul", 512].chosen.schedule == "sequential"
-    for op, measured, sequential in zip(OPS, (658, 715), (992, 1025), strict=True):
+    for op, measured, sequential in zip(OPS[:2], (658, 715), (992, 1025), strict=True):
         found = plans[op, 8192]
         assert found.chosen.predicted_us == pytest.approx(measured, rel=0.1)
         assert found.sequential_us == pytest.approx(sequential, rel=0.05)

@@ -14,7 +14,7 @@ from machine_tiny import tiny
 from weft.machine import Machine, Topology, load
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Copy, Flag, Lane, Region, Schedule, Signal, Step, Wait
-from weft.schedules import NAMES, build
+from weft.schedules import NAMES, build, names_for
 from weft.sim import Outcome, run, simulate
 from weft.sim.kernels import Blocks
 from weft.sim.network import Network
@@ -176,8 +176,7 @@ def assert_conserved(schedule: Schedule, outcome: Outcome, machine: Machine) -> 
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names_for(op)])
 def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
     machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
     schedule = build(uneven(op), name, 3, fan_out=machine.fans_out)
@@ -200,8 +199,7 @@ def test_handing_back_the_gathered_rows_takes_time(name: str) -> None:
     assert gathered > plain
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "sequential"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names_for(op) if name != "sequential"])
 def test_faster_links_are_never_slower(op: Op, name: str) -> None:
     machine = load("h200x8")
     problem = Problem(op=op, m=2048, n=4096, k=4096, world_size=4)

@@ -19,7 +19,7 @@ from weft.execute.edges import Edges
 from weft.execute.tape import Tape, Words, merged, phases
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Flag, Region, Schedule, waits
-from weft.schedules import NAMES, build
+from weft.schedules import build, names_for
 
 CALLS = 4
 _RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
@@ -126,8 +126,7 @@ def _do(word: Word, memory: dict[int, int]) -> None:
         memory[word.address] = word.value
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names_for(op)])
 @pytest.mark.parametrize("size", [(64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (2, 3, 1, 3, 1), (24, 8, 8, 2, 3)])
 def test_no_wait_is_for_good_and_no_signal_is_lost(op: Op, name: str, size: tuple[int, int, int, int, int]) -> None:
     m, n, k, world_size, chunks = size

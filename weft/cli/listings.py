@@ -24,14 +24,14 @@ def schedules(
     op: Annotated[str, typer.Option(metavar="NAME", help="Operator of the example.")] = "all_gather_matmul",
 ) -> None:
     """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
-    from weft.schedules import FAMILIES, NAMES, build
+    from weft.schedules import FAMILIES, build, check_family, names_for
     from weft.timelines import timeline
 
     problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
-    if name is not None and name not in FAMILIES:
-        raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    if name is not None:
+        check_family(name, problem.op)
     out = output.console()
-    for family in FAMILIES.values():
+    for family in (FAMILIES[known] for known in names_for(problem.op)):
         if name in (None, family.name):
             schedule = build(problem, family.name, EXAMPLE_CHUNKS)
             out.print(family.name, style="bold")

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from weft.problem import Op
+from weft.schedules import NAMES, names_for
+
 _LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -43,6 +46,8 @@ def unseen(*tensors: torch.Tensor) -> bool:
     return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
 
 
-def backward_schedule(schedule: str) -> str:
-    """A family that was asked for serves both ways; a Schedule value is for the forward's problem alone."""
-    return "auto" if schedule.startswith("value:") else schedule
+def backward_schedule(schedule: str, op: Op | None = None) -> str:
+    """A family that was asked for serves both ways; a Schedule value is for the forward's problem alone. op: the backward's
+    operator, where it has not all families that the forward's has."""
+    lacking = op is not None and schedule.partition(":")[0] in set(NAMES) - set(names_for(op))
+    return "auto" if lacking or schedule.startswith("value:") else schedule

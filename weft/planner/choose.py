@@ -14,7 +14,7 @@ from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
 from weft.schedule import Schedule
-from weft.schedules import FAMILIES, NAMES, build, candidates
+from weft.schedules import FAMILIES, NAMES, build, candidates, check_family
 from weft.sim import Outcome, run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
@@ -61,6 +61,8 @@ def _considered(
         raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
     if only is not None and only not in FAMILIES:
         raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
+    if only is not None and schedules is None:
+        check_family(only, problem.op)
     if only is not None and (chunks is not None or not FAMILIES[only].chunked):
         return [build(problem, only, chunks, fan_out=machine.fans_out)]
     for schedule in schedules or ():

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.problem import Op, Problem
+from weft.problem import OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
+from weft.schedules import all_to_all_matmul as dispatch
+from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
 
 Build = Callable[..., Schedule]
@@ -21,7 +23,8 @@ Build = Callable[..., Schedule]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from."""
+    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
+    builders: by operator; one that is missing has no such schedule."""
 
     name: str
     words: str
@@ -33,8 +36,12 @@ class Family:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(name: str, words: str, source: str, gather: Build, scatter: Build, *, chunked: bool = True) -> Family:
-    builders: dict[Op, Build] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
+def _family(
+    name: str, words: str, source: str, gather: Build, scatter: Build, *exchanges: Build | None, chunked: bool = True
+) -> Family:
+    """exchanges: of matmul_all_to_all and all_to_all_matmul."""
+    found = zip(OPS, (gather, scatter, *exchanges), strict=False)
+    builders = {op: build for op, build in found if build is not None}
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
 
@@ -65,14 +72,18 @@ FAMILIES: dict[str, Family] = {
             "cuBLAS and NCCL",
             _plain(ag.sequential),
             _plain(rs.sequential),
+            _plain(combine.sequential),
+            _plain(dispatch.sequential),
             chunked=False,
         ),
         _family(
             "sequential_stores",
-            "vendor GEMM, and before or after it an exchange by stores from SMs",
+            "vendor GEMM, and before or after it an exchange by a kernel's stores or loads",
             "fused computation-collectives",
             _named(ag.sequential_stores),
             _named(rs.sequential_stores),
+            _named(combine.sequential_stores),
+            _named(dispatch.sequential_stores),
             chunked=False,
         ),
         _family(
@@ -81,6 +92,8 @@ FAMILIES: dict[str, Family] = {
             "PyTorch async TP",
             _by_shard(ag.unfused),
             _by_shard(rs.unfused),
+            _by_shard(combine.unfused),
+            _by_shard(dispatch.unfused),
             chunked=False,
         ),
         _family(
@@ -97,7 +110,15 @@ FAMILIES: dict[str, Family] = {
             partial(ag.fused, uniform=False),
             partial(rs.fused, uniform=False),
         ),
-        _family("hetero_unfused_1d", "the own shard as one GEMM; one GEMM for each row chunk", "FiCCO", ag.unfused, rs.unfused),
+        _family(
+            "hetero_unfused_1d",
+            "the own shard as one GEMM; one GEMM for each row chunk",
+            "FiCCO",
+            ag.unfused,
+            rs.unfused,
+            combine.unfused,
+            dispatch.unfused,
+        ),
         _family(
             "uniform_fused_2d",
             "column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
@@ -111,6 +132,8 @@ FAMILIES: dict[str, Family] = {
             "Iris, quack",
             partial(ag.gated, blocks=False),
             _one_lane(partial(rs.stored, pull=True)),
+            None,
+            partial(dispatch.gated, blocks=False),
         ),
         _family(
             "track_and_trigger",
@@ -118,6 +141,7 @@ FAMILIES: dict[str, Family] = {
             "T3",
             _one_lane(ag.ring),
             rs.counted,
+            combine.counted,
         ),
         _family(
             "direct_store",
@@ -125,20 +149,34 @@ FAMILIES: dict[str, Family] = {
             "fused computation-collectives",
             _one_lane(partial(ag.gated, blocks=True)),
             _one_lane(partial(rs.stored, pull=False)),
+            _one_lane(partial(combine.counted, stored=True)),
+            _one_lane(partial(dispatch.gated, blocks=True)),
         ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
 
 
+def names_for(op: Op) -> tuple[str, ...]:
+    """The families that have a schedule for an operator, in the order of `NAMES`."""
+    return tuple(name for name, family in FAMILIES.items() if op in family.builders)
+
+
+def check_family(name: str, op: Op) -> None:
+    """Raises ValueError for an unknown name, or one that the operator does not have."""
+    if name not in FAMILIES:
+        raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    if name not in names_for(op):
+        raise ValueError(f"schedule is {name!r}; {op} has {', '.join(names_for(op))}")
+
+
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name or a chunk count below one.
+    Raises ValueError for an unknown name, one that the operator does not have, or a chunk count below one.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    check_family(name, problem.op)
     family = FAMILIES[name]
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
@@ -182,7 +220,7 @@ def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in FAMILIES.values():
+    for family in (FAMILIES[name] for name in names_for(problem.op)):
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)
