@@ -50,3 +50,22 @@ def test_plan_a_small_config(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "03_plan_a_config.py"), "--report", str(tmp_path / "report"), "--tokens", "16", folder=tmp_path)
     assert "4 of 4 sites right on 2 cpu ranks" in text
     assert "small-llama" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+
+
+TUTORIAL = sorted((EXAMPLES / "triton").glob("[0-9]_*.py"))
+
+
+@pytest.mark.parametrize("path", TUTORIAL, ids=lambda path: path.stem)
+def test_tutorial_of_device_functions(path: Path, tmp_path: Path) -> None:
+    assert run(str(path), folder=tmp_path).startswith("6 calls on 2 cpu ranks: ")
+
+
+def test_tutorial_under_torchrun(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    assert "6 calls on 3 cpu ranks: " in run(*torchrun, str(TUTORIAL[-1]), folder=tmp_path)
+
+
+def test_tutorial_has_five_steps_all_documented() -> None:
+    text = (ROOT / "docs" / "triton.md").read_text(encoding="utf-8")
+    assert [path.name for path in TUTORIAL] == re.findall(r"^\| \[(\w+\.py)\]", text, re.MULTILINE)
+    assert len(TUTORIAL) == 5

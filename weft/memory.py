@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one host: segments of bytes, and words that are read and written atomically.
+"""Shared memory between the ranks of one host: segments of bytes, words that are read and written atomically, GPU memory.
 
 A segment is POSIX shared memory, readable by its user alone, with a name that tells its creator (process and start time)
 and cannot be guessed. It is unlinked as soon as every rank has mapped it, so that nothing stays behind however a rank
@@ -13,9 +13,11 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 SHM = Path("/dev/shm")
 PREFIX = "weft-"
@@ -123,6 +125,19 @@ class Words:
 
     def store(self, index: int, value: int) -> None:
         self._store(self._offset + 8 * index, value)
+
+
+def gpu_symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """Zeroed bytes of this GPU that the group's other GPUs can reach, and their handle (`buffer_ptrs`: addresses by rank).
+
+    Collective. A peer may use them once every rank's device has ended its work.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(area, group)
+    area.zero_()
+    return area, handle
 
 
 def unlink(name: str) -> None:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
+from weft.memory import gpu_symmetric
 from weft.team import Team
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class CudaSpace:
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Zeroed symmetric memory and its handle. Collective."""
-        area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=self.device)
-        handle = symmetric_memory.rendezvous(area, self.team.group)
-        area.zero_()
+        area, handle = gpu_symmetric(nbytes, self.team.group, self.device)
         self.settle()
         return area, handle
 

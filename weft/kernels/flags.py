@@ -15,16 +15,28 @@ def table(values: Sequence[object], dtype: torch.dtype, device: torch.device) ->
 
 
 @triton.jit
+def behind(seen, need):
+    """Whether a flag that grows, and may wrap around, has yet to reach `need`: both int32, less than 2^31 apart."""
+    return (seen.to(tl.int64) - need).to(tl.int32) < 0
+
+
+@triton.jit
+def look(flag_ptr):
+    """What a flag holds now. Acquires, at system scope: what its writers had stored before may be read from here on."""
+    return tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
 def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
     """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times."""
     for gate in range(first, last):
         flag_ptr = tl.load(gates_ptr + gate).to(tl.pointer_type(tl.int32))
         need = epoch * tl.load(needs_ptr + 2 * gate) + tl.load(needs_ptr + 2 * gate + 1)
-        seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        seen = look(flag_ptr)
         looks = 0
-        while (seen < need) & (looks < tries):
-            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+        while behind(seen, need) & (looks < tries):
+            seen = look(flag_ptr)
             looks += 1
-        if seen < need:
+        if behind(seen, need):
             tl.store(status_ptr, gate + 1)
             tl.store(status_ptr + 1, seen)

@@ -1,0 +1,120 @@
+"""weft.triton under Triton's interpreter, across rank processes; and what its functions compile to for a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton_kernels import exchange_kernel, sums_kernel
+from triton_work import (
+    documented,
+    hammer,
+    mistakes,
+    one_rank_stays_away,
+    run_example,
+    run_protocol,
+    wrap_around,
+)
+
+from weft.execute.ranks import Ranks
+from weft.triton import Peers
+
+pytestmark = pytest.mark.ranks
+EXAMPLES = documented()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "30"}) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_documented_example(interpreted: Ranks, name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.py"
+    path.write_text(EXAMPLES[name], encoding="utf-8")
+    interpreted.run(run_example, str(path), timeout_s=60)
+
+
+@pytest.mark.parametrize(("name", "size"), [("exchange", 1), ("exchange", 77), ("exchange", 136), ("sums", 150), ("slices", 2)])
+def test_calls_on_new_data(interpreted: Ranks, name: str, size: int) -> None:
+    interpreted.run(run_protocol, name, size, "float32" if name == "sums" else "float16", 7, 0.2, timeout_s=60)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64"])
+def test_no_addition_and_no_signal_is_lost(interpreted: Ranks, dtype: str) -> None:
+    interpreted.run(hammer, dtype, 60, timeout_s=60)
+
+
+def test_a_flag_may_wrap_around(interpreted: Ranks) -> None:
+    interpreted.run(wrap_around, timeout_s=60)
+
+
+def test_a_rank_that_stays_away_is_told_of(interpreted: Ranks) -> None:
+    """All that wait for it end at their bound, and it learns why the others are gone."""
+    messages = interpreted.run(one_rank_stays_away, timeout_s=60)
+    assert "PeerLost: rank" in messages.pop(1)
+    for message in messages:
+        assert "WaitTimeout: rank" in message
+    assert any("flag arrived[" in message and "expected at least 1, seen 0" in message for message in messages)
+
+
+def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
+    for negative, mismatch in interpreted.run(mistakes):
+        assert negative == "shape is (-1,); every extent must be 0 or more"
+        assert re.search(r"shape: rank (\d) has \(2, \1\), rank (\d) has \(2, \2\)", mismatch)
+
+
+def test_without_gpu_and_interpreter_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"TRITON_INTERPRET is not set and there is no GPU: set it to 1 before"):
+        Peers()
+
+
+POINTERS = {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16", "sum_ptr": "*fp32", "status_ptr": "*i64"}
+
+
+def compiled_for_a_gpu(kernel: Any, **constants: int) -> str:
+    """PTX of a kernel for an H100; its pointers are multiples of 16 bytes, its integers of nothing. Needs no GPU."""
+    names = kernel.arg_names
+    words = {name: "*i64" if name.endswith("peers_ptr") else "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    signature = {**words, **{k: v for k, v in POINTERS.items() if k in names}, **dict.fromkeys(constants, "constexpr")}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+
+
+def test_a_bound_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"timeout_s is 0; it must be a number of seconds above 0"):
+        Peers(timeout_s=0)
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_accesses_are_16_bytes_wide_on_a_gpu(align: int) -> None:
+    """BLOCK is 8 elements for each of 128 threads; without the promise each is an access of its own."""
+    text = compiled_for_a_gpu(exchange_kernel, BLOCK=1024, ALIGN=align)
+    wide = [len(re.findall(rf"{access}\.v4\.b32", text)) for access in (r"ld\.global\.cg", r"st\.global")]
+    narrow = [len(re.findall(rf"{access}\.b16", text)) for access in (r"ld\.global\.cg", r"st\.global")]
+    assert (wide, narrow) == (([2, 2], [0, 0]) if align == 8 else ([0, 0], [16, 16]))
+
+
+def test_flags_release_and_acquire_at_system_scope_on_a_gpu() -> None:
+    text = compiled_for_a_gpu(exchange_kernel, BLOCK=1024, ALIGN=8)
+    assert len(re.findall(r"(?:atom|red)\.global\.sys\.release\.add\.u32", text)) == 2
+    assert len(re.findall(r"(?:ld|atom)\.global\.sys\.acquire", text)) == 4  # a first look and the next ones, of two waits
+    assert "atom.global.sys.acq_rel.add.u32" in text  # end_call
+    before, after = text.split("sys.release", 1)[0], text.split("sys.release", 1)[1]
+    assert before.rindex("bar.sync") > before.rindex("st.global.v4")
+    assert "ld.global.cg" in after
+
+
+def test_additions_are_at_system_scope_on_a_gpu() -> None:
+    text = compiled_for_a_gpu(sums_kernel, BLOCK=512)
+    assert re.search(r"(?:atom|red)\.global\.sys\.relaxed\.add\.(?:v\d\.)?f32", text)

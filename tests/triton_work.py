@@ -1,0 +1,145 @@
+"""What ranks do in the tests of weft.triton, interpreted and on GPUs: documented examples, protocols, mistakes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "triton.md"
+_BLOCK = re.compile(r"^```py ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def documented() -> dict[str, str]:
+    """By name, the source of each example in the document, with the imports that it says they begin with."""
+    (_, imports), *named = _BLOCK.findall(DOCUMENT.read_text(encoding="utf-8"))
+    return {name: f"{imports}\n\n{code}" for name, code in named}
+
+
+def load(path: str) -> Any:
+    """A module from a file: Triton reads a kernel's source there."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(path: str) -> None:
+    """One documented example on this rank."""
+    from weft.triton import Peers
+
+    example: Callable[[Peers], None] = load(path).example
+    with Peers() as peers:
+        example(peers)
+
+
+def run_protocol(name: str, size: int, dtype: str, calls: int, late_s: float) -> None:
+    """Calls on new data, none of which waits for the host of a peer. Late once: rank 0 before its launch, rank 1 after it."""
+    from triton_kernels import PROTOCOLS
+
+    from weft.triton import Peers
+
+    with Peers() as peers:
+        protocol = PROTOCOLS[name](peers, size, getattr(torch, dtype))
+        peers.settle()
+        for call in range(calls):
+            protocol.fill(call)
+            time.sleep(late_s * (call == 2 and peers.rank == 0))
+            protocol.launch()
+            time.sleep(late_s * (call == 4 and peers.rank == 1))
+            peers.check()
+            protocol.check(call)
+
+
+def run_protocol_in_a_graph(name: str, size: int, dtype: str, calls: int) -> None:
+    """The same on a GPU, replayed: the graph's arguments stay what they were, the kernels count."""
+    from triton_kernels import PROTOCOLS
+
+    from weft.triton import Peers
+
+    with Peers() as peers:
+        protocol = PROTOCOLS[name](peers, size, getattr(torch, dtype))
+        protocol.fill(0)
+        protocol.launch()
+        peers.settle()
+        protocol.check(0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            protocol.launch()
+        for call in range(1, calls):
+            protocol.fill(call)
+            graph.replay()
+            peers.check()
+            protocol.check(call)
+
+
+def hammer(dtype: str, times: int) -> None:
+    """Additions and signals of all ranks to the same words at once."""
+    from triton_kernels import hammer_kernel
+
+    from weft.triton import Peers
+
+    with Peers() as peers:
+        total, flag = peers.tensor(16, getattr(torch, dtype)), peers.tensor(1, torch.int32)
+        size = peers.world_size
+        hammer_kernel[(1,)](total.local, total.peers, flag.local, flag.peers, size, times, peers.tries, peers.status, N=16)
+        peers.check()
+        assert flag.local.tolist() == [2 * times * size]
+        assert total.local.tolist() == [times * size * (at + 1) for at in range(16)]
+
+
+def wrap_around() -> None:
+    """A flag that passes 2^31 - 1 opens its waits as before it, and not the next one."""
+    from triton_kernels import wrapping_kernel
+
+    from weft.triton import Peers
+
+    with Peers() as peers:
+        flag = peers.tensor(1, torch.int32)
+        flag.local.fill_(2**31 - 3)
+        out = torch.zeros(2, dtype=torch.int32, device=peers.device)
+        for call in range(1, 6):
+            need = 2**31 - 3 + call
+            wrapping_kernel[(1,)](flag.local, out, need, need + 1, peers.tries, peers.status)
+            assert out.tolist() == [1, 0], call
+            peers.status.zero_()
+        assert flag.local.tolist() == [-(2**31) + 2]
+
+
+def one_rank_stays_away() -> str:
+    """Rank 0 waits for a rank that never launches; what each rank is told."""
+    from triton_kernels import Exchange
+
+    from weft.errors import WeftError
+    from weft.triton import Peers
+
+    try:
+        with Peers(timeout_s=2.0) as peers:
+            exchange = Exchange(peers, 77)
+            if peers.rank != 1:
+                exchange.launch()
+    except WeftError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def mistakes() -> list[str]:
+    """What wrong arguments raise."""
+    from weft.triton import Peers
+
+    messages = []
+    for shape in ((-1,), (2, "rank")):
+        with Peers() as peers:
+            shape = tuple(peers.rank if extent == "rank" else extent for extent in shape)
+            try:
+                peers.tensor(shape, torch.float32, name="x")
+            except ValueError as error:
+                messages.append(str(error))
+    return messages

@@ -1,0 +1,37 @@
+"""For Triton kernels of your own that exchange data between ranks: functions to call in them, and memory to give them.
+
+docs/triton.md documents each with an example; examples/triton/ goes from one flag to a fused operator in five steps.
+"""
+
+from __future__ import annotations
+
+from weft.triton.device import (
+    call_number,
+    end_call,
+    get,
+    last_of,
+    peer_pointer,
+    put,
+    put_signal,
+    reduce_add,
+    remote_first,
+    signal,
+    wait,
+)
+from weft.triton.host import Peers, SymmetricTensor
+
+__all__ = [
+    "Peers",
+    "SymmetricTensor",
+    "call_number",
+    "end_call",
+    "get",
+    "last_of",
+    "peer_pointer",
+    "put",
+    "put_signal",
+    "reduce_add",
+    "remote_first",
+    "signal",
+    "wait",
+]

@@ -1,0 +1,183 @@
+"""The host's side of kernels that exchange data: symmetric tensors, and what bounds and reports their waits.
+
+    with Peers(group) as peers:                          collective
+        x = peers.tensor((64, 64), torch.float16)        collective: one on every rank, each with all addresses
+        arrived = peers.tensor(8, torch.int32, name="arrived")
+        kernel[(peers.resident_blocks,)](x.local, x.peers, arrived.local, arrived.peers, peers.tries, peers.status)
+        peers.check()                                    raises WaitTimeout if a wait ended at its bound
+
+On GPUs the memory is torch's symmetric memory, without multicast. Under Triton's interpreter (TRITON_INTERPRET=1, set before
+Triton is imported) ranks are processes on CPUs and the memory is POSIX shared memory; the same kernels run on both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from weft.errors import WaitTimeout
+from weft.memory import Segment, gpu_symmetric
+from weft.team import Team, timeout_from_environment
+
+_LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
+"""How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""
+_FLAG, _EXPECTED, _SEEN = range(3)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SymmetricTensor:
+    """A tensor that every rank has, of one shape and dtype.
+
+    local: this rank's, contiguous. peers: int64 [world_size] on its device, the address of each rank's first element, the own
+    one too; what `peer_pointer` takes. Addresses are multiples of 16 bytes. name: what errors call it. backing: what holds the
+    memory.
+    """
+
+    name: str
+    local: torch.Tensor
+    peers: torch.Tensor
+    backing: Any = field(repr=False)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address lies in the local tensor."""
+        return 0 <= address - self.local.data_ptr() < self.local.numel() * self.local.element_size()
+
+
+class Peers:
+    """The ranks of a group on one host, and the memory that their kernels share. Collective, as are `tensor` and `settle`.
+
+    group: default, all ranks. timeout_s: about how long a kernel's wait looks; default WEFT_TIMEOUT_S, or 60 s. The host waits
+    four times as long for other ranks, so that the wait which is the reason ends first. A context manager; its end settles, if
+    nothing has failed. Raises ValueError for ranks on several hosts, and where kernels could not run: without a GPU and without
+    TRITON_INTERPRET=1.
+
+    rank, world_size: of the group. device: where tensors belong. status, tries: for `wait`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
+        self.device = _device()
+        timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
+        self._team = Team(group or _world(), timeout_s=4 * timeout_s)
+        self.rank, self.world_size = self._team.rank, self._team.world_size
+        self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
+        self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._tensors: list[SymmetricTensor] = []
+
+    @property
+    def resident_blocks(self) -> int:
+        """As many blocks as run at once whatever the kernel: one for each SM; interpreted, one.
+
+        A grid of at most so many cannot starve itself, unless another kernel that waits holds SMs beside it.
+        """
+        if self.device.type == "cpu":
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def tensor(self, shape: int | tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> SymmetricTensor:
+        """A zeroed tensor on every rank. name: for errors; default, "tensor 0" and so on.
+
+        Raises ValueError for a size below 0, RankMismatch if ranks ask for different ones.
+        """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(extent < 0 for extent in shape):
+            raise ValueError(f"shape is {shape}; every extent must be 0 or more")
+        name = name or f"tensor {len(self._tensors)}"
+        self._team.enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
+        made = self._allocate(name, shape, dtype)
+        self._tensors.append(made)
+        self.settle()
+        return made
+
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+        count = math.prod(shape)
+        backing: Any
+        if self.device.type == "cuda":
+            area, backing = gpu_symmetric(count * dtype.itemsize, self._team.group, self.device)
+            local = area[: count * dtype.itemsize].view(dtype).view(shape)
+            addresses = [int(pointer) for pointer in backing.buffer_ptrs]
+        else:
+            backing = self._team.allocate(count * dtype.itemsize)
+            local = backing[self.rank].matrix(0, 1, count, dtype).view(shape)
+            addresses = [segment.address for segment in backing]
+        peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        return SymmetricTensor(name=name, local=local, peers=peers, backing=backing)
+
+    def calls(self) -> torch.Tensor:
+        """What one kernel counts its calls in: for `call_number` and `end_call`. Local; two int32 words, zero."""
+        return torch.zeros(2, dtype=torch.int32, device=self.device)
+
+    def settle(self) -> None:
+        """Wait until every rank has come here and its device has ended all its work. Raises as `check`, PeerLost too."""
+        self.check()
+        self._team.enter("call: settle")
+
+    def check(self) -> None:
+        """Wait for this rank's device; raise WaitTimeout if a kernel's wait has ended at its bound.
+
+        Peers that are, or will be, in `settle`, `tensor` or at the end get PeerLost with the reason.
+        """
+        status = self.status.tolist()
+        if status[_FLAG]:
+            flag = self._flag(status[_FLAG])
+            raise self._team.fail(
+                WaitTimeout(
+                    f"rank {self.rank}, kernel, flag {flag}: expected at least {status[_EXPECTED]}, seen {status[_SEEN]} "
+                    f"after {self.tries} looks; no rank has signalled it so often"
+                )
+            )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _flag(self, address: int) -> str:
+        """A flag in words."""
+        for tensor in self._tensors:
+            if tensor.holds(address):
+                return f"{tensor.name}[{(address - tensor.local.data_ptr()) // tensor.local.element_size()}]"
+        return f"at address {address:#x}, in no symmetric tensor of this rank"
+
+    def close(self) -> None:
+        """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Peers that wait are told."""
+        self._team.close()
+        for tensor in self._tensors:
+            for segment in tensor.backing if isinstance(tensor.backing, list) else []:
+                assert isinstance(segment, Segment)
+                segment.close()
+        self._tensors = []
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is not None:
+                self._team.fail(error)
+            elif self._team.broken is None:
+                self.settle()
+        finally:
+            self.close()
+
+
+def _device() -> torch.device:
+    """Where kernels run in this process."""
+    if triton.knobs.runtime.interpret:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "TRITON_INTERPRET is not set and there is no GPU: set it to 1 before Triton is imported, to run on CPUs"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _world() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
