@@ -53,7 +53,7 @@ class Problem:
     return_gathered: all_gather_matmul and all_to_all_matmul also hand back the rows that they multiply. reduce_op: of
     matmul_reduce_scatter.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
-    b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; an all-to-all has none.
+    b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 

@@ -5,7 +5,7 @@ a problem plans, checks and binds a schedule; later calls run it. Every call, ra
 moves (RankMismatch shows the difference).
 
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
-    all_to_all.py        matmul_all_to_all, all_to_all_matmul
+    all_to_all.py        matmul_all_to_all, all_to_all_matmul            ragged.py   of these two, what splits add
 """
 
 from __future__ import annotations
