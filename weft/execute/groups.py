@@ -206,6 +206,8 @@ class GroupState:
         for space in self._spaces.values():
             space.close()
         if self._peers is not None:
+            if self._peers.device.type == "cuda":
+                torch.cuda.synchronize(self._peers.device)
             self._peers.close()
         self.team.close()
 
