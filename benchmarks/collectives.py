@@ -2,7 +2,7 @@
 
     default        plain buffers
     symmetric      buffers registered as symmetric windows: NCCL takes its symmetric kernels
-    copy_engine    such buffers, and a communicator of the zero-CTA policy: copy engines, for all_gather alone
+    copy_engine    such buffers, and a communicator of the zero-CTA policy: copy engines, for all_gather and all_to_all
 
 Registered buffers come from ncclMemAlloc, through a memory pool of the group's allocator; each is a window of its own, made
 once for the largest case. Callers compute into them and read from them, so that registering costs no copy: that favours NCCL.
@@ -47,8 +47,8 @@ class Way:
         return self.windows[which][: 2 * rows * cols].view(torch.bfloat16).view(rows, cols)
 
     def runs(self, op: str) -> bool:
-        """Whether this way differs from the others for all_gather or reduce_scatter: copy engines do not add."""
-        return self.name != "copy_engine" or op == "all_gather"
+        """Whether this way differs from the others for a collective: copy engines do not add."""
+        return self.name != "copy_engine" or op in ("all_gather", "all_to_all")
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         dist.all_gather_into_tensor(whole, shard, group=self.group)
@@ -57,6 +57,11 @@ class Way:
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         dist.reduce_scatter_tensor(shard, whole, group=self.group)
         return shard
+
+    def all_to_all(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """Rows in equal shares. Both rooms are of a whole's size then."""
+        dist.all_to_all_single(whole, shard, group=self.group)
+        return whole
 
     def close(self) -> None:
         """Give the windows back, before the group is destroyed. Collective."""

@@ -29,7 +29,7 @@ from summary import sentence, summary
 
 import weft
 from weft import schedules
-from weft.problem import OPS, Problem
+from weft.problem import Problem
 
 ROUNDS = 11
 REPEAT, REPEAT_LONG = 4, 2
@@ -201,7 +201,7 @@ def chosen_cases(arguments: argparse.Namespace) -> list[Case]:
     if not found:
         names = ", ".join(dict.fromkeys(case.name for case in CASES))
         raise ValueError(
-            f"--cases {arguments.cases!r} --ops {arguments.ops!r}: no such case; there are {names} of {', '.join(OPS)}"
+            f"--cases {arguments.cases!r} --ops {arguments.ops!r}: no such case; there are {names} of {', '.join(SPECS)}"
         )
     return found
 
@@ -215,7 +215,7 @@ def windows(cases: Sequence[Case], world_size: int) -> tuple[int, int]:
 def main() -> None:
     options = parser(__doc__, rounds=ROUNDS)
     options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
-    options.add_argument("--ops", default=",".join(OPS), help="only these operators (%(default)s)")
+    options.add_argument("--ops", default=",".join(SPECS), help="only these operators (%(default)s)")
     options.add_argument("--specs", default="", help="schedules to try beside auto, each where its operator has it")
     options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's ways beside the default (%(default)s)")
     arguments = options.parse_args()

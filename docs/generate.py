@@ -24,6 +24,7 @@ import weft
 from weft import machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
+from weft.problem import Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 
@@ -43,10 +44,10 @@ def timeline(op: str, family: str) -> str:
     return weft.timeline(schedule, width=WIDTH)
 
 
-def counts(op: str) -> str:
+def counts(op: Op) -> str:
     """A table: the fixed costs of every family that it has and traffic on rank 0 of 8, even shards, default chunks."""
     heads = ("", "GEMMs", "smallest", "gates", "reduce,", "copies", "copies", "waits,", "sent to", "pulled", "copied")
-    below = ("", "", "GEMM rows", "", "collective", "to peers", "local", "signals", "peers", "", "locally")
+    below = ("", "", "GEMM rows", "", "collective", "by link", "local", "signals", "peers", "", "locally")
     rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in names(op)]  # type: ignore[arg-type]
     return _table([heads, below, *rows])
 
@@ -57,6 +58,7 @@ def _row(schedule: Schedule) -> tuple[str, ...]:
     kinds = Counter(type(step) for step in steps)
     copies = [step for step in steps if isinstance(step, Copy)]
     away = [c for c in copies if c.src.rank != c.dst.rank]
+    pulled = [c.src for c in away if c.src.rank]
     stored = [part.out for g in gemms for part in g.parts if part.out.rank]
     loaded = [src for r in steps if isinstance(r, Reduce) for part in r.parts for src in part.srcs if src.rank]
     return (
@@ -68,8 +70,8 @@ def _row(schedule: Schedule) -> tuple[str, ...]:
         str(len(away) or "-"),
         str(len(copies) - len(away) or "-"),
         str(kinds[Wait] + kinds[Signal] or "-"),
-        "vendor's" if kinds[Collective] else _shards(schedule, [*(c.dst for c in away), *stored]),
-        _shards(schedule, loaded),
+        "vendor's" if kinds[Collective] else _shards(schedule, [*(c.dst for c in away if c.dst.rank), *stored]),
+        _shards(schedule, [*pulled, *loaded]),
         _shards(schedule, [c.dst for c in copies if c.src.rank == c.dst.rank]),
     )
 

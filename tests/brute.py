@@ -213,5 +213,9 @@ def _elements(region: Region) -> set[tuple[object, ...]]:
 
 def _collective_fits(step: Collective, problem: Problem, rank: int) -> bool:
     own = problem.shards[rank][1] - problem.shards[rank][0]
-    rows = (own, problem.m) if step.op == "all_gather" else (problem.m, own)
+    rows = {
+        "all_gather": (own, problem.m),
+        "reduce_scatter": (problem.m, own),
+        "all_to_all": (problem.m, problem.world_size * own),
+    }[step.op]
     return (step.src.shape[0], step.dst.shape[0]) == rows and step.src.shape[1] == step.dst.shape[1]

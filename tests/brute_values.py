@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.problem import EXCHANGES
 from weft.schedule import Collective, Gemm, Reduce, Region, Schedule, Step, Wait
 
 PRIME = 2_147_483_647
@@ -46,8 +47,11 @@ class Values:
         self.schedule, self.problem = schedule, schedule.problem
         rng = np.random.default_rng(7)
         problem = self.problem
-        self.a = rng.integers(1, PRIME, (calls, problem.m, problem.k))
-        self.b = rng.integers(1, PRIME, (calls, problem.k, problem.n))
+        # Of an all-to-all, every rank has an a and b of its own: a's lie below each other, b's side by side.
+        self.exchange = problem.op in EXCHANGES
+        own = problem.world_size if self.exchange else 1
+        self.a = rng.integers(1, PRIME, (calls, own * problem.m, problem.k))
+        self.b = rng.integers(1, PRIME, (calls, problem.k, own * problem.n))
         self.products: dict[tuple[int, int], np.ndarray] = {}
         self.factors: dict[tuple[int, int], np.ndarray] = {}
         self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
@@ -63,16 +67,38 @@ class Values:
         rows, mine = slice(*p.shards[rank]), slice(*p.b_shards[rank])
         gather = p.op == "all_gather_matmul"
         a, b = (self.a[call][rows], self.b[call][:, mine]) if gather else (self.a[call][:, mine], self.b[call][mine])
+        if self.exchange:
+            a, b = self._whole(rank, call)
         for name, value in (("a", a), ("b", b)):
             self.numbers[name, rank][:] = value
             self.known[name, rank][:] = True
+
+    def _whole(self, rank: int, call: int) -> tuple[np.ndarray, np.ndarray]:
+        """An all-to-all's a and b of a rank."""
+        p = self.problem
+        rows, columns = slice(rank * p.m, (rank + 1) * p.m), slice(rank * p.n, (rank + 1) * p.n)
+        return self.a[call][rows], self.b[call][:, columns]
+
+    def _exchanged(self, rank: int, call: int) -> dict[str, np.ndarray]:
+        """What a rank has at the end: from each rank, its shard of that rank's a, times that rank's b or its own."""
+        out, gathered = [], []
+        for src_rank in range(self.problem.world_size):
+            a, b = self._whole(src_rank, call)
+            if self.problem.op == "all_to_all_matmul":
+                _, b = self._whole(rank, call)
+            gathered.append(a[slice(*self.problem.shards[rank])])
+            out.append(matmul(gathered[-1], b))
+        found = {"out": np.concatenate(out)}
+        return found | ({"gathered": np.concatenate(gathered)} if self.problem.return_gathered else {})
 
     def end(self, rank: int, call: int) -> None:
         """The caller reads the outputs."""
         p = self.problem
         rows = slice(*p.shards[rank])
         full = matmul(self.a[call], self.b[call])
-        if p.op == "all_gather_matmul":
+        if self.exchange:
+            wanted = self._exchanged(rank, call)
+        elif p.op == "all_gather_matmul":
             wanted = {"out": full[:, slice(*p.b_shards[rank])]} | ({"gathered": self.a[call]} if p.return_gathered else {})
         else:
             wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
@@ -138,6 +164,8 @@ class Values:
         assert isinstance(step, Collective)
         if step.op == "all_gather":
             self.write(step.dst, np.concatenate(sent))
+        elif step.op == "all_to_all":
+            self.write(step.dst, np.concatenate([rows[slice(*self.problem.shards[access.rank])] for rows in sent]))
         else:
             total = sum(sent) % PRIME * pow(step.divide_by, -1, PRIME) % PRIME
             self.write(step.dst, total[slice(*self.problem.shards[access.rank])])

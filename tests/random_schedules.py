@@ -8,7 +8,7 @@ from typing import Any
 
 from damage import map_parts, map_steps, with_steps
 
-from weft.problem import OPS, Problem
+from weft.problem import EXCHANGES, OPS, Problem
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
 from weft.schedules import build, names
 
@@ -17,7 +17,7 @@ def random_schedule(rng: random.Random) -> Schedule:
     """A small valid schedule: any operator, family and size, also of extents that divide by nothing or leave ranks empty."""
     op, world_size = rng.choice(OPS), rng.choice((1, 2, 2, 2, 2, 3, 3, 3, 4))
     unit, sizes = rng.choice((1, 1, 1, 2)), ()
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and op not in EXCHANGES:
         sizes = (rng.randrange(1, 4), *(rng.randrange(4) for _ in range(world_size - 1)))
     gather = op == "all_gather_matmul"
     problem = Problem(
@@ -28,8 +28,8 @@ def random_schedule(rng: random.Random) -> Schedule:
         row_multiple=unit,
         b_sizes=sizes,
         world_size=world_size,
-        return_gathered=gather and rng.random() < 0.3,
-        reduce_op="avg" if not gather and rng.random() < 0.3 else "sum",
+        return_gathered=op in ("all_gather_matmul", "all_to_all_matmul") and rng.random() < 0.3,
+        reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
     )
     chunks = rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2))
     return build(problem, rng.choice(names(op)), chunks, fan_out=rng.random() < 0.25)

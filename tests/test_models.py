@@ -88,10 +88,12 @@ def test_a_site_becomes_a_problem() -> None:
     assert (problem.world_size, problem.dtype) == (4, "float32")
 
 
-def test_experts_and_embeddings_are_skipped_with_the_operator_they_need() -> None:
-    mixtral = [s for s in sites(load_model("mixtral-8x7b")) if isinstance(s, Skipped)]
-    assert [s.reason.split()[1] for s in mixtral] == ["all_to_all_matmul,", "matmul_all_to_all,"]
-    assert list(shapes(load_model("mixtral-8x7b"))) == ["attention QKV", "attention out"]
+def test_experts_have_sites_and_embeddings_are_skipped_with_the_operator_they_need() -> None:
+    mixtral = {s.name: s for s in sites(load_model("mixtral-8x7b")) if isinstance(s, Site)}
+    assert list(mixtral) == ["attention QKV", "attention out", "expert dispatch + gate/up", "expert down + combine"]
+    dispatch, combine = (mixtral[name].problem(513, 4, "bfloat16") for name in list(mixtral)[2:])
+    assert (dispatch.op, dispatch.m, dispatch.n, dispatch.k) == ("all_to_all_matmul", 257, 28672, 4096)
+    assert (combine.op, combine.m, combine.n, combine.k) == ("matmul_all_to_all", 257, 4096, 14336)
     (dlrm,) = sites(load_model("dlrm-mlperf"))
     assert isinstance(dlrm, Skipped)
     assert "embedding_bag_all_to_all" in dlrm.reason

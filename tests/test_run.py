@@ -46,7 +46,7 @@ def _measure(problem: Problem, spec: str, harm: float) -> Measured:
 @pytest.mark.parametrize("harm", [0.0, 0.2, float("nan")])
 def test_a_wrong_element_is_found(ranks: RankFixture, op: Any, harm: float) -> None:
     problem = Problem(op=op, m=40, n=24, k=64, world_size=3)
-    for spec in ("hetero_fused_1d:2", "flag_gated:2"):
+    for spec in ("hetero_unfused_1d:2", "direct_store:2"):
         measured = ranks(3).run(_measure, problem, spec, harm)
         allowed = tolerance(schedules.build(problem, *schedules.parse(spec)))
         assert (max(m.max_error for m in measured) <= allowed) == (harm == 0.0)

@@ -11,59 +11,57 @@ from hypothesis import strategies as st
 
 from weft import codec
 from weft.checker import check
-from weft.problem import OPS, Problem
+from weft.problem import EXCHANGES, OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
 from weft.schedules import FAMILIES, build, candidates, names, parse
 
 
 @st.composite
-def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> tuple[Problem, str]:
-    """A problem and one of its families. Of any extents, those that divide by nothing and those smaller than world_size among
-    them."""
+def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> Problem:
+    """Of any extents, those that divide by nothing and those smaller than world_size among them."""
     op = draw(st.sampled_from(OPS))
-    problem = Problem(
+    return Problem(
         op=op,
         m=draw(st.integers(0, most)),
         n=draw(st.integers(0, most)),
         k=draw(st.integers(1, most)),
         world_size=draw(st.integers(1, most_ranks)),
         dtype=draw(st.sampled_from(("bfloat16", "float32"))),
-        return_gathered=op == "all_gather_matmul" and draw(st.booleans()),
+        return_gathered=op in ("all_gather_matmul", "all_to_all_matmul") and draw(st.booleans()),
         reduce_op=draw(st.sampled_from(("sum", "avg"))) if op == "matmul_reduce_scatter" else "sum",
     )
-    return problem, draw(st.sampled_from(names(op)))
+
+
+@st.composite
+def schedules(draw: Any, *, most: int = 40, most_ranks: int = 6, most_chunks: int = 9) -> Schedule:
+    """One of a family that its operator has."""
+    problem = draw(problems(most=most, most_ranks=most_ranks))
+    return build(problem, draw(st.sampled_from(names(problem.op))), draw(st.integers(1, most_chunks)))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(problems(), st.integers(1, 9))
-def test_every_schedule_is_proved_right(drawn: tuple[Problem, str], chunks: int) -> None:
-    problem, name = drawn
-    check(build(problem, name, chunks))
+@given(schedules())
+def test_every_schedule_is_proved_right(schedule: Schedule) -> None:
+    check(schedule)
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(problems(most=7, most_ranks=3), st.integers(1, 3))
-def test_small_schedules_compute_the_result_in_every_order(drawn: tuple[Problem, str], chunks: int) -> None:
-    problem, name = drawn
-    assert verdict(build(problem, name, chunks)) == ""
+@given(schedules(most=7, most_ranks=3, most_chunks=3))
+def test_small_schedules_compute_the_result_in_every_order(schedule: Schedule) -> None:
+    assert verdict(schedule) == ""
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), st.integers(1, 5))
-def test_json_and_back(drawn: tuple[Problem, str], chunks: int) -> None:
-    problem, name = drawn
-    schedule = build(problem, name, chunks)
+@given(schedules(most_chunks=5))
+def test_json_and_back(schedule: Schedule) -> None:
     assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(problems(), st.integers(1, 9))
-def test_no_step_is_idle(drawn: tuple[Problem, str], chunks: int) -> None:
-    """Nothing empty is copied, every flag that is advanced is waited for and the other way round, names are right."""
-    problem, name = drawn
-    schedule = build(problem, name, chunks)
-    assert (schedule.name, schedule.problem) == (name, problem)
-    assert not [step for *_, step in schedule if isinstance(step, Copy) and not problem.k * step.src.shape[0]]
+@given(schedules())
+def test_no_step_is_idle(schedule: Schedule) -> None:
+    """Nothing empty is copied, and every flag that is advanced is waited for and the other way round."""
+    assert not [step for *_, step in schedule if isinstance(step, Copy) and not step.src.shape[0]]
     assert not [step for *_, step in schedule if isinstance(step, (Gemm, Reduce)) and not step.parts]
     awaited = {wait.flag for *_, step in schedule for wait in waits(step)}
     assert awaited == set(schedule.signals_per_call)
@@ -71,18 +69,18 @@ def test_no_step_is_idle(drawn: tuple[Problem, str], chunks: int) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), st.integers(1, 5))
-def test_work_is_conserved(drawn: tuple[Problem, str], chunks: int) -> None:
+@given(schedules(most_chunks=5))
+def test_work_is_conserved(schedule: Schedule) -> None:
     """All multiplications are done once, and every rank's pieces travel once to each peer."""
-    problem, name = drawn
-    schedule = build(problem, name, chunks)
+    problem, name = schedule.problem, schedule.name
     flops = sum(
         part.a.shape[0] * step.b.size for *_, step in schedule if isinstance(step, Gemm) for part in step.parts if step.b.size
     )
-    assert flops == problem.m * problem.n * problem.k
+    own = problem.world_size if problem.op in EXCHANGES else 1
+    assert flops == own * problem.m * problem.n * problem.k
     if name == "sequential":
         assert sum(isinstance(step, Collective) for *_, step in schedule) == problem.world_size
-    elif problem.op == "all_gather_matmul":
+    elif problem.op in ("all_gather_matmul", "all_to_all_matmul"):
         sent = sum(step.src.size for *_, step in schedule if isinstance(step, Copy) and step.src.rank != step.dst.rank)
         assert sent == problem.m * problem.k * (problem.world_size - 1)
 
@@ -100,6 +98,10 @@ def test_specs_and_their_errors() -> None:
     assert parse("flag_gated:4") == ("flag_gated", 4)
     assert build(problem, "flag_gated").chunks == 2
     assert build(problem, "sequential", 4).chunks == 1
+    with pytest.raises(
+        ValueError, match=r"schedule is 'flag_gated', which is for .* alone; matmul_all_to_all has sequential, .*, direct_store"
+    ):
+        build(Problem(op="matmul_all_to_all", m=4, n=4, k=4, world_size=2), "flag_gated")
     with pytest.raises(ValueError, match="schedule is 'ring'; weft has sequential"):
         build(problem, "ring")
     for chunks in (0, -1, True, 1.5):

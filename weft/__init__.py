@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
-    from weft.ops import all_gather_matmul, choices, close, matmul_reduce_scatter
+    from weft.ops import all_gather_matmul, all_to_all_matmul, choices, close, matmul_all_to_all, matmul_reduce_scatter
     from weft.planner import plan
     from weft.problem import Problem
     from weft.schedule import Schedule
@@ -35,10 +35,12 @@ _HOMES = {
     "WaitTimeout": "errors",
     "WeftError": "errors",
     "all_gather_matmul": "ops",
+    "all_to_all_matmul": "ops",
     "build": "schedules",
     "check": "checker",
     "choices": "ops",
     "close": "ops",
+    "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
     "plan": "planner",
     "simulate": "sim",
@@ -68,10 +70,12 @@ __all__ = [
     "WeftError",
     "__version__",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "build",
     "check",
     "choices",
     "close",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "plan",
     "simulate",

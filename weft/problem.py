@@ -1,10 +1,16 @@
 """Problem: what is to be computed, with nothing of where or how.
 
-M, N and K are always the global extents of the sequential program; shards follow from world_size by `split`, the same
+M, N and K are the global extents of the sequential program; shards follow from world_size by `split`, the same
 rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but the last ones, which are shorter or empty.
 
     all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
     matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
+
+Where rows go all to all, every rank has a whole matmul of its own: M, N and K are a rank's, the same on all, and b is not
+sharded. Shard d of the M rows goes to rank d, which has them from every rank, in the order of ranks (`arrivals`):
+
+    matmul_all_to_all       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a @ b)
+    all_to_all_matmul       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a) @ b
 """
 
 from __future__ import annotations
@@ -14,9 +20,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul"]
 DType = Literal["bfloat16", "float16", "float32"]
-OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
+OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul")
+EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
+"""Those whose rows go all to all."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 Span1D = tuple[int, int]
@@ -39,11 +47,13 @@ def split(extent: int, parts: int) -> tuple[Span1D, ...]:
 class Problem:
     """One distributed operator, by its static sizes.
 
-    op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction).
+    op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction); of an all-to-all, each
+    rank's (rows of its a, columns of its result, contraction).
     dtype: of inputs and result; partial results are summed in float32. world_size: ranks that share the work.
-    return_gathered: all_gather_matmul also hands back the gathered a_MK. reduce_op: of matmul_reduce_scatter.
+    return_gathered: all_gather_matmul and all_to_all_matmul also hand back the rows that they multiply. reduce_op: of
+    matmul_reduce_scatter.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
-    b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives.
+    b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 
@@ -76,6 +86,8 @@ class Problem:
             self._check_sizes()
 
     def _check_sizes(self) -> None:
+        if self.op in EXCHANGES:
+            raise ValueError(f"b_sizes is {self.b_sizes}; {self.op} has no sharded b, use ()")
         name, whole = ("n", self.n) if self.op == "all_gather_matmul" else ("k", self.k)
         if len(self.b_sizes) != self.world_size or min(self.b_sizes) < 0 or sum(self.b_sizes) != whole:
             sizes = f"{self.world_size} sizes of at least 0 that add up to {name}, {whole}"
@@ -88,42 +100,69 @@ class Problem:
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
-        """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter)."""
+        """Rows of M that each rank owns (of `a` before the gather, of the result after the scatter); of an all-to-all, those of
+        every rank that go to it."""
         unit = self.row_multiple
         return tuple((low * unit, high * unit) for low, high in split(self.m // unit, self.world_size))
 
+    def arrivals(self, src_rank: int, dst_rank: int) -> Span1D:
+        """All-to-all: where the rows that `src_rank` sends to `dst_rank` lie among all that arrive there."""
+        low, high = self.shards[dst_rank]
+        return src_rank * (high - low), (src_rank + 1) * (high - low)
+
     @cached_property
     def b_shards(self) -> tuple[Span1D, ...]:
-        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for matmul_reduce_scatter."""
+        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for matmul_reduce_scatter; all N on
+        each for an all-to-all, whose b are each rank's own."""
+        if self.op in EXCHANGES:
+            return ((0, self.n),) * self.world_size
         if not self.b_sizes:
             return split(self.n if self.op == "all_gather_matmul" else self.k, self.world_size)
         ends = tuple(accumulate(self.b_sizes))
         return tuple((end - size, end) for end, size in zip(ends, self.b_sizes, strict=True))
 
     def columns(self, rank: int) -> int:
-        """all_gather_matmul: columns of b, and of the result, on `rank`. matmul_reduce_scatter: all N."""
+        """Columns of b, and of the result, on `rank`: its shard for all_gather_matmul, else all N."""
         if self.op == "matmul_reduce_scatter":
             return self.n
         low, high = self.b_shards[rank]
         return high - low
 
     def inner(self, rank: int) -> int:
-        """Contraction length on `rank`: all K for all_gather_matmul, its shard for matmul_reduce_scatter."""
-        if self.op == "all_gather_matmul":
+        """Contraction length on `rank`: its shard for matmul_reduce_scatter, else all K."""
+        if self.op != "matmul_reduce_scatter":
             return self.k
         low, high = self.b_shards[rank]
         return high - low
 
+    def a_rows(self, rank: int) -> int:
+        """Rows of a on `rank`: its shard for all_gather_matmul, else M."""
+        low, high = self.shards[rank]
+        return high - low if self.op == "all_gather_matmul" else self.m
+
+    def out_rows(self, rank: int) -> int:
+        """Rows of the result on `rank`: M, its shard, or for an all-to-all what arrives from all ranks."""
+        low, high = self.shards[rank]
+        if self.op == "all_gather_matmul":
+            return self.m
+        return (high - low) * (self.world_size if self.op in EXCHANGES else 1)
+
+    def product_rows(self, rank: int) -> int:
+        """Rows that `rank` multiplies: what arrives for all_to_all_matmul, else M."""
+        return self.out_rows(rank) if self.op == "all_to_all_matmul" else self.m
+
     @property
     def flops(self) -> int:
         """Floating-point operations of the largest rank's matmul."""
-        return 2 * self.m * max(self.columns(r) * self.inner(r) for r in range(self.world_size))
+        ranks = range(self.world_size)
+        return 2 * max(self.product_rows(r) * self.columns(r) * self.inner(r) for r in ranks)
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to one peer: its shard of a, or the peer's shard of the result."""
+        """Bytes that one rank sends to one peer: of its a where rows travel before the matmul, else of its product."""
         low, high = self.shards[0]
-        return (high - low) * (self.k if self.op == "all_gather_matmul" else self.n) * self.itemsize
+        before = self.op in ("all_gather_matmul", "all_to_all_matmul")
+        return (high - low) * (self.k if before else self.n) * self.itemsize
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])

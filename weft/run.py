@@ -184,9 +184,7 @@ def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> tuple[t
     """This rank's a and b, normally distributed, b scaled so that results are of order one."""
     generator = torch.Generator(device=on).manual_seed((seed * 1009 + rank) % 2**62)
     dtype = getattr(torch, problem.dtype)
-    low, high = problem.shards[rank]
-    rows = high - low if problem.op == "all_gather_matmul" else problem.m
-    a = torch.randn(rows, problem.inner(rank), generator=generator, device=on).to(dtype)
+    a = torch.randn(problem.a_rows(rank), problem.inner(rank), generator=generator, device=on).to(dtype)
     b = torch.randn(problem.inner(rank), problem.columns(rank), generator=generator, device=on) * problem.k**-0.5
     return a, b.to(dtype)
 
@@ -225,6 +223,9 @@ def _error(problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
     if problem.op == "all_gather_matmul":
         full = _gathered(problem, a).float()
         rows = slice(0, problem.m)
+    elif problem.op == "all_to_all_matmul":
+        full = _exchanged(problem, a.float(), rank)
+        rows = slice(0, problem.out_rows(rank))
     else:
         full = a.float()
         rows = slice(*problem.shards[rank])
@@ -235,6 +236,8 @@ def _error(problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
         if problem.op == "matmul_reduce_scatter":
             expected = expected.cpu()
             dist.all_reduce(expected)
+        if problem.op == "matmul_all_to_all":
+            expected, rows = _exchanged(problem, expected, rank), slice(0, problem.out_rows(rank))
         expected, got = expected[rows].cpu(), out[:, low : low + _BLOCK].float().cpu()
         if expected.numel():
             difference = (got - expected).abs().max().double()
@@ -253,6 +256,14 @@ def _gathered(problem: Problem, a: torch.Tensor) -> torch.Tensor:
         dist.broadcast(piece, src=rank)
         pieces.append(piece)
     return torch.cat(pieces)
+
+
+def _exchanged(problem: Problem, rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """all_to_all of rows over torch.distributed."""
+    sent = [high - low for low, high in problem.shards]
+    received = rows.new_empty(problem.out_rows(rank), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), [sent[rank]] * problem.world_size, sent)
+    return received
 
 
 def tolerance(schedule: Schedule) -> float:

@@ -193,10 +193,11 @@ class Collective:
     """A vendor collective over all ranks. It ends on a rank after every rank has started it.
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
+    all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
     """
 
     TAGGED: ClassVar[bool] = True
-    op: Literal["all_gather", "reduce_scatter"]
+    op: Literal["all_gather", "reduce_scatter", "all_to_all"]
     src: Region
     dst: Region
     divide_by: int = 1

@@ -80,5 +80,7 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
 
 
 def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
-    """Bytes of the shard that each rank gives to every other one (all_gather) or receives of it (reduce_scatter)."""
+    """Bytes of the shard that each rank gives to every other one (all_gather) or receives of it (the others)."""
+    if step.op == "all_to_all":
+        return region_bytes(schedule, step.dst) // schedule.problem.world_size
     return region_bytes(schedule, step.src if step.op == "all_gather" else step.dst)

@@ -18,6 +18,7 @@ from operator import or_
 from weft.checker.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
+from weft.problem import EXCHANGES, Span1D
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
@@ -37,7 +38,10 @@ class Effects:
         ]
 
     def _input(self, name: str, rank: int) -> Content:
-        """What the caller writes, in the coordinates of the whole matrices."""
+        """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
+        other, and all ranks' b side by side."""
+        if self.problem.op in EXCHANGES:
+            return ("A", rank * self.problem.m, 0) if name == "a" else ("B", 0, rank * self.problem.n)
         if self.problem.op == "all_gather_matmul":
             offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
@@ -116,7 +120,7 @@ class Effects:
         return [cell for m, rect in action.reads for cell in self.memories[m].read(rect, node, ancestors)]
 
     def _collected(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
-        """What lands on `rank`: all shards below each other, or the sum over ranks of its own."""
+        """What lands on `rank`: all shards below each other, the sum over ranks of its own, or its own of each rank."""
         if actions[rank].do is Do.COPY:
             landed: Cells = []
             for (low, high), action, cells in zip(self.problem.shards, actions, found, strict=True):
@@ -125,11 +129,15 @@ class Effects:
             return landed
         low, high = self.problem.shards[rank]
         parts = []
-        for action, cells in zip(actions, found, strict=True):
+        for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
             src = action.reads[0][1]
             own = (src[0] + low, src[0] + high, src[2], src[3])
             cut = [(common, content) for rect, content in cells if (common := overlap(rect, own))]
-            parts.append(moved(cut, own, dst))
+            first, last = self.problem.arrivals(src_rank, rank)
+            exchanged = (dst[0] + first, dst[0] + last, dst[2], dst[3])
+            parts.append(moved(cut, own, exchanged if actions[rank].do is Do.EXCHANGE else dst))
+        if actions[rank].do is Do.EXCHANGE:
+            return [cell for cells in parts for cell in cells]
         return divided(total(parts), actions[rank].divide_by)
 
     def check_outputs(self, rank: int) -> None:
@@ -139,23 +147,38 @@ class Effects:
             if owner == rank and buffer.kind == "output" and buffer.whole(rank).size:
                 self._check_output(number, (0, buffer.rows[rank], 0, buffer.cols[rank]), self._wanted(name, rank))
 
-    def _wanted(self, name: str, rank: int) -> Content:
-        problem = self.problem
+    def _wanted(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
+        """What ranges of rows must hold."""
+        problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
+        if problem.op in EXCHANGES:
+            return [self._arrived(name, src_rank, rank) for src_rank in range(problem.world_size)]
         if name == "gathered":
-            return ("A", 0, 0)
+            return [(rows, ("A", 0, 0))]
+        every_k = ((0, problem.k),)
         if problem.op == "all_gather_matmul":
-            return ("AB", 0, self._first_column(rank), ((0, problem.k),), 1)
+            return [(rows, ("AB", 0, self._first_column(rank), every_k, 1))]
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
-        return ("AB", problem.shards[rank][0], 0, ((0, problem.k),), divide_by)
+        return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
-    def _check_output(self, number: int, whole: Rect, wanted: Content) -> None:
+    def _arrived(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
+        """The rows of an all-to-all that `rank` has from `src_rank`: in `out`, multiplied by the b of whoever multiplies."""
+        problem = self.problem
+        rows = problem.arrivals(src_rank, rank)
+        first = src_rank * problem.m + problem.shards[rank][0]
+        if name == "gathered":
+            return rows, ("A", first - rows[0], 0)
+        multiplier = src_rank if problem.op == "matmul_all_to_all" else rank
+        return rows, ("AB", first - rows[0], multiplier * problem.n, ((0, problem.k),), 1)
+
+    def _check_output(self, number: int, whole: Rect, wanted: list[tuple[Span1D, Content]]) -> None:
         memory = self.memories[number]
         assert isinstance(memory, Memory)
         missing = whole[1] * whole[3]
         for rect, fragment in memory.fragments.items():
             missing -= (rect[1] - rect[0]) * (rect[3] - rect[2])
-            if fragment.content != wanted:
-                has, right = describe(fragment.content, rect), describe(wanted, rect)
+            wrong = next((w for rows, w in wanted if rows[0] < rect[1] and rect[0] < rows[1] and w != fragment.content), None)
+            if wrong is not None:
+                has, right = describe(fragment.content, rect), describe(wrong, rect)
                 by = self.program.where(*self.nodes[fragment.writer][:4])
                 raise ScheduleError(
                     f"{by}: it leaves {self.program.region(number, rect)} with {has}; the result there is {right}"

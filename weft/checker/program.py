@@ -32,6 +32,7 @@ class Do(IntEnum):
     COPY = 4
     GEMM = 5
     ADD = 6
+    EXCHANGE = 7
 
 
 class Action(NamedTuple):

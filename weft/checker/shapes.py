@@ -36,17 +36,14 @@ def check_buffers(schedule: Schedule) -> None:
 def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     """Kind and extents by rank of the buffers that belong to the caller."""
     each = range(problem.world_size)
-    owned = tuple(high - low for low, high in problem.shards)
-    m, k = tuple(problem.m for _ in each), tuple(problem.inner(r) for r in each)
-    columns = tuple(problem.columns(r) for r in each)
-    gather = problem.op == "all_gather_matmul"
+    k, columns = tuple(problem.inner(r) for r in each), tuple(problem.columns(r) for r in each)
     found: dict[str, tuple[str, Shape]] = {
-        "a": ("input", (owned if gather else m, k)),
+        "a": ("input", (tuple(problem.a_rows(r) for r in each), k)),
         "b": ("input", (k, columns)),
-        "out": ("output", (m if gather else owned, columns)),
+        "out": ("output", (tuple(problem.out_rows(r) for r in each), columns)),
     }
-    if gather and problem.return_gathered:
-        found["gathered"] = ("output", (m, k))
+    if problem.op in ("all_gather_matmul", "all_to_all_matmul") and problem.return_gathered:
+        found["gathered"] = ("output", (tuple(problem.out_rows(r) for r in each), k))
     return found
 
 
@@ -99,13 +96,14 @@ def sum_fault(part: Sum) -> str:
 def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     """Rows are cut by the problem's shards; columns are the same on both sides."""
     low, high = problem.shards[rank]
-    full, part = (problem.m, step.src.shape[1]), (high - low, step.src.shape[1])
-    src, dst = (part, full) if step.op == "all_gather" else (full, part)
-    for region, shape in ((step.src, src), (step.dst, dst)):
+    full, part = problem.m, high - low
+    rows = {"all_gather": (part, full), "reduce_scatter": (full, part), "all_to_all": (full, problem.world_size * part)}
+    for region, height in zip((step.src, step.dst), rows[step.op], strict=True):
+        shape = height, step.src.shape[1]
         if region.shape != shape:
             return f"{region} has shape {region.shape}; {step.op} on rank {rank} needs {shape}"
-    if step.divide_by != 1 and step.op == "all_gather":
-        return f"divide_by is {step.divide_by}; all_gather divides nothing"
+    if step.divide_by != 1 and step.op != "reduce_scatter":
+        return f"divide_by is {step.divide_by}; {step.op} divides nothing"
     return ""
 
 

@@ -13,7 +13,8 @@ from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError,
 from weft.checker.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
 from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
 
-_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD = Do
+_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE = Do
+_COLLECTS = {"all_gather": _COPY, "reduce_scatter": _ADD, "all_to_all": _EXCHANGE}
 
 
 def compile_schedule(schedule: Schedule) -> Program:
@@ -216,7 +217,7 @@ class _Compiler:
         if fault:
             self.fail(fault)
         self.narrow(step.src, step.dst)
-        return self.action(_COPY if step.op == "all_gather" else _ADD, (src,), dst, divide_by=step.divide_by, collective=True)
+        return self.action(_COLLECTS[step.op], (src,), dst, divide_by=step.divide_by, collective=True)
 
     def action(
         self,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from weft.models import preset_names
+from weft.problem import OPS
 
 DEFAULT_MACHINE = "h200x8"
 DEFAULT_MACHINE_TOKENS = 8192
@@ -22,7 +23,5 @@ SCHEDULE = Annotated[
     str,
     typer.Option(metavar="auto|NAME[:CHUNKS]", help="auto lets the planner choose; names are listed by weft schedules."),
 ]
-OP = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Only sites of this operator: all_gather_matmul or matmul_reduce_scatter.")
-]
+OP = Annotated[str | None, typer.Option(metavar="NAME", help=f"Only sites of this operator: {', '.join(OPS)}.")]
 DTYPE = Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")]

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from weft.execute.bound import Inputs
-from weft.problem import Op, Problem, split
+from weft.problem import EXCHANGES, Op, Problem, split
 from weft.span import Span
 from weft.version import __version__
 
@@ -59,7 +59,7 @@ class Call(ABC):
 
 @dataclass(kw_only=True, slots=True)
 class MatmulCall(Call):
-    """rows: of the whole M. extras: further inputs by name, a matrix each."""
+    """rows: of the whole M (of an all-to-all, a's). extras: further inputs by name, a matrix each."""
 
     a: torch.Tensor
     bs: Sequence[torch.Tensor]
@@ -82,8 +82,8 @@ class MatmulCall(Call):
 
     @property
     def share(self) -> int:
-        """This rank's part of b's sharded dimension."""
-        return sum(b.shape[1] for b in self.bs) if self.op == "all_gather_matmul" else int(self.bs[0].shape[0])
+        """This rank's part of b's sharded dimension; N of an all-to-all."""
+        return int(self.bs[0].shape[0]) if self.op == "matmul_reduce_scatter" else sum(b.shape[1] for b in self.bs)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -92,7 +92,8 @@ class MatmulCall(Call):
         return (fixed, a.shape, a.dtype, a.get_device(), shapes, *self.extras)
 
     def describe(self) -> str:
-        common = f"K: {self.a.shape[1]}" if self.op == "all_gather_matmul" else f"N: {self.bs[0].shape[1]}"
+        k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
+        common = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(self.op, f"{k}, {n}")
         lines = (
             f"op: {self.op}",
             f"M: {self.rows}",
@@ -111,13 +112,12 @@ class MatmulCall(Call):
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
         total = sum(shares)
-        regular = tuple(high - low for low, high in split(total, len(shares))) == shares
-        gather = self.op == "all_gather_matmul"
+        regular = self.op in EXCHANGES or tuple(high - low for low, high in split(total, len(shares))) == shares
         return Problem(
             op=self.op,
             m=self.rows,
-            n=total if gather else int(self.bs[0].shape[1]),
-            k=int(self.a.shape[1]) if gather else total,
+            n=total if self.op == "all_gather_matmul" else int(self.bs[0].shape[1]),
+            k=total if self.op == "matmul_reduce_scatter" else int(self.a.shape[1]),
             world_size=len(shares),
             dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             return_gathered=self.return_gathered,

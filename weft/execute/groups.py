@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,10 @@ from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
 from weft.team import Team
+
+if TYPE_CHECKING:
+    from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
+    from weft.triton.host import Peers
 
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
@@ -80,6 +86,8 @@ class GroupState:
         self._sites: dict[tuple[object, ...], Site] = {}
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
+        self._peers: Peers | None = None
+        self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
@@ -96,6 +104,34 @@ class GroupState:
                 return site.program.run(call.inputs, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
+
+    def run_ragged(self, call: RaggedCall) -> Arrived:
+        """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
+        from weft.execute.ragged import on_host
+
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            interpreted = os.environ.get("TRITON_INTERPRET") == "1" and call.a.dtype == torch.float16
+            if call.a.device.type == "cpu" and not interpreted:
+                self.team.enter(call.describe())
+                return on_host(self.team, call)
+            capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
+            number, program = self._ragged.get(call.key) or self._bind_ragged(call, capturing=capturing)
+            if not capturing:
+                self.team.repeat(number)
+            return program.run(call)
+
+    def _bind_ragged(self, call: RaggedCall, *, capturing: bool) -> tuple[int, RaggedProgram]:
+        """Agree with the other ranks on a call, and allocate. Collective."""
+        from weft.execute.ragged import RaggedProgram
+        from weft.triton.host import Peers
+
+        if capturing:
+            raise ValueError("splits: call the operator once with these sizes before capturing a graph")
+        self.team.enter(call.describe())
+        self._peers = self._peers or Peers(self.team.group)
+        bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call)
+        self._ragged[call.key] = bound
+        return bound
 
     def _failed(self, error: BaseException) -> BaseException:
         """Peers wait for this rank: whatever ends its call must end theirs, with the reason."""
@@ -194,6 +230,10 @@ class GroupState:
             program.close()
         for space in self._spaces.values():
             space.close()
+        if self._peers is not None:
+            if self._peers.device.type == "cuda":
+                torch.cuda.synchronize(self._peers.device)
+            self._peers.close()
         self.team.close()
 
 
@@ -209,6 +249,9 @@ class Groups:
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
         return self.state(name).run(call, self._kept)
+
+    def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
+        return self.state(name).run_ragged(call)
 
     def state(self, name: str) -> GroupState:
         """The group's state, made at its first use. Collective then."""

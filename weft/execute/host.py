@@ -227,6 +227,10 @@ class HostProgram(BoundProgram, Device):
         if step.op == "all_gather":
             for (low, high), shard in zip(mine, staged, strict=True):
                 dst[low:high].copy_(shard)
+        elif step.op == "all_to_all":
+            for src_rank, source in enumerate(staged):
+                low, high = self.schedule.problem.arrivals(src_rank, self.rank)
+                dst[low:high].copy_(source[slice(*mine[self.rank])])
         else:
             rows = slice(*mine[self.rank])
             total = staged[0][rows].to(torch.float32, copy=True)
@@ -236,7 +240,7 @@ class HostProgram(BoundProgram, Device):
         self._meet(where)
 
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
-        """Where a rank puts its source: its own shard's rows for an all-gather, all rows for a reduce-scatter."""
+        """Where a rank puts its source: its own shard's rows for an all-gather, else all rows."""
         low, high = self.schedule.problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
         return self.symmetric(rank, self.layout.staging, rows, step.src.shape[1], self.dtype)

@@ -73,7 +73,9 @@ class Vendor:
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Enqueue it on torch's current stream. Where it is registered, what is weft's own of the two is its window."""
         gather = self._step.op == "all_gather"
-        if self.windows is None:
+        if self._step.op == "all_to_all":
+            self._exchange(src, dst)
+        elif self.windows is None:
             self._plain(src, dst)
         elif gather:
             staged = self.windows[0].matrix(src.shape, self._dtype)
@@ -97,7 +99,8 @@ class Vendor:
         step, item = self._step, self._dtype.itemsize
         small = 0 < max(step.src.size, step.dst.size) * item <= LARGEST_BYTES
         backend = backend_of(self._group, self._device)
-        if not (self._even and small and hasattr(backend, "register_mem_pool")):
+        registers = self._step.op in ("all_gather", "reduce_scatter")
+        if not (registers and self._even and small and hasattr(backend, "register_mem_pool")):
             return None
         src, dst = (torch.zeros(*region.shape, dtype=self._dtype, device=self._device) for region in (step.src, step.dst))
         plain_ns = slowest("plain", self._time_ns(src, dst))
@@ -142,6 +145,11 @@ class Vendor:
             dist.reduce_scatter_tensor(dst, src.contiguous(), op=self._op, group=self._group)
         else:
             self._scatter_uneven(src, dst)
+
+    def _exchange(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        low, high = self._shards[self._group.rank()]
+        sent, received = [last - first for first, last in self._shards], [high - low] * len(self._shards)
+        dist.all_to_all_single(dst, src.contiguous(), received, sent, group=self._group)
 
     def _gather_uneven(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         longest = self._longest

@@ -9,8 +9,13 @@ where its result is summed and scattered:
     MLP gate/up     all_gather_matmul        2 * intermediate                   hidden        ("MLP up", N = intermediate,
     MLP down        matmul_reduce_scatter    hidden                             intermediate   where the MLP has no gate)
 
-M is the number of tokens. Experts and embedding tables move data all to all; their sites are listed as skipped, with the
-operator that they need.
+M is the number of tokens. Experts on all ranks add two, where rows go all to all; M is then a rank's tokens, once for each
+expert that a token visits, in equal shares for all ranks (a capacity that is just met):
+
+    expert dispatch + gate/up   all_to_all_matmul   2 * expert_intermediate   hidden
+    expert down + combine       matmul_all_to_all   hidden                    expert_intermediate
+
+Embedding tables move data all to all; their site is listed as skipped, with the operator that it needs.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import TYPE_CHECKING
 from weft import codec
 from weft.models.config import read_config
 from weft.models.values import Model
-from weft.problem import DType, Op, Problem
+from weft.problem import EXCHANGES, DType, Op, Problem
 
 if TYPE_CHECKING:
     from weft.results import Skipped
@@ -34,16 +39,20 @@ __all__ = ["Model", "Site", "load_model", "preset_names", "sites"]
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k."""
+    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k.
+
+    visits: of an all-to-all, how many experts each token goes to."""
 
     name: str
     op: Op
     n: int
     k: int
+    visits: int = 1
 
     def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
         """The site's Problem for so many tokens, over all ranks. Raises ValueError as Problem does."""
-        return Problem(op=self.op, m=tokens, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
+        rows = -(-tokens * self.visits // world_size) if self.op in EXCHANGES else tokens
+        return Problem(op=self.op, m=rows, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.op} N={self.n} K={self.k}"
@@ -63,8 +72,7 @@ def sites(model: Model) -> tuple[Site | Skipped, ...]:
     if model.intermediate:
         found += _mlp(model, "shared expert" if model.experts else "MLP")
     if model.experts:
-        found.append(_skipped("expert dispatch + gate/up", "all_to_all_matmul"))
-        found.append(_skipped("expert down + combine", "matmul_all_to_all"))
+        found += _experts(model)
     return tuple(found)
 
 
@@ -120,3 +128,12 @@ def _mlp(model: Model, name: str) -> list[Site]:
         Site(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden),
         Site(name=f"{name} down", op="matmul_reduce_scatter", n=model.hidden, k=model.intermediate),
     ]
+
+
+def _experts(model: Model) -> list[Site]:
+    """On all ranks, each with as many; several on a rank count as one, to whose rows they give the same work."""
+    up, columns = ("gate/up", 2 * model.expert_intermediate) if model.gated else ("up", model.expert_intermediate)
+    visits = max(1, model.experts_per_token)
+    dispatch = Site(name=f"expert dispatch + {up}", op="all_to_all_matmul", n=columns, k=model.hidden, visits=visits)
+    width = model.expert_intermediate
+    return [dispatch, Site(name="expert down + combine", op="matmul_all_to_all", n=model.hidden, k=width, visits=visits)]

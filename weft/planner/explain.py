@@ -10,7 +10,7 @@ from weft.machine import Machine
 from weft.planner.values import Candidate
 from weft.problem import Problem
 from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, Signal, Wait
-from weft.sim.cost import whole_collective_us, whole_gemm_us
+from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 
 BALANCED = 1.1
 """Computation and communication within this factor of each other bind together."""
@@ -67,7 +67,7 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
 
 
 def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
-    collective = "all-gather" if problem.op == "all_gather_matmul" else "reduce-scatter"
+    collective = COLLECTIVES[problem.op].replace("_", "-")
     times = f"the GEMM alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"

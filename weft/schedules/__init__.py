@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.problem import Op, Problem
+from weft.problem import OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
+from weft.schedules import all_to_all_matmul as dispatch
+from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
 
 Build = Callable[..., Schedule]
@@ -36,10 +38,13 @@ class Family:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(name: str, words: str, source: str, gather: Build, scatter: Build | None, *, chunked: bool = True) -> Family:
-    builders: dict[Op, Build | None] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
-    there = {op: build for op, build in builders.items() if build}
-    return Family(name=name, words=words, source=source, chunked=chunked, builders=there)
+def _family(
+    name: str, words: str, source: str, gather: Build, scatter: Build | None, *exchanges: Build | None, chunked: bool = True
+) -> Family:
+    """exchanges: of matmul_all_to_all and all_to_all_matmul."""
+    found = zip(OPS, (gather, scatter, *exchanges), strict=False)
+    builders = {op: build for op, build in found if build is not None}
+    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
 
 def _plain(build: Callable[[Problem], Schedule]) -> Build:
@@ -69,14 +74,18 @@ FAMILIES: dict[str, Family] = {
             "cuBLAS and NCCL",
             _plain(ag.sequential),
             _plain(rs.sequential),
+            _plain(combine.sequential),
+            _plain(dispatch.sequential),
             chunked=False,
         ),
         _family(
             "sequential_stores",
-            "vendor GEMM, and before or after it an exchange by stores from SMs",
+            "vendor GEMM, and before or after it an exchange by a kernel's stores or loads",
             "fused computation-collectives",
             _named(ag.sequential_stores),
             _named(rs.sequential_stores),
+            _named(combine.sequential_stores),
+            _named(dispatch.sequential_stores),
             chunked=False,
         ),
         _family(
@@ -85,6 +94,8 @@ FAMILIES: dict[str, Family] = {
             "PyTorch async TP",
             _by_shard(ag.unfused),
             _by_shard(rs.unfused),
+            _by_shard(combine.unfused),
+            _by_shard(dispatch.unfused),
             chunked=False,
         ),
         _family(
@@ -101,7 +112,15 @@ FAMILIES: dict[str, Family] = {
             partial(ag.fused, uniform=False),
             partial(rs.fused, uniform=False),
         ),
-        _family("hetero_unfused_1d", "the own shard as one GEMM; one GEMM for each row chunk", "FiCCO", ag.unfused, rs.unfused),
+        _family(
+            "hetero_unfused_1d",
+            "the own shard as one GEMM; one GEMM for each row chunk",
+            "FiCCO",
+            ag.unfused,
+            rs.unfused,
+            combine.unfused,
+            dispatch.unfused,
+        ),
         _family(
             "uniform_fused_2d",
             "column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
@@ -115,6 +134,8 @@ FAMILIES: dict[str, Family] = {
             "Iris, quack",
             partial(ag.gated, blocks=False),
             _one_lane(partial(rs.stored, pull=True)),
+            None,
+            partial(dispatch.gated, blocks=False),
         ),
         _family(
             "track_and_trigger",
@@ -122,6 +143,7 @@ FAMILIES: dict[str, Family] = {
             "T3",
             _one_lane(ag.ring),
             rs.counted,
+            combine.counted,
         ),
         _family(
             "direct_store",
@@ -129,6 +151,8 @@ FAMILIES: dict[str, Family] = {
             "fused computation-collectives",
             _one_lane(partial(ag.gated, blocks=True)),
             _one_lane(partial(rs.stored, pull=False)),
+            _one_lane(partial(combine.counted, stored=True)),
+            _one_lane(partial(dispatch.gated, blocks=True)),
         ),
         _family(
             "flag_gated_2d",
@@ -158,7 +182,7 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name, a family that the problem's operator lacks, or a chunk count below one.
+    Raises ValueError for an unknown name, one that the operator does not have, or a chunk count below one.
     """
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")

@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.machine import AlphaBeta, Machine, Table, Tile
-from weft.problem import ITEMSIZE, Problem
+from weft.problem import ITEMSIZE, Op, Problem
+
+COLLECTIVES: dict[Op, str] = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_to_all": "all_to_all",
+    "all_to_all_matmul": "all_to_all",
+}
+"""The vendor collective that an operator's sequential program has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +111,14 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
 
     On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
     ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
+    all_to_all: where the machine has no figures for it, those of all_gather, in which as many bytes cross each port.
     Raises ValueError if the machine has fewer GPUs.
     """
     machine.require(world_size)
     if world_size == 1 or not shard_bytes:
         return 0.0
-    model = machine.collectives[op]  # type: ignore[index]
+    known = "all_gather" if op == "all_to_all" and op not in machine.collectives else op
+    model = machine.collectives[known]  # type: ignore[index]
     if isinstance(model, AlphaBeta):
         fixed = model.fixed_us + (world_size - 1) * model.step_us
         return fixed + (machine.world_size - 1) * shard_bytes / (model.gbps * 1e3) * _share(
@@ -133,11 +143,11 @@ def _interpolate(table: Table, shard_bytes: float) -> float:
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
     """The slowest rank's matmul as one vendor GEMM."""
-    sizes = {(problem.columns(rank), problem.inner(rank)) for rank in range(problem.world_size)}
-    return max(gemm_us(machine, problem.m, n, k, problem.dtype) for n, k in sizes)
+    ranks = range(problem.world_size)
+    sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
+    return max(gemm_us(machine, m, n, k, problem.dtype) for m, n, k in sizes)
 
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
     """The problem's collective alone, with the vendor's."""
-    op = "all_gather" if problem.op == "all_gather_matmul" else "reduce_scatter"
-    return collective_us(machine, op, problem.shard_bytes, problem.world_size)
+    return collective_us(machine, COLLECTIVES[problem.op], problem.shard_bytes, problem.world_size)

@@ -1,0 +1,134 @@
+"""The all-to-all operators on GPUs: every schedule and splits; a late rank; graphs with new data; gradients."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ragged_work import PATTERNS, counts_of, round_trip
+from rank_work import here
+from test_all_to_all import COMBINE, DISPATCH, check_both
+
+import weft
+from weft.execute.ranks import Ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+CALLS = 1000
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": "10"}) as ranks:
+        yield ranks
+
+
+def _late(call: int) -> None:
+    """5 ms, one rank after the other."""
+    if call % dist.get_world_size() == dist.get_rank():
+        torch.cuda._sleep(9_000_000)
+
+
+def _every_schedule(dtype: torch.dtype) -> None:
+    faulthandler.dump_traceback_later(90, exit=True)
+    for m, n, k in ((512, 256, 384), (253, 129, 77), (5, 7, 3)):
+        for name in dict.fromkeys((*COMBINE, *DISPATCH)):
+            combine, dispatch = (name if name in names else "sequential" for names in (COMBINE, DISPATCH))
+            for call in range(6):
+                _late(call)
+                check_both(m, n, k, dtype, combine, dispatch, call)
+    check_both(512, 256, 384, dtype, "auto", "auto", 1)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_schedule_is_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dtype) -> None:
+    pool.run(_every_schedule, dtype)
+
+
+def _splits(dtype: torch.dtype) -> None:
+    faulthandler.dump_traceback_later(90, exit=True)
+    for experts in (1, 4):
+        for seed in range(2 * len(PATTERNS)):
+            _late(seed)
+            round_trip(PATTERNS[seed % len(PATTERNS)], experts, 192, 136, dtype, seed, most=300)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_splits_are_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dtype) -> None:
+    pool.run(_splits, dtype)
+
+
+def _graph() -> None:
+    """New rows and new counts each replay: there and back by the identity, every row comes home as it was."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    experts, width, height = 2, 64, 64 * size
+    a = torch.zeros(height, width, device=here(), dtype=torch.bfloat16)
+    eye = torch.eye(width, device=here(), dtype=torch.bfloat16).expand(experts, -1, -1).contiguous()
+    splits = torch.zeros(size, experts, device=here(), dtype=torch.int32)
+
+    def trip() -> torch.Tensor:
+        there, counts = weft.all_to_all_matmul(a, eye, splits=splits, max_rows=height * size)
+        return weft.matmul_all_to_all(there, eye, splits=counts, max_rows=height)[0]
+
+    trip()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        home = trip()
+    wrong = torch.zeros((), device=here(), dtype=torch.int64)
+    for call in range(CALLS):
+        pattern = ("random", "one_to_all", "empty_experts", "nothing", "even")[call % 5]
+        counts = counts_of(pattern, experts, call, most=30)[rank]
+        splits.copy_(counts, non_blocking=True)
+        a.normal_()
+        if call % 50 == 0:
+            _late(call // 50)
+        graph.replay()
+        kept = int(counts.sum())
+        wrong += (home[:kept] != a[:kept]).sum() + home[kept:].count_nonzero()
+    assert int(wrong) == 0
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_thousand_replays_with_new_counts(pool: Ranks) -> None:
+    pool.run(_graph)
+
+
+def _gradients() -> None:
+    """A whole round trip against its own rows: y = x W W^T, row by row, whatever way the rows go."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counts = counts_of("random", 2, 7, most=100)
+    height = int(counts.sum((1, 2)).max())
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(2, 64, 128, generator=generator) / 8).to(here(), torch.bfloat16)  # the same on every rank
+    x = torch.randn(height, 64, device=here(), dtype=torch.bfloat16, requires_grad=True)
+    w = weight.clone().requires_grad_()
+    there, landed = weft.all_to_all_matmul(x, w, splits=counts[rank].to(here()), max_rows=200 * size * 2)
+    home, _ = weft.matmul_all_to_all(there, w.transpose(1, 2), splits=landed, max_rows=height)
+    home.float().square().sum().backward()
+    wide, plain = x.detach().double().requires_grad_(), weight.double().requires_grad_()
+    parts = wide[: int(counts[rank].sum())].split(counts[rank].flatten().tolist())
+    rows = torch.cat([part @ plain[i % 2] @ plain[i % 2].t() for i, part in enumerate(parts)])
+    rows.square().sum().backward()
+    total = plain.grad.clone()  # type: ignore[union-attr]
+    dist.all_reduce(total)
+    mine = w.grad.double()  # type: ignore[union-attr]
+    dist.all_reduce(mine)
+    for got, wanted in ((x.grad.double(), wide.grad), (mine, total)):  # type: ignore[union-attr]
+        assert float((got - wanted).abs().max() / wanted.abs().max()) < 0.03
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_gradients_of_a_round_trip(pool: Ranks) -> None:
+    pool.run(_gradients)

@@ -1,0 +1,220 @@
+"""matmul_all_to_all and all_to_all_matmul on CPU ranks: every family, both ways, beside the plain program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_work import bound, here
+
+import weft
+from weft.execute.ranks import Ranks
+from weft.problem import split
+from weft.schedules import names
+
+pytestmark = pytest.mark.ranks
+COMBINE, DISPATCH = names("matmul_all_to_all"), names("all_to_all_matmul")
+
+
+def drawn(m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Every rank's a and b, the same on all."""
+    generator = torch.Generator().manual_seed(seed)
+    size = dist.get_world_size()
+    a = [torch.randn(m, k, generator=generator).to(here(), dtype) for _ in range(size)]
+    b = [(torch.randn(k, n, generator=generator) * k**-0.5).to(here(), dtype) for _ in range(size)]
+    return a, b
+
+
+def check_both(m: int, n: int, k: int, dtype: torch.dtype, combine: str, dispatch: str, seed: int) -> None:
+    """Both operators against float64 on one rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b = drawn(m, n, k, dtype, seed)
+    mine = slice(*split(m, size)[rank])
+    received = torch.cat([each[mine] for each in a])
+    for out, expected in (
+        (
+            weft.matmul_all_to_all(a[rank], b[rank], schedule=combine),
+            torch.cat([x[mine].double() @ y.double() for x, y in zip(a, b, strict=True)]),
+        ),
+        (weft.all_to_all_matmul(a[rank], b[rank], schedule=dispatch), received.double() @ b[rank].double()),
+    ):
+        assert out.shape == expected.shape
+        assert out.dtype == dtype
+        error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
+        assert error <= bound(dtype, k, 0, expected), (combine, dispatch, (m, n, k), error)
+    out, handed = weft.all_to_all_matmul(a[rank], b[rank], schedule=dispatch, return_received=True)
+    assert torch.equal(handed, received)
+
+
+def _families() -> None:
+    seed = 0
+    for m, n, k in ((37, 23, 19), (2, 5, 3), (0, 4, 4), (16, 0, 8)):
+        for dtype in (torch.float32, torch.bfloat16):
+            for call in range(2):
+                for name in dict.fromkeys((*COMBINE, *DISPATCH)):
+                    seed += 1
+                    combine, dispatch = (name if name in names else "sequential" for names in (COMBINE, DISPATCH))
+                    check_both(m, n, k, dtype, combine, dispatch, seed + call)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_family(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_families)
+
+
+def _kernels() -> int:
+    from weft.execute import fused, pushes
+
+    launches = 0
+    kinds: tuple[Any, ...] = (fused.FusedGemm, fused.FusedReduce, pushes.FusedPush)
+    launch = {kind: kind.launch for kind in kinds}
+
+    def counted(self: Any, *arguments: object, **options: object) -> None:
+        nonlocal launches
+        launches += 1
+        launch[type(self)](self, *arguments, **options)
+
+    for kind in kinds:
+        kind.launch = counted
+    try:
+        for m, n, k in ((37, 40, 48), (72, 64, 32), (37, 40, 48)):
+            for combine, dispatch in (
+                ("track_and_trigger:2", "flag_gated:2"),
+                ("direct_store:2",) * 2,
+                ("sequential_stores",) * 2,
+            ):
+                for call in range(1 + (m == 72)):
+                    check_both(m, n, k, torch.float16, combine, dispatch, call)
+    finally:
+        for kind in kinds:
+            kind.launch = launch[kind]
+    return launches
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        yield pool
+
+
+def test_kernels_interpreted(interpreted: Ranks) -> None:
+    for launches in interpreted.run(_kernels):
+        assert launches >= 4 * (3 + 5 + 3)
+
+
+def _gradients() -> None:
+    """Against autograd of the plain program on one rank, whose a and b are those of all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for m, spec in ((12, "flag_gated:2"), (7, "direct_store"), (2, "hetero_unfused_1d:2"), (9, "track_and_trigger:1")):
+        a, b = drawn(m, 6, 5, torch.float32, m)
+        for x in (*a, *b):
+            x.requires_grad_()
+        shards = [slice(*s) for s in split(m, size)]
+        weights = [torch.randn(size * (s.stop - s.start), 6, generator=torch.Generator().manual_seed(s.stop)) for s in shards]
+        combined = [torch.cat([x[s] @ y for x, y in zip(a, b, strict=True)]) for s in shards]
+        dispatched = [torch.cat([x[s] for x in a]) @ b[r] for r, s in enumerate(shards)]
+        for families, outs, run in (
+            (COMBINE, combined, weft.matmul_all_to_all),
+            (DISPATCH, dispatched, weft.all_to_all_matmul),
+        ):
+            if spec.partition(":")[0] not in families:
+                continue
+            total = sum((out * w).sum() for out, w in zip(outs, weights, strict=True))
+            wanted = torch.autograd.grad(total, (a[rank], b[rank]), retain_graph=True)
+            mine = [t.detach().clone().requires_grad_() for t in (a[rank], b[rank])]
+            out = run(*mine, schedule=spec)  # type: ignore[operator]
+            (out * weights[rank]).sum().backward()
+            for one, want in zip(mine, wanted, strict=True):
+                torch.testing.assert_close(one.grad, want)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_gradients)
+
+
+def _received_has_gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b = drawn(8, 3, 4, torch.float32, 5)
+    x, y = a[rank].requires_grad_(), b[rank].requires_grad_()
+    out, received = weft.all_to_all_matmul(x, y, return_received=True)
+    (out.sum() + (received * (rank + 1)).sum()).backward()
+    through = torch.cat([(b[d].detach().sum(1) + d + 1).expand(8 // size, 4) for d in range(size)])
+    torch.testing.assert_close(x.grad, through)
+
+
+def test_what_flows_into_received_goes_back(ranks: RankFixture) -> None:
+    ranks(2).run(_received_has_gradients)
+
+
+def _compiled() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    a, b = drawn(9, 6, 4, torch.float32, 3)
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        hidden = weft.all_to_all_matmul(x, w, schedule="flag_gated:1")
+        return weft.matmul_all_to_all(hidden, w.t(), schedule="track_and_trigger:1").sum()
+
+    inputs = [t.clone().requires_grad_() for t in (a[rank], b[rank])]
+    again = [t.clone().requires_grad_() for t in (a[rank], b[rank])]
+    if size == 3:  # the rows of both operators are alike on all ranks
+        torch.compile(block, fullgraph=True, backend="aot_eager")(*inputs).backward()
+        block(*again).backward()
+        for one, two in zip(inputs, again, strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+    for op, more in ((torch.ops.weft.matmul_all_to_all, ()), (torch.ops.weft.all_to_all_matmul, (True,))):
+        arguments = (a[rank], b[rank], group.group_name, rank, size, 1, "shard_p2p", *more)
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_compiles_as_one_graph(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_compiled)
+
+
+def _ulysses() -> None:
+    """From parts of the sequence to heads, as the docstring of matmul_all_to_all has it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tokens, heads, dim, hidden = 6, 2 * size, 4, 10
+    (x, *_), _ = drawn(size * tokens, 1, hidden, torch.float32, 8)
+    (weight, *_), _ = drawn(heads * dim, 1, hidden, torch.float32, 9)
+    mine = x[rank * tokens : (rank + 1) * tokens]
+    out = weft.matmul_all_to_all(weight, mine.t()).view(size, 2, dim, tokens)
+    whole = (x @ weight.t()).view(size * tokens, heads, dim)[:, 2 * rank : 2 * rank + 2]
+    torch.testing.assert_close(out.permute(0, 3, 1, 2).reshape(size * tokens, 2, dim), whole)
+    batched = torch.stack([mine, mine + 1], 1)
+    got = weft.all_to_all_matmul(batched, weight.t())
+    (wanted,) = weft.all_to_all_matmul(batched[:, 1].contiguous(), weight.t()).unsqueeze(0)
+    torch.testing.assert_close(got[:, 1], wanted)
+
+
+def test_ulysses_and_middle_dimensions(ranks: RankFixture) -> None:
+    ranks(2).run(_ulysses)
+
+
+def _mistakes() -> list[str]:
+    rank = dist.get_rank()
+    with pytest.raises(
+        ValueError,
+        match=r"schedule is 'track_and_trigger', which is for .* alone; all_to_all_matmul has sequential, .*direct_store",
+    ):
+        weft.all_to_all_matmul(torch.ones(4, 4), torch.ones(4, 2), schedule="track_and_trigger")
+    with pytest.raises(ValueError, match="b has 5 rows, a has 4 columns"):
+        weft.matmul_all_to_all(torch.ones(4, 4), torch.ones(5, 2))
+    with pytest.raises(weft.RankMismatch, match=r"M: rank . has (4|5)"):
+        weft.matmul_all_to_all(torch.ones(4 + rank, 4), torch.ones(4, 2))
+    dist.barrier()
+    weft.close()
+    check_both(8, 6, 4, torch.float32, "direct_store", "flag_gated", 2)
+    return []
+
+
+def test_mistakes_are_told(ranks: RankFixture) -> None:
+    ranks(2).run(_mistakes)

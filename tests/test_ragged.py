@@ -1,0 +1,222 @@
+"""splits on the device: the all-to-all operators with rows in any numbers, on CPU ranks and as interpreted kernels."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from ragged_work import PATTERNS, Case, counts_of, round_trip
+
+import weft
+from weft.execute.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _patterns(dtype: torch.dtype, k: int, n: int) -> None:
+    for experts in (1, 3):
+        for seed, pattern in enumerate(PATTERNS):
+            round_trip(pattern, experts, k, n, dtype, seed)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_on_hosts(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_patterns, torch.float32, 7, 5)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        yield pool
+
+
+def _kernels() -> None:
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    _patterns(torch.float16, 40, 24)
+    round_trip("random", 2, 24, 40, torch.float16, 1, most=45)  # segments of more than one tile
+
+
+def test_kernels_interpreted(interpreted: Ranks) -> None:
+    interpreted.run(_kernels)
+
+
+def _late(calls: int) -> None:
+    """New data each call, each rank late in turn."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for call in range(calls):
+        late_s = 0.005 if call % (size + 1) == rank else 0.0
+        round_trip(PATTERNS[call % 4], 2, 24, 24, torch.float16, 10 + call, late_s=late_s)
+
+
+def test_calls_with_a_late_rank(interpreted: Ranks) -> None:
+    interpreted.run(_late, 8)
+
+
+def _gradients(dtype: torch.dtype) -> None:
+    """Against autograd of the plain program on one rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counts = counts_of("random", 2, 3)
+    counts[:, :, 1] += torch.arange(size)[:, None]
+    case = Case(counts, 16, 8, torch.float64, 3)
+    height = int(counts.sum((1, 2)).max()) + 4
+    case.rows = [torch.cat([rows, rows.new_zeros(height - rows.shape[0], 16)]) for rows in case.rows]
+    for x in (*case.rows, *case.b):
+        x.copy_(x.to(dtype))  # what both sides begin with
+        x.requires_grad_()
+    case_b = case.b
+    out = []
+    for dst in range(size):
+        parts = [(e, _part(case, src, dst, e)) for e in range(2) for src in range(size)]
+        out.append(torch.cat([rows @ case_b[dst][e] for e, rows in parts]))
+    sum(((o * o).sum() for o in out), torch.zeros(())).backward()
+    a, b = (t.detach().to(dtype).requires_grad_() for t in (case.rows[rank], case_b[rank]))
+    got, _ = weft.all_to_all_matmul(a, b, splits=counts[rank], max_rows=size * 2 * 14)
+    (got * got).sum().backward()
+    tolerance = {"rtol": 2e-2, "atol": 2e-1} if dtype == torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
+    for mine, wanted in ((a, case.rows[rank]), (b, case_b[rank])):
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, **tolerance)  # type: ignore[union-attr, arg-type]
+    _combine_gradients(dtype, counts, tolerance)
+
+
+def _part(case: Case, src: int, dst: int, expert: int) -> torch.Tensor:
+    flat = case.counts[src].flatten()
+    at = dst * case.experts + expert
+    first = int(flat[:at].sum())
+    return case.rows[src][first : first + int(flat[at])]
+
+
+def _combine_gradients(dtype: torch.dtype, counts: torch.Tensor, tolerance: dict[str, float]) -> None:
+    """A sum of squares knows no order: rows need not be told apart by where they land."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    height = int(counts.sum((1, 2)).max()) + 1
+    drawn = torch.randn(height, 16, generator=generator), torch.randn(2, 16, 8, generator=generator) / 4
+    a, b = (t.to(dtype).requires_grad_() for t in drawn)
+    wide, weight = (t.detach().double().requires_grad_() for t in (a, b))
+    splits = counts[rank].t().contiguous()
+    ends = splits.sum(1).cumsum(0).tolist()
+    plain = torch.cat([wide[: ends[0]] @ weight[0], wide[ends[0] : ends[1]] @ weight[1]])
+    (plain * plain).sum().backward()
+    got, _ = weft.matmul_all_to_all(a, b, splits=splits, max_rows=200)
+    (got * got).sum().backward()
+    for mine, wanted in ((a, wide), (b, weight)):
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, **tolerance)  # type: ignore[union-attr, arg-type]
+
+
+def test_gradients(ranks: RankFixture) -> None:
+    ranks(3).run(_gradients, torch.float32)
+
+
+def test_gradients_interpreted(interpreted: Ranks) -> None:
+    interpreted.run(_gradients, torch.float16)
+
+
+def _compiled() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    case = Case(counts_of("random", 2, 4), 8, 16, torch.float32, 4)
+    splits = case.counts[rank]
+
+    def layer(x: torch.Tensor, up: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        hidden, counts = weft.all_to_all_matmul(x, up, splits=splits, max_rows=64)
+        return weft.matmul_all_to_all(hidden.relu(), up.transpose(1, 2), splits=counts, max_rows=64)[0]
+
+    height = max(rows.shape[0] for rows in case.rows)
+    x = torch.cat([case.rows[rank], torch.zeros(height - case.rows[rank].shape[0], 8)])
+    ours, theirs = ([t.clone().requires_grad_() for t in (x, case.b[rank])] for _ in range(2))
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*ours, splits).square().sum().backward()
+    layer(*theirs, splits).square().sum().backward()
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    arguments = (case.rows[rank], case.b[rank], splits, group, size, 64, True)
+    torch.library.opcheck(torch.ops.weft.ragged_all_to_all_matmul, arguments, test_utils=("test_schema", "test_faketensor"))
+    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), group, size, 64)
+    torch.library.opcheck(torch.ops.weft.ragged_matmul_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compiles_as_one_graph(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled)
+
+
+def _too_many() -> list[str]:
+    """More rows than there is room for: no element beyond, and a later call says so."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
+    splits = torch.zeros(size, dtype=torch.int32)
+    splits[0] = 16
+    told = []
+    for call in range(4):
+        try:
+            out, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
+            assert int(counts.sum()) == (20 if rank == 0 else 0)
+            assert torch.equal(out, torch.full((20, 8), float(rank == 0), dtype=torch.float16))
+        except ValueError as error:
+            told.append(f"{call}: {error}")
+            splits = splits // 4
+            weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
+    dist.barrier()
+    weft.close()
+    splits.fill_(20)
+    weft.matmul_all_to_all(a, b, splits=splits, max_rows=24 * size)
+    return told
+
+
+def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
+    told = interpreted.run(_too_many)
+    assert told[1:] == [[]] * (len(told) - 1)
+    (text,) = told[0]
+    assert "max_rows is 20, but " in text
+    assert "rows arrived in an earlier call" in text
+
+
+def _mistakes() -> None:
+    size = dist.get_world_size()
+    a, b, splits = torch.ones(6, 4), torch.ones(2, 4, 3), torch.zeros(size, 2, dtype=torch.int64)
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"splits": splits[0]}, r"splits is \[2\]; for this b and group it must be \(3, 2\) or \(6,\)"),
+        ({"splits": splits.float()}, "splits is torch.float32 on cpu; it must be int32 or int64 on cpu"),
+        ({"max_rows": None}, "max_rows is None; with splits, say how many rows may arrive"),
+        ({"schedule": "sequential"}, "schedule is sequential; with splits there is one way"),
+        ({"splits": None, "b": b[0]}, "max_rows is 9, but splits is None"),
+        ({"a": a[None]}, r"a is \[1, 6, 4\]; with splits it must be a matrix"),
+        ({"b": b[:0]}, r"b is \[0, 4, 3\]; with splits it must be"),
+    ]
+    for change, message in calls:
+        with pytest.raises(ValueError, match=message):
+            weft.all_to_all_matmul(**{"a": a, "b": b, "splits": splits, "max_rows": 9, **change})
+    with pytest.raises(ValueError, match=r"max_rows is 2, but \d+ rows arrived|splits add up to"):
+        weft.all_to_all_matmul(a, b, splits=splits + 1, max_rows=2)
+
+
+def test_mistakes_are_told(ranks: RankFixture) -> None:
+    ranks(3).run(_mistakes)
+
+
+def _lost() -> str:
+    """Rank 1 stays away: the wait ends at its bound, and a later call raises."""
+    a, b = torch.ones(8, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
+    splits = torch.full((dist.get_world_size(),), 2)
+    weft.all_to_all_matmul(a, b, splits=splits, max_rows=64)
+    message = ""
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        try:
+            for _ in range(3):
+                weft.all_to_all_matmul(a, b, splits=splits, max_rows=64)
+        except weft.WeftError as error:
+            message = f"{type(error).__name__}: {error}"
+        assert time.monotonic() - start < 60
+    return message
+
+
+def test_a_peer_that_does_not_come_is_told_of() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "1"}) as pool:
+        assert pool.run(_lost, timeout_s=90)[0].startswith("WaitTimeout: rank 0")

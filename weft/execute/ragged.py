@@ -1,0 +1,216 @@
+"""Calls whose rows go all to all in numbers that only devices know: MoE dispatch and combine.
+
+    RaggedCall      one call: a, b by expert, splits on the device, and the most rows that may arrive
+    RaggedProgram   its kernels (weft.kernels.ragged), on GPUs, and interpreted on CPUs for float16
+    on_host         the same by torch, for CPUs without the interpreter, whose hosts may read the splits
+
+No host waits for another in a call on GPUs, or for its device: what goes wrong there (rows that did not fit, a peer that
+does not come) is noted on the device, reaches the host during the next call, and is raised by the one after that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import WaitTimeout
+from weft.kernels.ragged import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
+from weft.kernels.segments import CUT, IN_A, LATE
+from weft.team import Team
+from weft.triton.host import Peers
+from weft.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedCall:
+    """a: [rows, K]. b: [experts, K, N]. splits: by (expert, dst_rank) for a combine, (dst_rank, expert) for a dispatch."""
+
+    dispatch: bool
+    a: torch.Tensor
+    b: torch.Tensor
+    splits: torch.Tensor
+    max_rows: int
+    return_received: bool = False
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What calls alike have in common: the same on every rank, so that all bind a program in the same call."""
+        return (self.dispatch, self.max_rows, self.b.shape, self.a.dtype, self.a.device)
+
+    def describe(self) -> str:
+        """What every rank must have in common, a line each."""
+        experts, k, n = self.b.shape
+        lines = (
+            f"op: {'all_to_all_matmul' if self.dispatch else 'matmul_all_to_all'} with splits",
+            f"max_rows: {self.max_rows}",
+            f"experts: {experts}",
+            f"K: {k}",
+            f"N: {n}",
+            f"dtype: {self.a.dtype}",
+            f"device: {self.a.device.type}",
+            f"weft: {__version__}",
+        )
+        return "\n".join(lines)
+
+    def received(self, world_size: int) -> torch.Tensor:
+        """Room for the counts of what arrives, in the order in which rows land."""
+        experts = self.b.shape[0]
+        extents = (experts, world_size) if self.dispatch else (world_size, experts)
+        return torch.zeros(extents, dtype=torch.int32, device=self.a.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """out: [max_rows, N]. counts: as `RaggedCall.received`. rows: [max_rows, K], if asked for. Rows past counts are zero."""
+
+    out: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+class RaggedProgram:
+    """The kernels of one kind of call. Collective: every rank constructs it for the same."""
+
+    def __init__(self, peers: Peers, call: RaggedCall) -> None:
+        self.peers = peers
+        self.shape = _shape(call, peers.rank, peers.world_size)
+        _check_kernels(call, peers.world_size)
+        symmetric = {
+            name: peers.tensor(extents, dtype, name=name) for name, (extents, dtype) in symmetric_shapes(self.shape).items()
+        }
+        self.exchange = Exchange(self.shape, symmetric, sms=peers.resident_blocks, tries=peers.tries)
+        self._last: torch.cuda.Stream | None = None
+
+    def run(self, call: RaggedCall) -> Arrived:
+        """One call, on torch's current stream. Raises what an earlier one has noted."""
+        self._raise_noted()
+        self._follow(call.a.device)
+        a, b = _aligned(call.a), _unit_stride(call.b)
+        counts = call.received(self.peers.world_size)
+        self.exchange.start(call.splits.contiguous(), counts, a_rows=call.a.shape[0])
+        out = a.new_empty(call.max_rows, self.shape.n)
+        if not call.dispatch:
+            self.exchange.combine(a, b, out)
+            return Arrived(out=out, counts=counts)
+        self.exchange.dispatch(a, b, out)
+        rows = a.new_empty(call.max_rows, self.shape.k) if call.return_received else None
+        if rows is not None:
+            self.exchange.collect(a, rows)
+        return Arrived(out=out, counts=counts, rows=rows)
+
+    def _follow(self, device: torch.device) -> None:
+        """Calls of one program share its memory: on another stream than the last one, after it."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        current = torch.cuda.current_stream(device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+
+    def _raise_noted(self) -> None:
+        notes = self.exchange.host_notes.tolist()
+        if notes[CUT]:
+            self.exchange.host_notes.zero_()
+            self.exchange.notes.zero_()
+            raise ValueError(_cut(*notes[CUT : CUT + 3]))
+        if notes[LATE]:
+            raise WaitTimeout(f"rank {self.peers.rank}: rows or counts of a peer: expected {notes[1]}, seen {notes[2]}")
+
+
+def _cut(kind: int, rows: int, capacity: int) -> str:
+    if kind == IN_A:
+        return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; those past its end were left out"
+    return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; those past it were left out"
+
+
+def _shape(call: RaggedCall, rank: int, world_size: int) -> Shape:
+    experts, k, n = call.b.shape
+    return Shape(
+        rank=rank,
+        world_size=world_size,
+        experts=experts,
+        max_rows=call.max_rows,
+        n=n,
+        k=k,
+        dtype=call.a.dtype,
+        dispatch=call.dispatch,
+        device=call.a.device,
+    )
+
+
+def _check_kernels(call: RaggedCall, world_size: int) -> None:
+    """What the kernels need beside what every call does."""
+    experts, k, n = call.b.shape
+    if call.a.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"a is {call.a.dtype}; with splits on GPUs, use bfloat16 or float16")
+    for name, extent in (("K", k), ("N", n)):
+        if extent % 8:
+            raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of 8")
+    if experts * world_size > MOST_SEGMENTS:
+        raise ValueError(f"b has {experts} experts on each of {world_size} ranks; with splits, at most {MOST_SEGMENTS} in all")
+
+
+def _aligned(a: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at a multiple of 16 bytes, and at least one row, which no segment has."""
+    if not a.shape[0]:
+        return a.new_zeros(1, a.shape[1])
+    a = a.contiguous()
+    return a if a.data_ptr() % 16 == 0 else a.clone()
+
+
+def _unit_stride(b: torch.Tensor) -> torch.Tensor:
+    """With one of the last two dimensions contiguous, and all else at multiples of 16 bytes."""
+    fits = 1 in b.stride()[1:] and b.data_ptr() % 16 == 0 and all(s == 1 or s % 8 == 0 for s in b.stride())
+    return b if fits else b.contiguous()
+
+
+def on_host(team: Team, call: RaggedCall) -> Arrived:
+    """The same by torch and torch.distributed. Raises ValueError where rows do not fit, once all ranks have theirs."""
+    sizes = call.splits.long().clamp(min=0)
+    everyone = [torch.empty_like(sizes) for _ in range(team.world_size)]
+    dist.all_gather(everyone, sizes, group=team.group)
+    sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
+    arriving = torch.stack([(each if call.dispatch else each.t())[team.rank] for each in everyone])  # by src_rank, expert
+    kept = call.a[: int(sizes.sum())]
+    pieces = kept.new_zeros(int(sizes.sum()), kept.shape[1])
+    pieces[: kept.shape[0]] = kept
+    if call.dispatch:
+        landed = _by_other(_exchanged(team, pieces, sent, arriving), arriving)
+        result = _grouped(landed, call.b, arriving.sum(0).tolist())
+        counts = arriving.t()
+    else:
+        product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
+        landed, counts = kept[:0], arriving
+        result = _exchanged(team, product, sent, arriving)
+    if pieces.shape[0] > call.a.shape[0]:
+        raise ValueError(f"splits add up to {pieces.shape[0]}, but a has {call.a.shape[0]} rows")
+    if result.shape[0] > call.max_rows:
+        raise ValueError(f"max_rows is {call.max_rows}, but {result.shape[0]} rows arrived")
+    rows = _filled(landed, call.max_rows) if call.return_received else None
+    return Arrived(out=_filled(result, call.max_rows), counts=counts.to(torch.int32).contiguous(), rows=rows)
+
+
+def _exchanged(team: Team, rows: torch.Tensor, sent: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    """all_to_all of rows, by the sums of counts."""
+    received = rows.new_empty(int(arriving.sum()), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), arriving.sum(1).tolist(), sent.sum(1).tolist(), group=team.group)
+    return received
+
+
+def _by_other(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Rows that lie by (first, second) of counts, by (second, first)."""
+    pieces = torch.split(rows, counts.flatten().tolist())
+    first, second = counts.shape
+    return torch.cat([pieces[i * second + j] for j in range(second) for i in range(first)])
+
+
+def _grouped(rows: torch.Tensor, b: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    return torch.cat([part @ one for part, one in zip(torch.split(rows, counts), b, strict=True)])
+
+
+def _filled(rows: torch.Tensor, height: int) -> torch.Tensor:
+    filled = rows.new_zeros(height, rows.shape[1])
+    filled[: rows.shape[0]] = rows
+    return filled

@@ -1,0 +1,174 @@
+"""matmul_all_to_all and all_to_all_matmul: rows by destination, in even shares or as `splits` has it.
+
+    matmul_all_to_all(a, b)    replaces   c = a @ b; dist.all_to_all_single(out, c)
+    all_to_all_matmul(a, b)    replaces   dist.all_to_all_single(received, a); received @ b
+
+Every rank has an a and a b of its own. Legend: M rows of a, m those of them for one rank, N and K of a rank's matmul. Each is a
+torch.library custom operator (weft::...) with a fake implementation, so that it traces under torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from weft.library.all_to_all import run_combine, run_dispatch
+from weft.ops.checks import check_operands, group_of, spec_of
+from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
+from weft.schedule import Schedule
+
+
+@overload
+def matmul_all_to_all(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, schedule: str | Schedule = "auto"
+) -> torch.Tensor: ...
+
+
+@overload
+def matmul_all_to_all(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, splits: torch.Tensor, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def matmul_all_to_all(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    splits: torch.Tensor | None = None,
+    max_rows: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """all_to_all(a @ b), with the exchange hidden behind the matmul.
+
+    Replaces
+        c = a @ b; dist.all_to_all_single(out, c, group=group)
+
+    a: [M, ..., K], any strides, of one shape on all ranks; its first dimension is cut by destination as torch.chunk cuts it:
+    part d goes to rank d. b: [K, N], each rank's own. group, schedule: as for all_gather_matmul.
+
+    Returns out [world_size * m, ..., N]: the rows for this rank from every rank, in the order of ranks. Raises as
+    all_gather_matmul does.
+
+    Where experts combine, in numbers that only the device knows: splits, int32 or int64 on a's device, [world_size] rows by
+    destination; or, with b [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its
+    rows in that order, and may have more. max_rows: the most that may arrive, on all ranks the same; for gradients, a's rows
+    are as many on all ranks.
+    Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the
+    rank that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit
+    (in a, or in max_rows) is left out, never written elsewhere, and a ValueError says so in a call after the next; on CPUs at
+    once. On GPUs: bfloat16 and float16, K and N multiples of 8.
+
+    Where Ulysses' attention goes from parts of the sequence to heads, the rows are features of heads, and the weight is `a`:
+
+        qkv = matmul_all_to_all(weight, x.t())    weight [3 * heads * dim, hidden], heads outermost; x [tokens, hidden], a part
+        qkv = qkv.view(world_size, -1, tokens)    for each part of the sequence, the features of this rank's heads
+
+    Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and docs/kernels.md for splits.
+    """
+    if splits is not None:
+        refuse_schedule(schedule)
+        return ragged_combine(a, b, group, splits, max_rows)
+    refuse_max_rows(max_rows)
+    check_operands(a, [b], 1)
+    group_name, rank, world_size = group_of(group)
+    out = run_combine(_flat(a), b, group_name, rank, world_size, _per_entry(a), spec_of(schedule, "matmul_all_to_all"))
+    return _shaped(out, a)
+
+
+@overload
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_received: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    return_received: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    splits: torch.Tensor,
+    max_rows: int,
+    return_received: bool = False,
+) -> tuple[torch.Tensor, ...]: ...
+
+
+def all_to_all_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    splits: torch.Tensor | None = None,
+    max_rows: int | None = None,
+    return_received: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """all_to_all(a) @ b, with the exchange hidden behind the matmul.
+
+    Replaces
+        dist.all_to_all_single(received, a, group=group); out = received @ b
+
+    a, b, group, schedule: as for matmul_all_to_all. return_received: also return the rows that were multiplied.
+
+    Returns out [world_size * m, ..., N]: for the rows that this rank has from every rank, in the order of ranks; with
+    return_received, (that, received [world_size * m, ..., K]). Raises as all_gather_matmul does.
+
+    Where tokens are dispatched to experts, in numbers that only the device knows: splits [world_size] rows by destination, or,
+    with b [experts, K, N], [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that
+    order. What arrives lies by this rank's experts, then by the rank that it comes from.
+    Returns (out [max_rows, N], counts int32 [experts, world_size], or [world_size]; with return_received the rows [max_rows,
+    K]). counts are the splits of the matmul_all_to_all that takes the rows home, to the places that they came from:
+
+        hidden, counts = all_to_all_matmul(tokens, up, splits=splits, max_rows=capacity)
+        home, _ = matmul_all_to_all(act(hidden), down, splits=counts, max_rows=len(tokens))
+
+    max_rows, and all else: as there. Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and
+    docs/kernels.md for splits.
+    """
+    if splits is not None:
+        refuse_schedule(schedule)
+        return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received)
+    refuse_max_rows(max_rows)
+    check_operands(a, [b], 1)
+    group_name, rank, world_size = group_of(group)
+    spec = spec_of(schedule, "all_to_all_matmul")
+    results = run_dispatch(_flat(a), b, group_name, rank, world_size, _per_entry(a), spec, return_received)
+    out = _shaped(results[0], a)
+    return (out, _shaped(results[1], a)) if return_received else out
+
+
+def _per_entry(a: torch.Tensor) -> int:
+    """Rows of the flat matrix for one entry of the first dimension."""
+    unit = 1
+    for extent in a.shape[1:-1]:
+        unit *= extent
+    return unit
+
+
+def _flat(a: torch.Tensor) -> torch.Tensor:
+    return a.reshape(a.shape[0] * _per_entry(a), a.shape[-1]) if a.dim() > 2 else a
+
+
+def _shaped(flat: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """A flat result with the middle dimensions of a."""
+    unit = _per_entry(a)
+    return flat if a.dim() == 2 else flat.view(flat.shape[0] // max(1, unit), *a.shape[1:-1], flat.shape[1])

@@ -1,0 +1,123 @@
+"""Builders for all_to_all_matmul: out = all_to_all(a_MK) @ b_KN, every rank with a and b of its own.
+
+Buffers of rank r (m_r rows of each rank's a are r's)
+    a     input      M x K       rows by destination
+    b     input      K x N
+    recv  symmetric  p*m_r x K   where peers' rows land, in the order of ranks; peers write it, rank r reads it
+    out   output     p*m_r x N
+    gathered  output p*m_r x K   only with return_gathered
+
+Flags of rank r (who advances ~> who waits)
+    arrived[i]@r   the lane of a peer that pushes piece i ~> r's compute lane: the piece lies in r's recv
+    free[p]@r      p's compute lane ~> r's pushing lane: p has read r's rows for the last time in this call
+
+    rank r, compute              rank r, copy                    rank p
+    gemm own rows, from a   wait free[p] >= 0
+                            copy a -> recv of p  ~~~~~~~~~~~~~>  rows land
+                            signal arrived       ~~~~~~~~~~~~~>  wait arrived, gemm those rows
+    wait arrived, gemm  <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  copy, signal
+    signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
+
+Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
+"""
+
+from __future__ import annotations
+
+from weft.problem import Problem
+from weft.schedule import Collective, Copy, Flag, Part, Schedule, Signal, Wait
+from weft.schedules.builder import Piece
+from weft.schedules.exchange import Exchange
+
+
+class _Dispatch(Exchange):
+    """Flags and repeated idioms of this operator."""
+
+    def __init__(self, problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> None:
+        super().__init__(problem, name, chunks, fan_out=fan_out)
+        self.buffer("recv", "symmetric", self.arriving, self.each(problem.k))
+        if problem.return_gathered:
+            self.buffer("gathered", "output", self.arriving, self.each(problem.k))
+
+    def arrived(self, src_rank: int, piece: Piece) -> Flag:
+        return Flag("arrived", piece.shard, self.index(src_rank, piece))
+
+    def remote(self, rank: int) -> list[tuple[int, Piece]]:
+        """(sender, piece) of what peers send to a rank, in order of arrival."""
+        steps = ((peer, p) for i in range(self.chunks) for peer in self.peers(rank) for p in self.pieces[rank] if p.index == i)
+        return list(steps)
+
+    def part(self, rank: int, src_rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+        return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
+
+    def push(self, rank: int, *, lane: str | None = None, stage_own: bool = False) -> None:
+        """Send all pieces, chunk by chunk; at any time no two ranks send to the same one. lane: one that runs on SMs, where
+        copies that follow each other are one kernel; default, copy lanes. stage_own: the own rows go to the own recv."""
+        peers = [peer for peer in self.peers(rank, step=-1) if self.pieces[peer]]
+        for peer in peers:
+            self.add(rank, lane or self.copy_lane(peer), Wait(Flag("free", rank, peer), 0))
+        for index in range(self.chunks):
+            for to in [*peers, *([rank] if stage_own else [])]:
+                for piece in (p for p in self.pieces[to] if p.index == index):
+                    copy = Copy(self.region("a", rank, piece.rows), self.arrival("recv", rank, piece))
+                    self.add(rank, lane or self.copy_lane(to), copy, Signal(self.arrived(rank, piece)))
+
+    def _copy_gathered(self, rank: int) -> None:
+        """The own rows from a: not every schedule has them in recv."""
+        own = self.problem.arrivals(rank, rank)
+        mine = Copy(self.region("a", rank, self.problem.shards[rank]), self.region("gathered", rank, own))
+        around = ((0, own[0]), (own[1], self.problem.out_rows(rank)))
+        found = (Copy(self.region("recv", rank, r), self.region("gathered", rank, r)) for r in around if r[1] > r[0])
+        self.add(rank, "compute", mine, *found)
+
+    def finish(self) -> Schedule:
+        """Hand over what arrived if asked for, tell the senders that recv is free, and freeze."""
+        for rank in range(self.world_size):
+            if self.problem.return_gathered and self.pieces[rank]:
+                self._copy_gathered(rank)
+            for sender in self.peers(rank) if self.pieces[rank] else []:
+                self.add(rank, "compute", Signal(Flag("free", sender, rank)))
+        return self.done()
+
+
+def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+    """The vendor's all-to-all, then one GEMM."""
+    s = _Dispatch(problem, "sequential", 1)
+    for rank in range(s.world_size):
+        arriving = s.region("gathered" if problem.return_gathered else "recv", rank)
+        s.add(rank, "compute", Collective("all_to_all", s.region("a", rank), arriving))
+        s.gemm(rank, [Part(arriving, s.region("out", rank))])
+    return s.done()
+
+
+def sequential_stores(problem: Problem, name: str) -> Schedule:
+    """All rows are stored at their receivers, the own ones too; then one vendor GEMM."""
+    s = _Dispatch(problem, name, 1)
+    for rank in range(s.world_size):
+        s.push(rank, lane="compute", stage_own=True)
+        arriving = [(src_rank, piece) for piece in s.pieces[rank] for src_rank in range(s.world_size)]
+        s.add(rank, "compute", *(Wait(s.arrived(src_rank, piece)) for src_rank, piece in arriving))
+        s.gemm(rank, [Part(s.region("recv", rank), s.region("out", rank))] if arriving else [])
+    return s.finish()
+
+
+def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """The own rows as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
+    s = _Dispatch(problem, name, chunks, fan_out=fan_out)
+    for rank in range(s.world_size):
+        s.push(rank)
+        s.gemm(rank, s.own_shard(rank))
+        for src_rank, piece in s.remote(rank):
+            s.add(rank, "compute", Wait(s.arrived(src_rank, piece)))
+            s.gemm(rank, [s.part(rank, src_rank, piece)])
+    return s.finish()
+
+
+def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
+    """One GEMM whose tiles wait for their piece, in order of arrival, own rows first. blocks: communication blocks bring the
+    pieces, not copy engines."""
+    s = _Dispatch(problem, name, chunks, fan_out=fan_out)
+    for rank in range(s.world_size):
+        s.push(rank, lane="blocks" if blocks else None)
+        remote = [s.part(rank, src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
+        s.gemm(rank, s.own_shard(rank) + remote)
+    return s.finish()

@@ -1,0 +1,42 @@
+"""What the builders of both all-to-all operators share. Every rank has an a and a b of its own; shard d of a's rows is d's."""
+
+from __future__ import annotations
+
+from weft.problem import Problem
+from weft.schedule import Gemm, Part, Region
+from weft.schedules.builder import Builder, Piece, cut
+
+
+class Exchange(Builder):
+    """The caller's buffers, and where pieces arrive. pieces: by destination, chunks of every rank's rows for it."""
+
+    def __init__(self, problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> None:
+        super().__init__(problem, name, chunks, fan_out=fan_out)
+        self.pieces = cut(problem, chunks)
+        self.arriving = [problem.out_rows(r) for r in range(self.world_size)]
+        self.buffer("a", "input", self.each(problem.m), self.each(problem.k))
+        self.buffer("b", "input", self.each(problem.k), self.each(problem.n))
+        self.buffer("out", "output", self.arriving, self.each(problem.n))
+
+    def each(self, extent: int) -> list[int]:
+        """The same extent on every rank."""
+        return [extent] * self.world_size
+
+    def index(self, src_rank: int, piece: Piece) -> int:
+        """Of a flag on the piece's destination."""
+        return src_rank * self.chunks + piece.index
+
+    def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
+        """Where a rank's piece lies among all that its destination has."""
+        first = self.problem.arrivals(src_rank, piece.shard)[0] - self.problem.shards[piece.shard][0]
+        return self.region(buffer, piece.shard, (first + piece.rows[0], first + piece.rows[1]))
+
+    def gemm(self, rank: int, parts: list[Part]) -> None:
+        if parts:
+            self.add(rank, "compute", Gemm(self.region("b", rank), tuple(parts)))
+
+    def own_shard(self, rank: int) -> list[Part]:
+        """The rows that stay, straight to the result; nothing if there are none."""
+        rows = self.problem.shards[rank]
+        out = self.region("out", rank, self.problem.arrivals(rank, rank))
+        return [Part(self.region("a", rank, rows), out)] if rows[1] > rows[0] else []
