@@ -132,7 +132,8 @@ class Exchange:
             "RECV_ROWS": arriving,
         }
         key = (splits.dtype, *_alignments(splits, received))
-        self._layout(1, arguments, constants, key=key, num_warps=8)
+        # Each segment is compared with each, in registers.
+        self._layout(1, arguments, constants, key=key, num_warps=max(8, shape.segments // 8))
 
     def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """out = what arrives @ b, by expert; zeros below. a: [rows, K], contiguous."""
