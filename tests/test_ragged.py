@@ -192,7 +192,7 @@ def _for_a_gpu(kernel: Any, constants: dict[str, int], types: dict[str, str], wa
     )
 
 
-@pytest.mark.parametrize("name", ["_dispatch_kernel", "_combine_kernel"])
+@pytest.mark.parametrize("name", ["dispatch_kernel", "combine_kernel"])
 @pytest.mark.parametrize("transposed", [0, 1])
 def test_what_gpus_run(name: str, transposed: int) -> None:
     """Loads by TMA, products by tensor cores, rows moved 16 bytes at a time, flags at system scope."""
@@ -207,12 +207,12 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr"), "*bf16")
     constants = {"W": 8, "E": 4, "Q": 32, "WIDTH": 6, "GROUP": 8, "COLS": 512, "ALIGN": 8, "B_TRANSPOSED": transposed}
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
-    constants |= {"PUSHERS": 16, "PUSH_ROWS": 32} if name == "_dispatch_kernel" else {}
+    constants |= {"PUSHERS": 16, "PUSH_ROWS": 32} if name == "dispatch_kernel" else {}
     text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)
     for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "st.global.v4.b32", "sys.release.add"):
         assert needed in text, needed
     assert "st.global.b16" not in text
-    assert ("sys.acquire" in text) == (name == "_dispatch_kernel")
+    assert ("sys.acquire" in text) == (name == "dispatch_kernel")
 
 
 def _mistakes() -> None:

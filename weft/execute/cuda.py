@@ -174,8 +174,9 @@ class CudaProgram(BoundProgram):
         op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
         if step.op == "all_to_all":
             low, high = shards[self.rank]
-            sizes = [] if even else [[high - low] * size, [last - first for first, last in shards]]
-            dist.all_to_all_single(dst, src.contiguous(), *sizes, group=self.team.group)
+            received = None if even else [high - low] * size
+            sent = None if even else [last - first for first, last in shards]
+            dist.all_to_all_single(dst, src.contiguous(), received, sent, group=self.team.group)
             return
         if step.op == "all_gather" and even:
             dist.all_gather_into_tensor(dst, src.contiguous(), group=self.team.group)
