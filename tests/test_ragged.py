@@ -176,6 +176,45 @@ def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
     assert "rows arrived in an earlier call" in text
 
 
+def _for_a_gpu(kernel: Any, constants: dict[str, int], types: dict[str, str], warps: int) -> str:
+    """PTX of a kernel for an H100. Needs no GPU."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    known = {name: "*i64" if name.endswith("peers_ptr") else "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    signature = known | {name: kind for name, kind in types.items() if name in names} | dict.fromkeys(constants, "constexpr")
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return str(
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3}).asm["ptx"]
+    )
+
+
+@pytest.mark.parametrize("name", ["dispatch_kernel", "combine_kernel"])
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_what_gpus_run(name: str, transposed: int) -> None:
+    """Loads by TMA, products by tensor cores, rows moved 16 bytes at a time, flags at system scope."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.kernels import ragged
+    from weft.kernels.shapes import SHAPES
+
+    blocks = SHAPES[0]
+    b_block = [1, blocks.n, blocks.k] if transposed else [1, blocks.k, blocks.n]
+    tile = f"tensordesc<bf16{[blocks.m, blocks.k]}>"
+    types = {"a_desc": tile, "landing_desc": tile, "b_desc": f"tensordesc<bf16{b_block}>", "notes_ptr": "*i64"}
+    types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr"), "*bf16")
+    constants = {"W": 8, "E": 4, "Q": 32, "WIDTH": 6, "GROUP": 8, "COLS": 512, "ALIGN": 8, "B_TRANSPOSED": transposed}
+    constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
+    constants |= {"PUSHERS": 16, "PUSH_ROWS": 32} if name == "dispatch_kernel" else {}
+    text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)
+    for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "st.global.v4.b32", "sys.release.add"):
+        assert needed in text, needed
+    assert "st.global.b16" not in text
+    assert ("sys.acquire" in text) == (name == "dispatch_kernel")
+
+
 def _mistakes() -> None:
     size = dist.get_world_size()
     a, b, splits = torch.ones(6, 4), torch.ones(2, 4, 3), torch.zeros(size, 2, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Calls whose rows go all to all in numbers that only devices know: MoE dispatch and combine.
 
     RaggedCall      one call: a, b by expert, splits on the device, and the most rows that may arrive
-    RaggedProgram   its kernels (weft.kernels.ragged), on GPUs, and interpreted on CPUs for float16
+    RaggedProgram   its kernels (weft.kernels.exchange), on GPUs, and interpreted on CPUs for float16
     on_host         the same by torch, for CPUs without the interpreter, whose hosts may read the splits
 
 No host waits for another in a call on GPUs, or for its device: what goes wrong there (rows that did not fit, a peer that
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WaitTimeout
-from weft.kernels.ragged import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
+from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
 from weft.kernels.segments import CUT, IN_A, LATE
 from weft.team import Team
 from weft.triton.host import Peers

@@ -147,6 +147,10 @@ class Vendor:
             self._scatter_uneven(src, dst)
 
     def _exchange(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        if self._even:
+            # Without lists of sizes, which torch would check and NCCL take apart.
+            dist.all_to_all_single(dst, src.contiguous(), group=self._group)
+            return
         low, high = self._shards[self._group.rank()]
         sent, received = [last - first for first, last in self._shards], [high - low] * len(self._shards)
         dist.all_to_all_single(dst, src.contiguous(), received, sent, group=self._group)
