@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
-    from weft.ops import all_gather_matmul, choices, close, matmul_reduce_scatter
+    from weft.ops import all_gather_matmul, choices, close, matmul_all_reduce, matmul_reduce_scatter
     from weft.planner import plan
     from weft.problem import Problem
     from weft.schedule import Schedule
@@ -39,6 +39,7 @@ _HOMES = {
     "check": "checker",
     "choices": "ops",
     "close": "ops",
+    "matmul_all_reduce": "ops",
     "matmul_reduce_scatter": "ops",
     "plan": "planner",
     "simulate": "sim",
@@ -72,6 +73,7 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "plan",
     "simulate",

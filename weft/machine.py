@@ -141,7 +141,7 @@ class Machine:
     links: Links
     launch_us: float
     flag_us: float
-    collectives: Mapping[Literal["all_gather", "reduce_scatter"], Table | AlphaBeta]
+    collectives: Mapping[Literal["all_gather", "reduce_scatter", "all_reduce"], Table | AlphaBeta]
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:

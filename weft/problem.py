@@ -5,6 +5,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
 
     all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
     matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
+    matmul_all_reduce       a_Mk (columns)       b_kN (rows sharded)     ->  out_MN       all_reduce(a @ b) + bias + residual
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter"]
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
 DType = Literal["bfloat16", "float16", "float32"]
-OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter")
+OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+Addend = Literal["bias", "residual"]
+ADDENDS: tuple[Addend, ...] = ("bias", "residual")
+"""What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 Span1D = tuple[int, int]
@@ -44,6 +48,7 @@ class Problem:
     return_gathered: all_gather_matmul also hands back the gathered a_MK. reduce_op: of matmul_reduce_scatter.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives.
+    addends: of matmul_all_reduce, what is added to the sum over ranks, in the order of ADDENDS.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 
@@ -57,6 +62,7 @@ class Problem:
     reduce_op: Literal["sum", "avg"] = "sum"
     row_multiple: int = 1
     b_sizes: tuple[int, ...] = ()
+    addends: tuple[Addend, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -74,6 +80,9 @@ class Problem:
             raise ValueError(f"m is {self.m}; it must be a multiple of row_multiple, {self.row_multiple}")
         if self.b_sizes:
             self._check_sizes()
+        allowed = ADDENDS if self.op == "matmul_all_reduce" else ()
+        if self.addends != tuple(name for name in allowed if name in self.addends):
+            raise ValueError(f"addends is {self.addends}; {self.op} takes any of {allowed}, each once, in this order")
 
     def _check_sizes(self) -> None:
         name, whole = ("n", self.n) if self.op == "all_gather_matmul" else ("k", self.k)
@@ -94,21 +103,21 @@ class Problem:
 
     @cached_property
     def b_shards(self) -> tuple[Span1D, ...]:
-        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for matmul_reduce_scatter."""
+        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for the others."""
         if not self.b_sizes:
             return split(self.n if self.op == "all_gather_matmul" else self.k, self.world_size)
         ends = tuple(accumulate(self.b_sizes))
         return tuple((end - size, end) for end, size in zip(ends, self.b_sizes, strict=True))
 
     def columns(self, rank: int) -> int:
-        """all_gather_matmul: columns of b, and of the result, on `rank`. matmul_reduce_scatter: all N."""
-        if self.op == "matmul_reduce_scatter":
+        """all_gather_matmul: columns of b, and of the result, on `rank`. The others: all N."""
+        if self.op != "all_gather_matmul":
             return self.n
         low, high = self.b_shards[rank]
         return high - low
 
     def inner(self, rank: int) -> int:
-        """Contraction length on `rank`: all K for all_gather_matmul, its shard for matmul_reduce_scatter."""
+        """Contraction length on `rank`: all K for all_gather_matmul, its shard for the others."""
         if self.op == "all_gather_matmul":
             return self.k
         low, high = self.b_shards[rank]
@@ -121,10 +130,10 @@ class Problem:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to one peer: its shard of a, or the peer's shard of the result."""
+        """Bytes that one rank sends to one peer: its shard of a, or the peer's shard of the result (if it were scattered)."""
         low, high = self.shards[0]
         return (high - low) * (self.k if self.op == "all_gather_matmul" else self.n) * self.itemsize
 
     def __str__(self) -> str:
-        flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
+        flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg"), *(f" +{a}" for a in self.addends)])
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"

@@ -11,7 +11,7 @@ first. Buffers that are not symmetric need no second look either: a call begins 
 
 from __future__ import annotations
 
-from weft.checker.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
+from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
 
@@ -37,11 +37,13 @@ class Effects:
         if self.problem.op == "all_gather_matmul":
             offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
+        if name in ADDED:
+            return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
         offset = sum(self.problem.inner(r) for r in range(rank))
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
 
     def _first_column(self, rank: int) -> int:
-        if self.problem.op == "matmul_reduce_scatter":
+        if self.problem.op != "all_gather_matmul":
             return 0
         return sum(self.problem.columns(r) for r in range(rank))
 
@@ -113,6 +115,8 @@ class Effects:
                     landed += moved(cells, action.reads[0][1], (dst[0] + low, dst[0] + high, dst[2], dst[3]))
             return landed
         low, high = self.problem.shards[rank]
+        if dst[1] - dst[0] == self.problem.m:  # an all-reduce, or the shard is the whole
+            low, high = 0, self.problem.m
         parts = []
         for action, cells in zip(actions, found, strict=True):
             src = action.reads[0][1]
@@ -134,6 +138,8 @@ class Effects:
             return ("A", 0, 0)
         if problem.op == "all_gather_matmul":
             return ("AB", 0, self._first_column(rank), ((0, problem.k),), 1)
+        if problem.op == "matmul_all_reduce":
+            return ("AB", 0, 0, (*sorted(ADDED[name] for name in problem.addends), (0, problem.k)), 1)
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return ("AB", problem.shards[rank][0], 0, ((0, problem.k),), divide_by)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from weft.checker.program import ScheduleError
 from weft.problem import Problem
-from weft.schedule import Buffer, Collective, Gemm, Part, Schedule, Sum
+from weft.schedule import Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,12 +37,14 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     owned = tuple(high - low for low, high in problem.shards)
     m, k = tuple(problem.m for _ in each), tuple(problem.inner(r) for r in each)
     columns = tuple(problem.columns(r) for r in each)
-    gather = problem.op == "all_gather_matmul"
+    gather, scatter = problem.op == "all_gather_matmul", problem.op == "matmul_reduce_scatter"
     found: dict[str, tuple[str, Shape]] = {
         "a": ("input", (owned if gather else m, k)),
         "b": ("input", (k, columns)),
-        "out": ("output", (m if gather else owned, columns)),
+        "out": ("output", (owned if scatter else m, columns)),
     }
+    for name in problem.addends:
+        found[name] = ("input", (m if name == "residual" else tuple(1 for _ in each), columns))
     if gather and problem.return_gathered:
         found["gathered"] = ("output", (m, k))
     return found
@@ -77,9 +79,21 @@ def gemm_fault(step: Gemm, part: Part) -> str:
 def sum_fault(part: Sum) -> str:
     if not part.srcs:
         return f"the sum into {part.out} has no source; it needs at least one"
-    for src in part.srcs:
-        if src.shape != part.out.shape:
+    for i, src in enumerate(part.srcs):
+        if src.shape != part.out.shape and not (i and src.shape == (1, part.out.shape[1])):
             return f"{src} has shape {src.shape}, but it is summed into {part.out} of shape {part.out.shape}"
+    return ""
+
+
+def fused_fault(lane: Lane) -> str:
+    """One kernel's steps: on a compute lane, within it, apart from another kernel's, and none of the vendor's among them."""
+    ends = [end for span in lane.fused for end in span]
+    if lane.fused and lane.kind != "compute":
+        return f"fused is {lane.fused}; only a lane of kind compute has steps that are one kernel"
+    if ends != sorted(ends) or any(high <= low for low, high in lane.fused) or not all(0 <= n <= len(lane.steps) for n in ends):
+        return f"fused is {lane.fused}; it must be ranges within the {len(lane.steps)} steps, in order, none empty"
+    if any(isinstance(step, Collective) for low, high in lane.fused for step in lane.steps[low:high]):
+        return f"fused is {lane.fused}; a vendor's collective is a kernel of its own"
     return ""
 
 
@@ -87,7 +101,7 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     """Rows are cut by the problem's shards; columns are the same on both sides."""
     low, high = problem.shards[rank]
     full, part = (problem.m, step.src.shape[1]), (high - low, step.src.shape[1])
-    src, dst = (part, full) if step.op == "all_gather" else (full, part)
+    src, dst = (part if step.op == "all_gather" else full, part if step.op == "reduce_scatter" else full)
     for region, shape in ((step.src, src), (step.dst, dst)):
         if region.shape != shape:
             return f"{region} has shape {region.shape}; {step.op} on rank {rank} needs {shape}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
-from weft.checker.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
+from weft.checker.shapes import check_buffers, check_collectives, collective_fault, fused_fault, gemm_fault, sum_fault
 from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD = Do
@@ -55,6 +55,9 @@ class _Compiler:
 
     def ops(self, index: int, lane: Lane) -> tuple[Op, ...]:
         self.index, self.lane = index, lane
+        fault = fused_fault(lane)
+        if fault:
+            raise ScheduleError(f"rank {self.rank}, lane {lane.name}: {fault}")
         ops = []
         for position, step in enumerate(lane.steps):
             self.position, self.step = position, step

@@ -27,19 +27,22 @@ def schedules(
     from weft.schedules import FAMILIES, NAMES, build
     from weft.timelines import timeline
 
-    problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
+    asked = choices.choose_op(op)
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     out = output.console()
     for family in FAMILIES.values():
         if name in (None, family.name):
+            shown = asked if asked in family.builders else next(iter(family.builders))
+            problem = Problem(op=shown, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
             schedule = build(problem, family.name, EXAMPLE_CHUNKS)
             out.print(family.name, style="bold")
             out.print(f"{family.words} [{family.source}]")
             out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
             out.print()
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
-    out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
+    problem = Problem(op=asked, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
+    out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free; another operator where it lacks the family.")
     out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
 
 

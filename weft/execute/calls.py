@@ -119,4 +119,5 @@ class MatmulCall(Call):
             reduce_op=self.reduce_op,
             row_multiple=self.row_multiple,
             b_sizes=() if regular else shares,
+            addends=tuple(self.extras),  # type: ignore[arg-type]
         )

@@ -172,7 +172,11 @@ class CudaProgram(BoundProgram):
         longest, size = shards[0][1] - shards[0][0], len(shards)
         even = all(high - low == longest for low, high in shards)
         op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
-        if step.op == "all_gather" and even:
+        if step.op == "all_reduce":
+            if src.data_ptr() != dst.data_ptr():
+                dst.copy_(src)
+            dist.all_reduce(dst, op=op, group=self.team.group)
+        elif step.op == "all_gather" and even:
             dist.all_gather_into_tensor(dst, src.contiguous(), group=self.team.group)
         elif step.op == "all_gather":
             padded = src.new_zeros(longest, src.shape[1])

@@ -227,7 +227,7 @@ class HostProgram(BoundProgram, Device):
             for (low, high), shard in zip(mine, staged, strict=True):
                 dst[low:high].copy_(shard)
         else:
-            rows = slice(*mine[self.rank])
+            rows = slice(*mine[self.rank]) if step.op == "reduce_scatter" else slice(None)
             total = staged[0][rows].to(torch.float32, copy=True)
             for partial in staged[1:]:
                 total += partial[rows]

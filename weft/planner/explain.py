@@ -67,7 +67,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
 
 
 def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
-    collective = "all-gather" if problem.op == "all_gather_matmul" else "reduce-scatter"
+    words = {"all_gather_matmul": "all-gather", "matmul_reduce_scatter": "reduce-scatter"}
+    collective = words.get(problem.op, "all-reduce")
     times = f"the GEMM alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"
@@ -116,7 +117,12 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
 
 
 def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
-    kinds = Counter(type(step) for lane in schedule.ranks[0] for step in lane.steps)
+    kinds = Counter(
+        type(step)
+        for lane in schedule.ranks[0]
+        for position, step in enumerate(lane.steps)
+        if not any(low < position < high for low, high in lane.fused)
+    )
     kernels = kinds[Gemm] + kinds[Reduce] + kinds[Collective]
     flags = kinds[Wait] + kinds[Signal]
     us = kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us

@@ -13,6 +13,7 @@ from functools import partial
 from weft.problem import Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
+from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_reduce_scatter as rs
 
 Build = Callable[..., Schedule]
@@ -21,7 +22,10 @@ Build = Callable[..., Schedule]
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from."""
+    """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
+
+    builders: by operator; one that a family is not for is missing.
+    """
 
     name: str
     words: str
@@ -33,8 +37,12 @@ class Family:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(name: str, words: str, source: str, gather: Build, scatter: Build, *, chunked: bool = True) -> Family:
+def _family(
+    name: str, words: str, source: str, gather: Build, scatter: Build, everywhere: Build | None = None, *, chunked: bool = True
+) -> Family:
     builders: dict[Op, Build] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
+    if everywhere is not None:
+        builders["matmul_all_reduce"] = everywhere
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
 
@@ -51,6 +59,16 @@ def _by_shard(build: Build) -> Build:
     return lambda problem, name, chunks, fan_out: build(problem, name, 1)
 
 
+def _gathered(build: Build) -> Build:
+    """A matmul_reduce_scatter, then an all-gather of what it has scattered."""
+    return lambda problem, name, chunks, fan_out: ar.gathered(lambda p: build(p, name, chunks, fan_out=fan_out))(problem)
+
+
+def _all_reduce(name: str, words: str, build: Callable[[Problem, str], Schedule]) -> Family:
+    builders: dict[Op, Build] = {"matmul_all_reduce": _named(build)}
+    return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
+
+
 def _one_lane(build: Build) -> Build:
     """For families that send to one peer only, or from kernels: nothing to fan out."""
     return lambda problem, name, chunks, fan_out: build(problem, name, chunks)
@@ -65,6 +83,7 @@ FAMILIES: dict[str, Family] = {
             "cuBLAS and NCCL",
             _plain(ag.sequential),
             _plain(rs.sequential),
+            _plain(ar.sequential),
             chunked=False,
         ),
         _family(
@@ -73,6 +92,7 @@ FAMILIES: dict[str, Family] = {
             "fused computation-collectives",
             _named(ag.sequential_stores),
             _named(rs.sequential_stores),
+            _named(ar.sequential_stores),
             chunked=False,
         ),
         _family(
@@ -81,6 +101,7 @@ FAMILIES: dict[str, Family] = {
             "PyTorch async TP",
             _by_shard(ag.unfused),
             _by_shard(rs.unfused),
+            _gathered(_by_shard(rs.unfused)),
             chunked=False,
         ),
         _family(
@@ -97,7 +118,14 @@ FAMILIES: dict[str, Family] = {
             partial(ag.fused, uniform=False),
             partial(rs.fused, uniform=False),
         ),
-        _family("hetero_unfused_1d", "the own shard as one GEMM; one GEMM for each row chunk", "FiCCO", ag.unfused, rs.unfused),
+        _family(
+            "hetero_unfused_1d",
+            "the own shard as one GEMM; one GEMM for each row chunk",
+            "FiCCO",
+            ag.unfused,
+            rs.unfused,
+            _gathered(rs.unfused),
+        ),
         _family(
             "uniform_fused_2d",
             "column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
@@ -126,20 +154,29 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(ag.gated, blocks=True)),
             _one_lane(partial(rs.stored, pull=False)),
         ),
+        _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
+        _all_reduce("two_shot", "one kernel: a tile's owner sums the partial ones, and stores the sum at every peer", ar.two_shot),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
+
+
+def names(op: Op) -> tuple[str, ...]:
+    """The families that an operator has."""
+    return tuple(name for name, family in FAMILIES.items() if op in family.builders)
 
 
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name or a chunk count below one.
+    Raises ValueError for an unknown name, one that the operator has not, or a chunk count below one.
     """
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     family = FAMILIES[name]
+    if problem.op not in family.builders:
+        raise ValueError(f"schedule is {name!r}; {problem.op} has {', '.join(names(problem.op))}")
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
@@ -182,7 +219,8 @@ def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in FAMILIES.values():
+    for name in names(problem.op):
+        family = FAMILIES[name]
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)

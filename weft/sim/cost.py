@@ -103,11 +103,14 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
 
     On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
     ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
+    An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
     Raises ValueError if the machine has fewer GPUs.
     """
     machine.require(world_size)
     if world_size == 1 or not shard_bytes:
         return 0.0
+    if op == "all_reduce" and op not in machine.collectives:
+        return sum(collective_us(machine, half, shard_bytes, world_size) for half in ("reduce_scatter", "all_gather"))
     model = machine.collectives[op]  # type: ignore[index]
     if isinstance(model, AlphaBeta):
         fixed = model.fixed_us + (world_size - 1) * model.step_us
@@ -139,5 +142,8 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
     """The problem's collective alone, with the vendor's."""
-    op = "all_gather" if problem.op == "all_gather_matmul" else "reduce_scatter"
-    return collective_us(machine, op, problem.shard_bytes, problem.world_size)
+    op = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}.get(problem.op, "all_reduce")
+    shard_bytes = problem.shard_bytes
+    if op == "all_reduce":
+        shard_bytes = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
+    return collective_us(machine, op, shard_bytes, problem.world_size)

@@ -10,7 +10,7 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
     copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
                           \\ shares ports and links with every other transfer (weft.sim.network)
 
-Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
+Costs (nothing is launched within a lane's fused steps but their first): a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
 latency later. A lane of communication blocks takes stores.sms SMs from the kernels that start while it runs. Transfers
 do not slow kernels through the GPU's memory, nor kernels transfers.
 """
@@ -78,10 +78,12 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     if lane.kind == "blocks":
         world.free_sms[rank] -= world.machine.stores.sms
         yield world.env.timeout(ns(world.machine.launch_us))
-    for step in lane.steps:
+    inner = world.within_a_kernel()
+    for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
-        yield from _step(world, rank, lane, step)
+        inside = any(low < position < high for low, high in lane.fused)
+        yield from _step(inner if inside else world, rank, lane, step)
         record(step, start)
     if lane.kind == "blocks":
         world.free_sms[rank] += world.machine.stores.sms
