@@ -42,6 +42,7 @@ from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule
 from weft.work import span
 
 if TYPE_CHECKING:
+    from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
     from weft.execute.pushes import FusedPush
 
@@ -63,6 +64,7 @@ class CudaProgram(BoundProgram):
         self._words, self._words_handle = space.allocate(4 * self.edges.words)
         self._addresses = [int(pointer) for pointer in self._words_handle.buffer_ptrs]
         self._scratch: dict[str, torch.Tensor] = {}
+        self._mailboxes: list[object] = []
         super().__init__(space, schedule)
         self._area, self._area_handle = space.allocate(self.layout.nbytes)
         lanes = schedule.ranks[self.rank]
@@ -96,6 +98,11 @@ class CudaProgram(BoundProgram):
                 if wait.at_least == 0:
                     words[self.edges.slot[wait.flag, lane.name, position]] = self.growth_of(wait.flag)
 
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
+        area, handle = self.space.allocate(nbytes)
+        self._mailboxes += [area, handle]
+        return [int(pointer) for pointer in handle.buffer_ptrs], area
+
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if rows * cols == 0:
             return torch.empty(rows, cols, dtype=dtype, device=self.space.device)
@@ -121,6 +128,7 @@ class CudaProgram(BoundProgram):
         for event in (self._last, *(event for pair in self._forks.values() for event in pair)):
             self.driver.forget(event)
         del self._words, self._words_handle, self._area, self._area_handle
+        self.exchanges, self._mailboxes = {}, []
         self._scratch, self._tapes, self.fixed = {}, {}, Bindings()
 
     def here(self, where: Where) -> Word:
@@ -146,6 +154,10 @@ class CudaProgram(BoundProgram):
         silent = self._silent or isinstance(kernel.step, Reduce)
         sms = self.space.sms - (self._push_sms if self.pushes else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
+
+    def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:
+        """A lane's fused steps: the kernel waits itself, for nothing that needs an SM of this GPU."""
+        run.launch(bindings, silent=self._silent, tries=self.space.tries, stream=stream)
 
     def push(self, run: FusedPush, bindings: Bindings, stream: int) -> None:
         """Copies by SMs that a gated kernel leaves free: what it waits for can run."""
@@ -306,7 +318,7 @@ class CudaProgram(BoundProgram):
         """What each lane waits for: the step that its progress names, and the words of it that are low."""
         with torch.cuda.stream(self.space.stream("rescue")):
             seen = self._words.view(torch.int32).cpu().tolist()
-        stuck = []
+            stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
         for index, lane in enumerate(self.schedule.ranks[self.rank]):
             for where, wait in self._may_wait_for(lane, int(self._progress[index]) - 1):
                 value, need = seen[self.edges.slot[wait.flag, lane.name, where.position]], self.growth_of(wait.flag)
@@ -331,6 +343,8 @@ class CudaProgram(BoundProgram):
         stream = self.space.stream("rescue")
         with torch.cuda.stream(stream):
             self._words.view(torch.int32).copy_(self._raised, non_blocking=True)
+            for exchange in self.exchanges.values():
+                exchange.abort()
         stream.synchronize()
 
 

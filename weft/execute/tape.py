@@ -7,6 +7,7 @@
     wait                     Words: say where we are, wait, lower
     copy                     Work: a peer copy, by a copy engine
     copies of SM blocks      Work: a run of them, with their signals, as one kernel
+    fused steps              Work: one kernel, waits included
     signal                   Words: raise, at each waiter
     gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count
@@ -66,7 +67,10 @@ class Tape:
         while position < len(lane.steps):
             where = Where(self._program.rank, lane.name, position, lane.steps[position])
             push = self._program.pushes.get((lane.name, position))
-            if push is None:
+            exchange = self._program.exchanges.get((lane.name, position))
+            if exchange is not None:
+                yield Work(where, lambda bindings, stream, e=exchange: self._program.exchange(e, bindings, stream), by_torch=True)  # type: ignore[misc]
+            elif push is None:
                 yield from self._step(where.step, where)
             else:
                 yield Work(where, lambda bindings, stream, p=push: self._program.push(p, bindings, stream), by_torch=True)  # type: ignore[misc]

@@ -1,0 +1,504 @@
+"""One kernel for matmul_all_reduce: tiles are multiplied, exchanged and summed by blocks that stay.
+
+    _all_reduce_kernel   one launch is a whole call       all_reduce()  its launcher       Plan, Mailbox  what it works with
+
+    block i, rank r                               block i, rank p
+    1  multiply its tiles, send each     ~~~~~~~~>  (no wait before all are sent)
+    2  wait for all ranks' partial tiles <~~~~~~~~  of the tiles that r sums: every tile (ONE_HOP), or those that r owns
+       sum, add bias and residual, round, store in out; two hops: send the sum
+    3  two hops: wait for the tiles that others own, store in out
+
+Tile t is block t mod blocks' on every rank. So block i waits for blocks i of its peers alone, and for their phases before its
+own alone: whichever blocks are resident, in whatever order they start, the call ends.
+
+A mailbox is symmetric memory: a region for each (tile that is summed here, source), and for two hops one for each tile's sum.
+
+    PACKED       a region is 8-byte words: 4 bytes of values, 4 of the call's number. A word is stored and seen as a whole, so
+                 the data is its own flag: one trip, no fence, at twice the bytes
+    otherwise    a region is the tile, and a word of the mailbox's head counts its calls: stores, barrier, release of all
+                 threads' stores, then acquire and loads; two more trips of latency, half the bytes
+
+Who writes, reads, resets. A region, and its word, is written by one rank's block alone and read by one block alone. Numbers only
+grow: block i counts its calls in device memory (`epochs`), reads the number at its start and writes it at its end, so that a
+replayed CUDA graph goes on counting; a wait is for at least this call's number, and nothing is reset.
+
+Regions are there twice and taken by the number's parity. Rank r writes a region of p in call c + 2 only after its call c + 1,
+in which it waited for what p sent in that call (p's partial tile, or as its owner p's sum): so p had ended call c, and with
+it has read what the region held. Bad interleaving with one copy: r, in call c + 1, writes over what p has yet to read in call c.
+
+Sums are in float32 in the order of ranks, by the same code on every rank, the own partial tile among them as it was rounded:
+the same bits each call, and on each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which
+region was late, and the tile goes on with what is there.
+
+Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a packed region.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.flags import table
+from weft.kernels.launch import Launcher
+from weft.problem import Problem, Span1D
+
+PACKED_BYTES = 1 << 19
+"""Partial results of up to so many bytes a rank are packed: beyond, twice the bytes cost more than two trips. Reasoned from 300
+GB/s and 1 us a trip, not measured."""
+_FIELDS = 6
+_ALIGN = 256
+_SHARED_BYTES = 180 << 10
+"""For tiles that are on their way: of 227 KiB that a block may have."""
+_ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Tile shape, and how a block runs."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+def tiling(problem: Problem, columns: tuple[Span1D, ...], device: torch.device, sms: int) -> Tiling:
+    """The shape whose tiles of `columns` fill the SMs best: the time of a wave is that of streaming its columns of b."""
+    if device.type != "cuda":
+        return Tiling(m=16, n=16, k=16, warps=4, stages=1)
+    rows = next((size for size in (16, 32, 64) if problem.m <= size), 128)
+    row_tiles = -(-problem.m // rows)
+
+    def streamed(cols: int) -> int:
+        """Columns that a block streams, one wave after the other."""
+        tiles = row_tiles * sum(-(-(high - low) // cols) for low, high in columns)
+        return -(-tiles // sms) * cols
+
+    cols = min((128, 64, 32), key=streamed)
+    inner = (128 if rows < 64 else 64) * 2 // problem.itemsize
+    stages = min(6, _SHARED_BYTES // ((rows + cols) * inner * problem.itemsize))
+    return Tiling(m=rows, n=cols, k=inner, warps=4 if rows * cols <= 4096 else 8, stages=stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one rank's launches have in common.
+
+    tiles: for each tile: the rank that sums it, its place among that rank's tiles, its number, first row, first and last
+    column. slots: tiles that a rank sums, at most. results: tiles whose sums are sent. align: divides all first columns.
+    """
+
+    problem: Problem
+    rank: int
+    one_hop: bool
+    packed: bool
+    multiply: bool
+    tiling: Tiling
+    tiles: torch.Tensor
+    count: int
+    slots: int
+    align: int
+
+    @property
+    def results(self) -> int:
+        return 0 if self.one_hop else self.count
+
+    @property
+    def regions(self) -> int:
+        """Of one of the two copies."""
+        return self.slots * self.problem.world_size + self.results
+
+    @property
+    def per_word(self) -> int:
+        """Values in a packed word."""
+        return 4 // self.problem.itemsize
+
+    @property
+    def region_bytes(self) -> int:
+        size = self.tiling.m * self.tiling.n
+        return 8 * size // self.per_word if self.packed else size * self.problem.itemsize
+
+    @property
+    def head_bytes(self) -> int:
+        """The words before the regions."""
+        return 0 if self.packed else -(-4 * self.regions // _ALIGN) * _ALIGN
+
+    @property
+    def mailbox_bytes(self) -> int:
+        return self.head_bytes + 2 * self.regions * self.region_bytes
+
+    def blocks(self, sms: int) -> int:
+        return min(sms, self.count)
+
+
+def plan(
+    problem: Problem, rank: int, columns: tuple[Span1D, ...], *, one_hop: bool, multiply: bool, device: torch.device, sms: int
+) -> Plan:
+    """Lay the tiles out: the same on every rank. columns: those that each rank sums, by rank; of all ranks if one_hop.
+
+    multiply: the kernel multiplies; else it finds the partial results ready. sms: of the GPU; blocks, where interpreted.
+    """
+    spans = ((0, problem.n),) if one_hop else columns
+    shape = tiling(problem, spans, device, sms)
+    rows: list[tuple[int, ...]] = []
+    slots = 0
+    for owner, (low, high) in enumerate(spans):
+        places = [(row, col) for col in range(low, high, shape.n) for row in range(0, problem.m, shape.m)]
+        first = len(rows)
+        rows += [(owner, i, first + i, row, col, min(col + shape.n, high)) for i, (row, col) in enumerate(places)]
+        slots = max(slots, len(places))
+    packed = problem.m * problem.n * problem.itemsize <= PACKED_BYTES
+    return Plan(
+        problem=problem,
+        rank=rank,
+        one_hop=one_hop,
+        packed=packed,
+        multiply=multiply,
+        tiling=shape,
+        tiles=table(rows, torch.int32, device),
+        count=len(rows),
+        slots=slots,
+        align=math.gcd(16, *(row[4] for row in rows)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mailbox:
+    """A rank's memory for its launches, zeroed once. addresses: of every rank's mailbox, on the device. epochs: by block, its
+    calls so far. abort: set to end all waits. status: of the last wait that ended early: region + 1, and the call."""
+
+    addresses: torch.Tensor
+    epochs: torch.Tensor
+    abort: torch.Tensor
+    status: torch.Tensor
+
+
+def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
+    """For mailboxes of `Plan.mailbox_bytes` zeroed bytes that lie at these addresses, by rank."""
+    words = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in (("abort", 1), ("status", 2))}
+    epochs = torch.zeros(blocks, dtype=torch.int32, device=device)
+    return Mailbox(addresses=table(addresses, torch.int64, device), epochs=epochs, **words)
+
+
+def launcher() -> Launcher:
+    """For `all_reduce`, call after call."""
+    return Launcher(_all_reduce_kernel)
+
+
+def all_reduce(
+    layout: Plan,
+    memory: Mailbox,
+    out: torch.Tensor,
+    *,
+    factors: tuple[torch.Tensor, torch.Tensor] | None,
+    partial: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    live: bool,
+    tries: int,
+    launched_by: Launcher | None = None,
+    stream: int | None = None,
+) -> None:
+    """One call: out [M, N] = the sum over ranks of a @ b, or of `partial`, and the addends.
+
+    factors: a [M, k] with adjacent rows' elements, b [k, N] of any strides; partial [M, N], bias [1, N], residual [M, N] without
+    gaps. live: exchange and count; else nothing is sent or waited for (a rehearsal), and out means nothing.
+    launched_by, stream: as for weft.kernels.gemm.gemm.
+    """
+    assert (factors is not None) == layout.multiply, "factors, or a partial result"
+    problem, shape = layout.problem, layout.tiling
+    a, b = factors if factors is not None else (out, out)
+    pointers = [a, b, *(t if t is not None else out for t in (partial, bias, residual)), out]
+    sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
+    constants = _constants(layout, bias is not None, residual is not None)
+    key = (sizes, tuple(t.data_ptr() % 16 for t in pointers))
+    (launched_by or launcher())(
+        memory.epochs.numel(),
+        (
+            *pointers,
+            layout.tiles,
+            memory.addresses,
+            memory.epochs,
+            memory.abort,
+            memory.status,
+            *sizes,
+            layout.count,
+            layout.rank,
+            tries if live else 0,
+            int(live),
+        ),
+        constants,
+        key=key,
+        stream=stream,
+        num_warps=shape.warps,
+    )
+
+
+def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
+    shape = layout.tiling
+    return {
+        "ELEMENT": _ELEMENTS[layout.problem.dtype],
+        "WORLD": layout.problem.world_size,
+        "LANES": triton.next_power_of_2(layout.problem.world_size),
+        "ONE_HOP": layout.one_hop,
+        "PACKED": layout.packed,
+        "MULTIPLY": layout.multiply,
+        "BIAS": bias,
+        "RESIDUAL": residual,
+        "SLOTS": layout.slots,
+        "REGIONS": layout.regions,
+        "HEAD_BYTES": layout.head_bytes,
+        "REGION_BYTES": layout.region_bytes,
+        "PER_WORD": layout.per_word,
+        "BLOCK_M": shape.m,
+        "BLOCK_N": shape.n,
+        "BLOCK_K": shape.k,
+        "STAGES": shape.stages,
+        "ALIGN": layout.align,
+        "FIELDS": _FIELDS,
+    }
+
+
+@triton.jit
+def _product(
+    a_ptr, b_ptr, rows, cols, m, n, k, stride_am, stride_bk, stride_bn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A tile of a @ b in float32; zero where it lies beyond the matrices."""
+    inner = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :]
+    b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        left = inner < k - first
+        a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=left[:, None] & (cols < n)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * stride_bk
+    return total
+
+
+@triton.jit
+def _packed(value, call, PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile as words: its values in the low half, the call's number in the high one."""
+    if PER_WORD == 2:
+        low, high = tl.split(tl.reshape(value, (BLOCK_M, WIDTH, 2)))
+        bits = low.to(tl.uint16, bitcast=True).to(tl.int64) | (high.to(tl.uint16, bitcast=True).to(tl.int64) << 16)
+    else:
+        bits = value.to(tl.uint32, bitcast=True).to(tl.int64)
+    return bits | (call.to(tl.int64) << 32)
+
+
+@triton.jit
+def _send(
+    value, boxes_ptr, peer, region, copy, call, rows, m,
+    PACKED: tl.constexpr, PER_WORD: tl.constexpr, HEAD_BYTES: tl.constexpr, REGIONS: tl.constexpr,
+    REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store a tile in a region of a peer's mailbox."""
+    base = tl.load(boxes_ptr + peer) + HEAD_BYTES + (copy * REGIONS + region).to(tl.int64) * REGION_BYTES
+    WIDTH: tl.constexpr = BLOCK_N // PER_WORD if PACKED else BLOCK_N
+    row = tl.arange(0, BLOCK_M)
+    offsets = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = (rows < m)[:, None] & (offsets >= 0)
+    if PACKED:
+        words_ptr = tl.multiple_of(base.to(tl.pointer_type(tl.int64)), 16)
+        tl.store(words_ptr + offsets, _packed(value, call, PER_WORD, BLOCK_M, WIDTH), mask=mask)
+    else:
+        tile_ptr = tl.multiple_of(base.to(tl.pointer_type(value.dtype)), 16)
+        tl.store(tile_ptr + offsets, value, mask=mask)
+
+
+@triton.jit
+def _raise(boxes_ptr, region, call, peers, mask):
+    """Say at these peers that a region is complete: every thread's stores come before the releases that publish them."""
+    tl.debug_barrier()
+    words = tl.load(boxes_ptr + peers, mask=mask, other=0) + 4 * region
+    tl.atomic_xchg(words.to(tl.pointer_type(tl.int32)), call + peers * 0, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def _given_up(looks, tries, abort_ptr):
+    """Looks so far, after one more; all of them once the call is to end."""
+    return tl.where(tl.load(abort_ptr, volatile=True) != 0, tries, looks + 1)
+
+
+@triton.jit
+def _sum_words(
+    base, call, rows, m, tries, abort_ptr,
+    SOURCES: tl.constexpr, ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, REGION_BYTES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sum of packed regions that follow each other, once all of their words are of this call; and whether they were not."""
+    WIDTH: tl.constexpr = BLOCK_N // PER_WORD
+    words_ptr = tl.multiple_of(base.to(tl.pointer_type(tl.int64)), 16)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = (rows < m)[:, None] & (offsets >= 0)
+    low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    late = 1
+    looks = 0
+    while (late > 0) & (looks < tries):
+        low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        missing = tl.zeros((BLOCK_M, WIDTH), tl.int32)
+        # All sources at once: their loads are under way together.
+        for source in tl.static_range(SOURCES):
+            word = tl.load(words_ptr + source * (REGION_BYTES // 8) + offsets, mask=mask, other=0, volatile=True)
+            missing |= (mask & ((word >> 32).to(tl.int32) < call)).to(tl.int32)
+            if PER_WORD == 2:
+                low += word.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+                high += (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+            else:
+                low += word.to(tl.int32).to(tl.float32, bitcast=True)
+        late = tl.max(tl.max(missing, axis=1), axis=0)
+        looks = _given_up(looks, tries, abort_ptr)
+    if PER_WORD == 2:
+        total = tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
+    else:
+        total = low
+    return total, late
+
+
+@triton.jit
+def _sum_tiles(
+    box, region, base, call, rows, m, tries, abort_ptr,
+    SOURCES: tl.constexpr, LANES: tl.constexpr, ELEMENT: tl.constexpr, REGION_BYTES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sum of regions that follow each other, once their words count this call; and whether they did not."""
+    sources = tl.arange(0, LANES)
+    there = sources < SOURCES
+    flags = (box + 4 * (region + sources)).to(tl.pointer_type(tl.int32))
+    late = 1
+    looks = 0
+    while (late > 0) & (looks < tries):
+        seen = tl.atomic_add(flags, 0, mask=there, sem="acquire", scope="sys")
+        late = tl.max((there & (seen < call)).to(tl.int32), axis=0)
+        looks = _given_up(looks, tries, abort_ptr)
+    # What one thread has acquired, all threads of the block may read.
+    tl.debug_barrier()
+    tile_ptr = tl.multiple_of(base.to(tl.pointer_type(ELEMENT)), 16)
+    offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < m)[:, None] & (offsets >= 0)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    size = REGION_BYTES // (ELEMENT.primitive_bitwidth // 8)
+    for source in tl.static_range(SOURCES):
+        # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
+        total += tl.load(tile_ptr + source * size + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total, late
+
+
+@triton.jit
+def _received(
+    boxes_ptr, rank, region, copy, call, rows, m, tries, abort_ptr, status_ptr,
+    SOURCES: tl.constexpr, LANES: tl.constexpr, ELEMENT: tl.constexpr, PACKED: tl.constexpr, PER_WORD: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, REGIONS: tl.constexpr, REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sum of SOURCES regions of this rank's mailbox from `region` on, in float32, once they are there."""
+    box = tl.load(boxes_ptr + rank)
+    base = box + HEAD_BYTES + (copy * REGIONS + region).to(tl.int64) * REGION_BYTES
+    if PACKED:
+        total, late = _sum_words(
+            base, call, rows, m, tries, abort_ptr, SOURCES, ELEMENT, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N
+        )
+    else:
+        total, late = _sum_tiles(
+            box, region, base, call, rows, m, tries, abort_ptr, SOURCES, LANES, ELEMENT, REGION_BYTES, BLOCK_M, BLOCK_N
+        )
+    if (late > 0) & (tries > 0):
+        tl.store(status_ptr, region + 1)
+        tl.store(status_ptr + 1, call)
+    return total
+
+
+@triton.jit(do_not_specialize=["tiles", "rank", "tries", "live"])
+def _all_reduce_kernel(
+    a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr,
+    tiles_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
+    m, n, k, stride_am, stride_bk, stride_bn, tiles, rank, tries, live,
+    ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, ONE_HOP: tl.constexpr, PACKED: tl.constexpr,
+    MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SLOTS: tl.constexpr, REGIONS: tl.constexpr,
+    HEAD_BYTES: tl.constexpr, REGION_BYTES: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    call = tl.load(epochs_ptr + block) + 1
+    copy = call % 2
+    peers = tl.arange(0, LANES)
+    for tile in range(block, tiles, blocks):
+        fields = tiles_ptr + FIELDS * tile
+        owner, slot = tl.load(fields), tl.load(fields + 1)
+        rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
+        cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
+        if MULTIPLY:
+            total = _product(
+                a_ptr, b_ptr, rows, cols, m, n, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+            )
+        else:
+            places = rows[:, None].to(tl.int64) * n + cols[None, :]
+            total = tl.load(partial_ptr + places, mask=(rows < m)[:, None] & (cols < n)[None, :], other=0.0).to(tl.float32)
+        value = total.to(ELEMENT)
+        region = slot * WORLD + rank
+        if live != 0:
+            if ONE_HOP:
+                for step in tl.static_range(1, WORLD + 1):
+                    _send(
+                        value, boxes_ptr, (rank + step) % WORLD, region, copy, call, rows, m,
+                        PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                    )  # fmt: skip
+            else:
+                _send(
+                    value, boxes_ptr, owner, region, copy, call, rows, m,
+                    PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            if not PACKED:
+                _raise(boxes_ptr, region, call, peers, (peers < WORLD) & ((peers == owner) | ONE_HOP))
+    for tile in range(block, tiles, blocks):
+        fields = tiles_ptr + FIELDS * tile
+        if ONE_HOP or tl.load(fields) == rank:
+            rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
+            cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
+            mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
+            total = _received(
+                boxes_ptr, rank, tl.load(fields + 1) * WORLD, copy, call, rows, m, tries, abort_ptr, status_ptr,
+                WORLD, LANES, ELEMENT, PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            places = rows[:, None].to(tl.int64) * n + cols[None, :]
+            if BIAS:
+                total += tl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+            if RESIDUAL:
+                total += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+            value = total.to(ELEMENT)
+            if not ONE_HOP:
+                region = SLOTS * WORLD + tl.load(fields + 2)
+                if live != 0:
+                    for step in tl.static_range(1, WORLD):
+                        _send(
+                            value, boxes_ptr, (rank + step) % WORLD, region, copy, call, rows, m,
+                            PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                        )  # fmt: skip
+                    if not PACKED:
+                        _raise(boxes_ptr, region, call, peers, (peers < WORLD) & (peers != rank))
+            tl.store(out_ptr + places, value, mask=mask)
+    if not ONE_HOP:
+        for tile in range(block, tiles, blocks):
+            fields = tiles_ptr + FIELDS * tile
+            if tl.load(fields) != rank:
+                rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
+                cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
+                mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
+                total = _received(
+                    boxes_ptr, rank, SLOTS * WORLD + tl.load(fields + 2), copy, call, rows, m, tries, abort_ptr, status_ptr,
+                    1, 1, ELEMENT, PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+                places = rows[:, None].to(tl.int64) * n + cols[None, :]
+                tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)
+    if live != 0:
+        tl.store(epochs_ptr + block, call)
