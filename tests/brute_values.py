@@ -47,6 +47,9 @@ class Values:
         problem = self.problem
         self.a = rng.integers(1, PRIME, (calls, problem.m, problem.k))
         self.b = rng.integers(1, PRIME, (calls, problem.k, problem.n))
+        self.addends = {
+            name: rng.integers(1, PRIME, (calls, problem.m if name == "residual" else 1, problem.n)) for name in problem.addends
+        }
         self.products: dict[tuple[int, int], np.ndarray] = {}
         self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
         self.numbers, self.known = {}, {}
@@ -61,7 +64,8 @@ class Values:
         rows, mine = slice(*p.shards[rank]), slice(*p.b_shards[rank])
         gather = p.op == "all_gather_matmul"
         a, b = (self.a[call][rows], self.b[call][:, mine]) if gather else (self.a[call][:, mine], self.b[call][mine])
-        for name, value in (("a", a), ("b", b)):
+        addends = [(name, values[call]) for name, values in self.addends.items()]
+        for name, value in (("a", a), ("b", b), *addends):
             self.numbers[name, rank][:] = value
             self.known[name, rank][:] = True
 
@@ -72,6 +76,8 @@ class Values:
         full = matmul(self.a[call], self.b[call])
         if p.op == "all_gather_matmul":
             wanted = {"out": full[:, slice(*p.b_shards[rank])]} | ({"gathered": self.a[call]} if p.return_gathered else {})
+        elif p.op == "matmul_all_reduce":
+            wanted = {"out": (full + sum(values[call] for values in self.addends.values())) % PRIME}
         else:
             wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
         for name, value in wanted.items():
@@ -124,7 +130,8 @@ class Values:
             self.write(step.dst, np.concatenate(sent))
         else:
             total = sum(sent) % PRIME * pow(step.divide_by, -1, PRIME) % PRIME
-            self.write(step.dst, total[slice(*self.problem.shards[access.rank])])
+            rows = slice(None) if step.op == "all_reduce" else slice(*self.problem.shards[access.rank])
+            self.write(step.dst, total[rows])
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:

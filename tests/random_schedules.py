@@ -10,7 +10,7 @@ from damage import map_parts, map_steps, with_steps
 
 from weft.problem import OPS, Problem
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
-from weft.schedules import FAMILIES, build
+from weft.schedules import build, names
 
 
 def random_schedule(rng: random.Random) -> Schedule:
@@ -29,10 +29,10 @@ def random_schedule(rng: random.Random) -> Schedule:
         b_sizes=sizes,
         world_size=world_size,
         return_gathered=gather and rng.random() < 0.3,
-        reduce_op="avg" if not gather and rng.random() < 0.3 else "sum",
+        reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
     )
     chunks = rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2))
-    return build(problem, rng.choice(tuple(FAMILIES)), chunks, fan_out=rng.random() < 0.25)
+    return build(problem, rng.choice(names(op)), chunks, fan_out=rng.random() < 0.25)
 
 
 def random_sync(rng: random.Random) -> Schedule:

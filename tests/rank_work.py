@@ -56,7 +56,15 @@ def check_scatter(
 
 
 def check_all_reduce(
-    m: int, n: int, k: int, dtype: torch.dtype, spec: str, seed: int, group: dist.ProcessGroup | None = None, *, addends: int = 0
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    spec: str,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    addends: int = 0,
 ) -> torch.Tensor:
     """addends: 1: with bias; 2: residual; 3: both."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from families import TP_OPS
 
 import weft
 from weft import schedules
 from weft.machine import load
 from weft.models import Model
 from weft.planner import plan
-from weft.problem import OPS, Problem
+from weft.problem import Problem
 from weft.run import ROUNDS, Measured, Round, _site_run, measure_site, run_model, tolerance
 from weft.span import Kind, Span
 
@@ -42,7 +43,7 @@ def _measure(problem: Problem, spec: str, harm: float) -> Measured:
         weft.close()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", TP_OPS)
 @pytest.mark.parametrize("harm", [0.0, 0.2, float("nan")])
 def test_a_wrong_element_is_found(ranks: RankFixture, op: Any, harm: float) -> None:
     problem = Problem(op=op, m=40, n=24, k=64, world_size=3)
@@ -139,7 +140,7 @@ def test_a_run_holds_what_it_says() -> None:
         progress=lambda *event: seen.append(event),
     )
     assert run.ok
-    assert [s.problem.op for s in run.sites] == [OPS[0], OPS[1], OPS[0], OPS[1]]
+    assert [s.problem.op for s in run.sites] == [*TP_OPS, *TP_OPS]
     assert seen[0][1:] == (0, 8)
     assert seen[-1] == ("done", 8, 8)
     for site in run.sites:

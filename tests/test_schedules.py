@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from weft import codec
 from weft.checker import check
-from weft.problem import OPS, Problem
+from weft.problem import ADDENDS, OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
-from weft.schedules import FAMILIES, NAMES, build, candidates, parse
+from weft.schedules import FAMILIES, build, candidates, names, parse
 
 
 @st.composite
@@ -29,37 +29,43 @@ def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> Problem:
         dtype=draw(st.sampled_from(("bfloat16", "float32"))),
         return_gathered=op == "all_gather_matmul" and draw(st.booleans()),
         reduce_op=draw(st.sampled_from(("sum", "avg"))) if op == "matmul_reduce_scatter" else "sum",
+        addends=tuple(name for name in ADDENDS if op == "matmul_all_reduce" and draw(st.booleans())),
     )
 
 
-families = st.sampled_from(NAMES)
+@st.composite
+def cases(draw: Any, *, most: int = 40, most_ranks: int = 6) -> tuple[Problem, str]:
+    """A problem and a family of its operator."""
+    problem = draw(problems(most=most, most_ranks=most_ranks))
+    return problem, draw(st.sampled_from(names(problem.op)))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 9))
-def test_every_schedule_is_proved_right(problem: Problem, name: str, chunks: int) -> None:
-    check(build(problem, name, chunks))
+@given(cases(), st.integers(1, 9))
+def test_every_schedule_is_proved_right(case: tuple[Problem, str], chunks: int) -> None:
+    check(build(*case, chunks))
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
-@given(problems(most=7, most_ranks=3), families, st.integers(1, 3))
-def test_small_schedules_compute_the_result_in_every_order(problem: Problem, name: str, chunks: int) -> None:
-    assert verdict(build(problem, name, chunks)) == ""
+@given(cases(most=7, most_ranks=3), st.integers(1, 3))
+def test_small_schedules_compute_the_result_in_every_order(case: tuple[Problem, str], chunks: int) -> None:
+    assert verdict(build(*case, chunks)) == ""
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 5))
-def test_json_and_back(problem: Problem, name: str, chunks: int) -> None:
-    schedule = build(problem, name, chunks)
+@given(cases(), st.integers(1, 5))
+def test_json_and_back(case: tuple[Problem, str], chunks: int) -> None:
+    schedule = build(*case, chunks)
     assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 9))
-def test_no_step_is_idle(problem: Problem, name: str, chunks: int) -> None:
+@given(cases(), st.integers(1, 9))
+def test_no_step_is_idle(case: tuple[Problem, str], chunks: int) -> None:
     """Nothing empty is copied, every flag that is advanced is waited for and the other way round, names are right."""
-    schedule = build(problem, name, chunks)
-    assert (schedule.name, schedule.problem) == (name, problem)
+    problem, _ = case
+    schedule = build(*case, chunks)
+    assert (schedule.problem, schedule.name) == case
     assert not [step for *_, step in schedule if isinstance(step, Copy) and not problem.k * step.src.shape[0]]
     assert not [step for *_, step in schedule if isinstance(step, (Gemm, Reduce)) and not step.parts]
     awaited = {wait.flag for *_, step in schedule for wait in waits(step)}
@@ -68,10 +74,11 @@ def test_no_step_is_idle(problem: Problem, name: str, chunks: int) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(problems(), families, st.integers(1, 5))
-def test_work_is_conserved(problem: Problem, name: str, chunks: int) -> None:
+@given(cases(), st.integers(1, 5))
+def test_work_is_conserved(case: tuple[Problem, str], chunks: int) -> None:
     """All multiplications are done once, and every rank's pieces travel once to each peer."""
-    schedule = build(problem, name, chunks)
+    problem, name = case
+    schedule = build(*case, chunks)
     flops = sum(
         part.a.shape[0] * step.b.size for *_, step in schedule if isinstance(step, Gemm) for part in step.parts if step.b.size
     )
@@ -86,7 +93,7 @@ def test_work_is_conserved(problem: Problem, name: str, chunks: int) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_all_candidates_of_a_real_problem_are_right(op: Any) -> None:
     found = candidates(Problem(op=op, m=4096, n=1792, k=4096, world_size=4))
-    assert {schedule.name for schedule in found} == set(NAMES)
+    assert {schedule.name for schedule in found} == set(names(op))
     for schedule in found:
         check(schedule)
 

@@ -135,5 +135,6 @@ class Problem:
         return (high - low) * (self.k if self.op == "all_gather_matmul" else self.n) * self.itemsize
 
     def __str__(self) -> str:
-        flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg"), *(f" +{a}" for a in self.addends)])
+        flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
+        flags += "".join(f" +{name}" for name in self.addends)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"

@@ -225,12 +225,12 @@ def _error(problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
         rows = slice(0, problem.m)
     else:
         full = a.float()
-        rows = slice(*problem.shards[rank])
+        rows = slice(*problem.shards[rank]) if problem.op == "matmul_reduce_scatter" else slice(0, problem.m)
     worst = torch.zeros((), dtype=torch.float64)
     largest = torch.zeros((), dtype=torch.float64)
     for low in range(0, out.shape[1], _BLOCK):
         expected = full @ b[:, low : low + _BLOCK].float()
-        if problem.op == "matmul_reduce_scatter":
+        if problem.op != "all_gather_matmul":
             expected = expected.cpu()
             dist.all_reduce(expected)
         expected, got = expected[rows].cpu(), out[:, low : low + _BLOCK].float().cpu()
@@ -258,7 +258,7 @@ def tolerance(schedule: Schedule) -> float:
     product that is summed outside a matmul, and float32 accumulation over K within it."""
     problem = schedule.problem
     unit = torch.finfo(getattr(torch, problem.dtype)).eps / 2
-    partials = problem.world_size if problem.op == "matmul_reduce_scatter" else 0
+    partials = problem.world_size if problem.op != "all_gather_matmul" else 0
     if problem.op == "all_gather_matmul" and schedule.name == "uniform_fused_2d":
         partials = schedule.chunks
     return float((1 + partials) * unit + 4 * problem.k**0.5 * torch.finfo(torch.float32).eps)

@@ -6,7 +6,7 @@ A content says what element (i, j) of its buffer holds, by displacement, so that
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("?", why)                  something that no result may hold
 
-What is added to a result stands for one more k each: ADDED tells its range. dr of a single row that is added to every row is None.
+What is added to a result stands for one more k each: ADDED tells its range. dr of a row that is added to every row is None.
 
 ks is a tuple of disjoint, sorted, merged ranges, each k counted once. Nothing summed at all is ZERO, wherever it lies.
 """

@@ -42,7 +42,8 @@ def schedules(
             out.print()
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
     problem = Problem(op=asked, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
-    out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free; another operator where it lacks the family.")
+    out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
+    out.print("A family that it does not have is shown for an operator that does.")
     out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
 
 

@@ -30,6 +30,7 @@ from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Region, Si
 
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
+    from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
     from weft.kernels.words import Phase
 
@@ -69,12 +70,15 @@ class Tape:
             push = self._program.pushes.get((lane.name, position))
             exchange = self._program.exchanges.get((lane.name, position))
             if exchange is not None:
-                yield Work(where, lambda bindings, stream, e=exchange: self._program.exchange(e, bindings, stream), by_torch=True)  # type: ignore[misc]
+                yield self._exchange(exchange)
             elif push is None:
                 yield from self._step(where.step, where)
             else:
                 yield Work(where, lambda bindings, stream, p=push: self._program.push(p, bindings, stream), by_torch=True)  # type: ignore[misc]
             position += self._program.length_of(where)
+
+    def _exchange(self, exchange: FusedExchange) -> Work:
+        return Work(exchange.where, lambda bindings, stream: self._program.exchange(exchange, bindings, stream), by_torch=True)
 
     def _step(self, step: Step, where: Where) -> Iterator[Item]:
         if isinstance(step, Wait):

@@ -18,13 +18,13 @@ A mailbox is symmetric memory: a region for each (tile that is summed here, sour
     otherwise    a region is the tile, and a word of the mailbox's head counts its calls: stores, barrier, release of all
                  threads' stores, then acquire and loads; two more trips of latency, half the bytes
 
-Who writes, reads, resets. A region, and its word, is written by one rank's block alone and read by one block alone. Numbers only
-grow: block i counts its calls in device memory (`epochs`), reads the number at its start and writes it at its end, so that a
-replayed CUDA graph goes on counting; a wait is for at least this call's number, and nothing is reset.
+Who writes, reads, resets. A region, and its word, is written by one rank's block alone and read by one block alone. Numbers
+only grow: block i counts its calls in device memory (`epochs`), reads the number at its start and writes it at its end, so
+that a replayed CUDA graph goes on counting; a wait is for at least this call's number, and nothing is reset.
 
 Regions are there twice and taken by the number's parity. Rank r writes a region of p in call c + 2 only after its call c + 1,
 in which it waited for what p sent in that call (p's partial tile, or as its owner p's sum): so p had ended call c, and with
-it has read what the region held. Bad interleaving with one copy: r, in call c + 1, writes over what p has yet to read in call c.
+it has read what the region held. Bad interleaving with one copy: r, in call c + 1, writes over what p still reads in call c.
 
 Sums are in float32 in the order of ranks, by the same code on every rank, the own partial tile among them as it was rounded:
 the same bits each call, and on each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which
@@ -44,6 +44,7 @@ import triton.language as tl
 
 from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
+from weft.kernels.mailbox import raise_region, received, send_tile
 from weft.problem import Problem, Span1D
 
 PACKED_BYTES = 1 << 19
@@ -206,8 +207,8 @@ def all_reduce(
 ) -> None:
     """One call: out [M, N] = the sum over ranks of a @ b, or of `partial`, and the addends.
 
-    factors: a [M, k] with adjacent rows' elements, b [k, N] of any strides; partial [M, N], bias [1, N], residual [M, N] without
-    gaps. live: exchange and count; else nothing is sent or waited for (a rehearsal), and out means nothing.
+    factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial [M, N], bias [1, N], residual [M, N]
+    are without gaps. live: exchange and count; else nothing is sent or waited for (a rehearsal), and out means nothing.
     launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
@@ -284,140 +285,6 @@ def _product(
     return total
 
 
-@triton.jit
-def _packed(value, call, PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile as words: its values in the low half, the call's number in the high one."""
-    if PER_WORD == 2:
-        low, high = tl.split(tl.reshape(value, (BLOCK_M, WIDTH, 2)))
-        bits = low.to(tl.uint16, bitcast=True).to(tl.int64) | (high.to(tl.uint16, bitcast=True).to(tl.int64) << 16)
-    else:
-        bits = value.to(tl.uint32, bitcast=True).to(tl.int64)
-    return bits | (call.to(tl.int64) << 32)
-
-
-@triton.jit
-def _send(
-    value, boxes_ptr, peer, region, copy, call, rows, m,
-    PACKED: tl.constexpr, PER_WORD: tl.constexpr, HEAD_BYTES: tl.constexpr, REGIONS: tl.constexpr,
-    REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store a tile in a region of a peer's mailbox."""
-    base = tl.load(boxes_ptr + peer) + HEAD_BYTES + (copy * REGIONS + region).to(tl.int64) * REGION_BYTES
-    WIDTH: tl.constexpr = BLOCK_N // PER_WORD if PACKED else BLOCK_N
-    row = tl.arange(0, BLOCK_M)
-    offsets = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = (rows < m)[:, None] & (offsets >= 0)
-    if PACKED:
-        words_ptr = tl.multiple_of(base.to(tl.pointer_type(tl.int64)), 16)
-        tl.store(words_ptr + offsets, _packed(value, call, PER_WORD, BLOCK_M, WIDTH), mask=mask)
-    else:
-        tile_ptr = tl.multiple_of(base.to(tl.pointer_type(value.dtype)), 16)
-        tl.store(tile_ptr + offsets, value, mask=mask)
-
-
-@triton.jit
-def _raise(boxes_ptr, region, call, peers, mask):
-    """Say at these peers that a region is complete: every thread's stores come before the releases that publish them."""
-    tl.debug_barrier()
-    words = tl.load(boxes_ptr + peers, mask=mask, other=0) + 4 * region
-    tl.atomic_xchg(words.to(tl.pointer_type(tl.int32)), call + peers * 0, mask=mask, sem="release", scope="sys")
-
-
-@triton.jit
-def _given_up(looks, tries, abort_ptr):
-    """Looks so far, after one more; all of them once the call is to end."""
-    return tl.where(tl.load(abort_ptr, volatile=True) != 0, tries, looks + 1)
-
-
-@triton.jit
-def _sum_words(
-    base, call, rows, m, tries, abort_ptr,
-    SOURCES: tl.constexpr, ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, REGION_BYTES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The sum of packed regions that follow each other, once all of their words are of this call; and whether they were not."""
-    WIDTH: tl.constexpr = BLOCK_N // PER_WORD
-    words_ptr = tl.multiple_of(base.to(tl.pointer_type(tl.int64)), 16)
-    offsets = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = (rows < m)[:, None] & (offsets >= 0)
-    low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-    late = 1
-    looks = 0
-    while (late > 0) & (looks < tries):
-        low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        missing = tl.zeros((BLOCK_M, WIDTH), tl.int32)
-        # All sources at once: their loads are under way together.
-        for source in tl.static_range(SOURCES):
-            word = tl.load(words_ptr + source * (REGION_BYTES // 8) + offsets, mask=mask, other=0, volatile=True)
-            missing |= (mask & ((word >> 32).to(tl.int32) < call)).to(tl.int32)
-            if PER_WORD == 2:
-                low += word.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-                high += (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-            else:
-                low += word.to(tl.int32).to(tl.float32, bitcast=True)
-        late = tl.max(tl.max(missing, axis=1), axis=0)
-        looks = _given_up(looks, tries, abort_ptr)
-    if PER_WORD == 2:
-        total = tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
-    else:
-        total = low
-    return total, late
-
-
-@triton.jit
-def _sum_tiles(
-    box, region, base, call, rows, m, tries, abort_ptr,
-    SOURCES: tl.constexpr, LANES: tl.constexpr, ELEMENT: tl.constexpr, REGION_BYTES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The sum of regions that follow each other, once their words count this call; and whether they did not."""
-    sources = tl.arange(0, LANES)
-    there = sources < SOURCES
-    flags = (box + 4 * (region + sources)).to(tl.pointer_type(tl.int32))
-    late = 1
-    looks = 0
-    while (late > 0) & (looks < tries):
-        seen = tl.atomic_add(flags, 0, mask=there, sem="acquire", scope="sys")
-        late = tl.max((there & (seen < call)).to(tl.int32), axis=0)
-        looks = _given_up(looks, tries, abort_ptr)
-    # What one thread has acquired, all threads of the block may read.
-    tl.debug_barrier()
-    tile_ptr = tl.multiple_of(base.to(tl.pointer_type(ELEMENT)), 16)
-    offsets = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < m)[:, None] & (offsets >= 0)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    size = REGION_BYTES // (ELEMENT.primitive_bitwidth // 8)
-    for source in tl.static_range(SOURCES):
-        # Not through this SM's first-level cache: it may hold what lay here in an earlier call.
-        total += tl.load(tile_ptr + source * size + offsets, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    return total, late
-
-
-@triton.jit
-def _received(
-    boxes_ptr, rank, region, copy, call, rows, m, tries, abort_ptr, status_ptr,
-    SOURCES: tl.constexpr, LANES: tl.constexpr, ELEMENT: tl.constexpr, PACKED: tl.constexpr, PER_WORD: tl.constexpr,
-    HEAD_BYTES: tl.constexpr, REGIONS: tl.constexpr, REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The sum of SOURCES regions of this rank's mailbox from `region` on, in float32, once they are there."""
-    box = tl.load(boxes_ptr + rank)
-    base = box + HEAD_BYTES + (copy * REGIONS + region).to(tl.int64) * REGION_BYTES
-    if PACKED:
-        total, late = _sum_words(
-            base, call, rows, m, tries, abort_ptr, SOURCES, ELEMENT, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N
-        )
-    else:
-        total, late = _sum_tiles(
-            box, region, base, call, rows, m, tries, abort_ptr, SOURCES, LANES, ELEMENT, REGION_BYTES, BLOCK_M, BLOCK_N
-        )
-    if (late > 0) & (tries > 0):
-        tl.store(status_ptr, region + 1)
-        tl.store(status_ptr + 1, call)
-    return total
-
-
 @triton.jit(do_not_specialize=["tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
     a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr,
@@ -449,24 +316,24 @@ def _all_reduce_kernel(
         if live != 0:
             if ONE_HOP:
                 for step in tl.static_range(1, WORLD + 1):
-                    _send(
+                    send_tile(
                         value, boxes_ptr, (rank + step) % WORLD, region, copy, call, rows, m,
                         PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
             else:
-                _send(
+                send_tile(
                     value, boxes_ptr, owner, region, copy, call, rows, m,
                     PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             if not PACKED:
-                _raise(boxes_ptr, region, call, peers, (peers < WORLD) & ((peers == owner) | ONE_HOP))
+                raise_region(boxes_ptr, region, call, peers, (peers < WORLD) & ((peers == owner) | ONE_HOP))
     for tile in range(block, tiles, blocks):
         fields = tiles_ptr + FIELDS * tile
         if ONE_HOP or tl.load(fields) == rank:
             rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
             cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
             mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
-            total = _received(
+            total = received(
                 boxes_ptr, rank, tl.load(fields + 1) * WORLD, copy, call, rows, m, tries, abort_ptr, status_ptr,
                 WORLD, LANES, ELEMENT, PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -480,12 +347,12 @@ def _all_reduce_kernel(
                 region = SLOTS * WORLD + tl.load(fields + 2)
                 if live != 0:
                     for step in tl.static_range(1, WORLD):
-                        _send(
+                        send_tile(
                             value, boxes_ptr, (rank + step) % WORLD, region, copy, call, rows, m,
                             PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
                         )  # fmt: skip
                     if not PACKED:
-                        _raise(boxes_ptr, region, call, peers, (peers < WORLD) & (peers != rank))
+                        raise_region(boxes_ptr, region, call, peers, (peers < WORLD) & (peers != rank))
             tl.store(out_ptr + places, value, mask=mask)
     if not ONE_HOP:
         for tile in range(block, tiles, blocks):
@@ -494,7 +361,7 @@ def _all_reduce_kernel(
                 rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
                 cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
                 mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
-                total = _received(
+                total = received(
                     boxes_ptr, rank, SLOTS * WORLD + tl.load(fields + 2), copy, call, rows, m, tries, abort_ptr, status_ptr,
                     1, 1, ELEMENT, PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
                 )  # fmt: skip

@@ -21,9 +21,7 @@ def _all_reduce(
 ) -> torch.Tensor:
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    call = MatmulCall(
-        op="matmul_all_reduce", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=schedule, extras=extras
-    )
+    call = MatmulCall(op="matmul_all_reduce", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=schedule, extras=extras)
     return GROUPS.run(group, call)["out"][0]
 
 

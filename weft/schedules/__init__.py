@@ -155,7 +155,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(rs.stored, pull=False)),
         ),
         _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
-        _all_reduce("two_shot", "one kernel: a tile's owner sums the partial ones, and stores the sum at every peer", ar.two_shot),
+        _all_reduce("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)

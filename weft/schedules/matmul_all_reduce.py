@@ -121,7 +121,7 @@ def sequential(problem: Problem) -> Schedule:
 
 
 def one_shot(problem: Problem, name: str, *, first_fused: int = 0) -> Schedule:
-    """Every rank stores its partial result at every peer, and sums all. first_fused: steps before it are kernels of their own."""
+    """Every rank stores its partial result at every peer, and sums all. first_fused: steps before it are not of the kernel."""
     s = _Everywhere(problem, name)
     peers = s.world_size - 1
     s.buffer("partial", "local", s.rows, s.cols)
