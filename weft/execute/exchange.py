@@ -117,11 +117,14 @@ class FusedExchange:
         if region:
             self._memory.status.zero_()
             check_peers()
-            raise WaitTimeout(f"{self.where}: call {call}: {self._source(region - 1)} did not arrive")
+            raise WaitTimeout(self._missing(call) or f"{self.where}: call {call}: {self._source(region - 1)} was late")
 
     def missing(self) -> str:
-        """What the call under way has yet to receive, in words; nothing if it waits for nothing. For a call that is stuck."""
-        call = int(self._memory.epochs.min()) + 1
+        """What the call under way has yet to receive, in words; nothing if it waits for nothing. For a call that is stuck: it
+        takes no SM of the GPU, only copies."""
+        return self._missing(int(self._memory.epochs.cpu().min()) + 1)
+
+    def _missing(self, call: int) -> str:
         seen = self._seen(call)
         late = [region for region in self._expected() if int(seen[region]) < call]
         return f"{self.where}: call {call}: {self._source(late[0])} has not arrived" if late else ""

@@ -229,6 +229,9 @@ def all_reduce(
             memory.status,
             *sizes,
             layout.count,
+            layout.slots,
+            layout.regions,
+            layout.head_bytes,
             layout.rank,
             tries if live else 0,
             int(live),
@@ -251,9 +254,6 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "MULTIPLY": layout.multiply,
         "BIAS": bias,
         "RESIDUAL": residual,
-        "SLOTS": layout.slots,
-        "REGIONS": layout.regions,
-        "HEAD_BYTES": layout.head_bytes,
         "REGION_BYTES": layout.region_bytes,
         "PER_WORD": layout.per_word,
         "BLOCK_M": shape.m,
@@ -285,19 +285,19 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["tiles", "rank", "tries", "live"])
+@triton.jit(do_not_specialize=["m", "tiles", "slots", "regions", "head_bytes", "rank", "tries", "live"])
 def _all_reduce_kernel(
     a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr,
     tiles_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
-    m, n, k, stride_am, stride_bk, stride_bn, tiles, rank, tries, live,
+    m, n, k, stride_am, stride_bk, stride_bn, tiles, slots, regions, head_bytes, rank, tries, live,
     ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, ONE_HOP: tl.constexpr, PACKED: tl.constexpr,
-    MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SLOTS: tl.constexpr, REGIONS: tl.constexpr,
-    HEAD_BYTES: tl.constexpr, REGION_BYTES: tl.constexpr, PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, FIELDS: tl.constexpr,
+    MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, REGION_BYTES: tl.constexpr,
+    PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     block, blocks = tl.program_id(0), tl.num_programs(0)
     call = tl.load(epochs_ptr + block) + 1
-    copy = call % 2
+    first = call % 2 * regions
     peers = tl.arange(0, LANES)
     for tile in range(block, tiles, blocks):
         fields = tiles_ptr + FIELDS * tile
@@ -317,13 +317,13 @@ def _all_reduce_kernel(
             if ONE_HOP:
                 for step in tl.static_range(1, WORLD + 1):
                     send_tile(
-                        value, boxes_ptr, (rank + step) % WORLD, region, copy, call, rows, m,
-                        PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                        value, boxes_ptr, (rank + step) % WORLD, region, head_bytes, first, call, rows, m,
+                        PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
                     )  # fmt: skip
             else:
                 send_tile(
-                    value, boxes_ptr, owner, region, copy, call, rows, m,
-                    PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                    value, boxes_ptr, owner, region, head_bytes, first, call, rows, m,
+                    PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
             if not PACKED:
                 raise_region(boxes_ptr, region, call, peers, (peers < WORLD) & ((peers == owner) | ONE_HOP))
@@ -334,8 +334,8 @@ def _all_reduce_kernel(
             cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
             mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
             total = received(
-                boxes_ptr, rank, tl.load(fields + 1) * WORLD, copy, call, rows, m, tries, abort_ptr, status_ptr,
-                WORLD, LANES, ELEMENT, PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                boxes_ptr, rank, tl.load(fields + 1) * WORLD, head_bytes, first, call, rows, m, tries, abort_ptr, status_ptr,
+                WORLD, LANES, ELEMENT, PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             places = rows[:, None].to(tl.int64) * n + cols[None, :]
             if BIAS:
@@ -344,12 +344,12 @@ def _all_reduce_kernel(
                 total += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
             value = total.to(ELEMENT)
             if not ONE_HOP:
-                region = SLOTS * WORLD + tl.load(fields + 2)
+                region = slots * WORLD + tl.load(fields + 2)
                 if live != 0:
                     for step in tl.static_range(1, WORLD):
                         send_tile(
-                            value, boxes_ptr, (rank + step) % WORLD, region, copy, call, rows, m,
-                            PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                            value, boxes_ptr, (rank + step) % WORLD, region, head_bytes, first, call, rows, m,
+                            PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
                         )  # fmt: skip
                     if not PACKED:
                         raise_region(boxes_ptr, region, call, peers, (peers < WORLD) & (peers != rank))
@@ -362,8 +362,8 @@ def _all_reduce_kernel(
                 cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
                 mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
                 total = received(
-                    boxes_ptr, rank, SLOTS * WORLD + tl.load(fields + 2), copy, call, rows, m, tries, abort_ptr, status_ptr,
-                    1, 1, ELEMENT, PACKED, PER_WORD, HEAD_BYTES, REGIONS, REGION_BYTES, BLOCK_M, BLOCK_N,
+                    boxes_ptr, rank, slots * WORLD + tl.load(fields + 2), head_bytes, first, call, rows, m,
+                    tries, abort_ptr, status_ptr, 1, 1, ELEMENT, PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
                 places = rows[:, None].to(tl.int64) * n + cols[None, :]
                 tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)

@@ -1,7 +1,7 @@
 """Device functions for tiles that travel through mailboxes: send one, say that it is there, sum those that have come.
 
-A mailbox is symmetric memory of HEAD_BYTES and twice REGIONS regions of REGION_BYTES, which calls use in turns. What a region
-holds, who may write it, and when it is free again: weft.kernels.all_reduce.
+A mailbox is symmetric memory: head_bytes, and regions of REGION_BYTES, of which a call uses those from `first` on. What a
+region holds, who may write it, and when it is free again: weft.kernels.all_reduce.
 
     PACKED       8-byte words: 4 bytes of values, 4 of the call's number. Stored and seen as a whole: the data is its own flag
     otherwise    the tile; an int32 word of the head says the last call that it is whole of
@@ -28,12 +28,11 @@ def _packed(value, call, PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: t
 
 @triton.jit
 def send_tile(
-    value, boxes_ptr, peer, region, copy, call, rows, m,
-    PACKED: tl.constexpr, PER_WORD: tl.constexpr, HEAD_BYTES: tl.constexpr, REGIONS: tl.constexpr,
-    REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    value, boxes_ptr, peer, region, head_bytes, first, call, rows, m,
+    PACKED: tl.constexpr, PER_WORD: tl.constexpr, REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Store a tile in a region of a peer's mailbox."""
-    base = tl.load(boxes_ptr + peer) + HEAD_BYTES + (copy * REGIONS + region).to(tl.int64) * REGION_BYTES
+    base = tl.load(boxes_ptr + peer) + head_bytes + (first + region).to(tl.int64) * REGION_BYTES
     WIDTH: tl.constexpr = BLOCK_N // PER_WORD if PACKED else BLOCK_N
     row = tl.arange(0, BLOCK_M)
     offsets = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -127,13 +126,13 @@ def _sum_tiles(
 
 @triton.jit
 def received(
-    boxes_ptr, rank, region, copy, call, rows, m, tries, abort_ptr, status_ptr,
+    boxes_ptr, rank, region, head_bytes, first, call, rows, m, tries, abort_ptr, status_ptr,
     SOURCES: tl.constexpr, LANES: tl.constexpr, ELEMENT: tl.constexpr, PACKED: tl.constexpr, PER_WORD: tl.constexpr,
-    HEAD_BYTES: tl.constexpr, REGIONS: tl.constexpr, REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    REGION_BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sum of SOURCES regions of this rank's mailbox from `region` on, in float32, once they are there."""
     box = tl.load(boxes_ptr + rank)
-    base = box + HEAD_BYTES + (copy * REGIONS + region).to(tl.int64) * REGION_BYTES
+    base = box + head_bytes + (first + region).to(tl.int64) * REGION_BYTES
     if PACKED:
         total, late = _sum_words(
             base, call, rows, m, tries, abort_ptr, SOURCES, ELEMENT, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N
