@@ -91,7 +91,7 @@ def _as_kernel(name: str, packed: bool) -> int:
     exchange.FusedExchange.launch = counted  # type: ignore[method-assign]
     all_reduce.PACKED_BYTES = bytes_packed if packed else 0
     try:
-        for m, n, k in ((3, 40, 19), (18, 21, 24)):
+        for m, n, k in ((3, 40, 19), (18, 17, 8)):
             for call in range(6):
                 if call % 2 and dist.get_rank() == 1:
                     time.sleep(0.02)
@@ -117,7 +117,7 @@ def _never_sent(packed: bool) -> str:
     from weft.execute import exchange, host
     from weft.kernels import all_reduce
 
-    host._LOOKS_PER_S = 10  # interpreted, a look takes milliseconds
+    host._LOOKS_PER_S = 10 if packed else 1000  # interpreted, a look at packed tiles takes milliseconds
     launch, bytes_packed = exchange.FusedExchange.launch, all_reduce.PACKED_BYTES
     all_reduce.PACKED_BYTES = bytes_packed if packed else 0
     check_all_reduce(2, 20, 8, torch.float16, "one_shot", 0)
