@@ -1,9 +1,9 @@
 """How much faster than a matmul and an all-reduce is matmul_all_reduce, where a decode step has few rows?
 
 Protocol: measure.py's; bf16, normal data, weights as linear layers keep them (b = weight.t()). Cases: K x N of each rank, by
-batch. Baselines of the same run: torch.mm, then NCCL in each of its ways (default; symmetric kernels on registered buffers) or one
-of PyTorch's symmetric-memory all-reduces (one_shot_all_reduce, two_shot_all_reduce_), which reduce what torch.mm has left in
-symmetric memory; and torch.mm alone. `sequential_us` is torch.mm + NCCL's default, `best_us` the fastest baseline of all.
+batch. Baselines of the same run: torch.mm, then NCCL in each of its ways (default; symmetric kernels on registered buffers) or
+one of PyTorch's symmetric-memory all-reduces (one_shot_all_reduce, two_shot_all_reduce_), which reduce what torch.mm has left
+in symmetric memory; and torch.mm alone. `sequential_us` is torch.mm + NCCL's default, `best_us` the fastest baseline of all.
 
 Traps: multicast stays off, so PyTorch's multimem all-reduces are not among them. Calls follow each other on one weight: of what
 a cache keeps of it every method profits alike. Baselines reduce in place and in registered memory, which favours them. A

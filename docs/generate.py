@@ -25,7 +25,7 @@ from weft import machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
-from weft.schedules import NAMES
+from weft.schedules import names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/schedules.md")
@@ -47,7 +47,7 @@ def counts(op: str) -> str:
     """A table: every family's fixed costs and traffic on rank 0 of 8, even shards, default chunks."""
     heads = ("", "GEMMs", "smallest", "gates", "reduce,", "copies", "copies", "waits,", "sent to", "pulled", "copied")
     below = ("", "", "GEMM rows", "", "collective", "to peers", "local", "signals", "peers", "", "locally")
-    rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in NAMES]  # type: ignore[arg-type]
+    rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in names(op)]  # type: ignore[arg-type]
     return _table([heads, below, *rows])
 
 

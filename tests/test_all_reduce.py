@@ -18,7 +18,9 @@ import weft
 from weft.checker import ScheduleError, check
 from weft.errors import WaitTimeout
 from weft.execute.ranks import Ranks
+from weft.models import decode_sites, load_model
 from weft.problem import Problem, split
+from weft.run import Measured, measure_site, tolerance
 from weft.schedule import Copy, Lane, Reduce, Region, Schedule, Signal, Step, Wait
 from weft.schedules import build, names
 
@@ -49,6 +51,32 @@ def _every_family(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_family_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
     ranks(world_size).run(_every_family, dtype)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("harm", [0.0, 0.2])
+def test_weft_run_checks_decode_sites(ranks: RankFixture, harm: float) -> None:
+    assert [site.op for site in decode_sites(load_model("llama3-8b"))] == ["matmul_all_reduce"] * 2
+    problem = Problem(op="matmul_all_reduce", m=2, n=64, k=96, world_size=3)
+    errors = [measured.max_error for measured in ranks(3).run(_harmed, problem, harm)]
+    assert (max(errors) <= tolerance(build(problem, "two_shot"))) == (harm == 0.0)
+
+
+def _harmed(problem: Problem, harm: float) -> Measured:
+    """measure_site, with an element of rank 1's partial result off by `harm`."""
+    from weft.execute.host import HostProgram
+
+    matmul = HostProgram.matmul
+
+    def wrong(self: HostProgram, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        matmul(self, a, b, out, accumulate=accumulate)
+        out[0, 0] += harm * (dist.get_rank() == 1)
+
+    HostProgram.matmul = wrong  # type: ignore[method-assign]
+    try:
+        return measure_site(problem, "two_shot", 5, "cpu")
+    finally:
+        HostProgram.matmul = matmul  # type: ignore[method-assign]
 
 
 def _calls_in_a_row(late: bool) -> None:

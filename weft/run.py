@@ -27,7 +27,7 @@ from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.execute.versions import versions
 from weft.machine import Machine
-from weft.models import Model, Site, sites
+from weft.models import Model, Site, decode_sites, sites
 from weft.planner import plan
 from weft.planner.values import Plan
 from weft.problem import ITEMSIZE, OPS, DType, Problem
@@ -63,7 +63,7 @@ def run_model(
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
     element = cast(DType, dtype)
-    found = sites(model)
+    found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
     chosen = [s for s in found if isinstance(s, Site) and op in (None, s.op)]
     done: list[SiteRun] = []
     with Ranks(ranks if chosen else 0, device=device) as pool:

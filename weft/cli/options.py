@@ -23,6 +23,6 @@ SCHEDULE = Annotated[
     typer.Option(metavar="auto|NAME[:CHUNKS]", help="auto lets the planner choose; names are listed by weft schedules."),
 ]
 OP = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Only sites of this operator: all_gather_matmul or matmul_reduce_scatter.")
+    str | None, typer.Option(metavar="NAME", help="Only sites of this operator, such as matmul_all_reduce (decode).")
 ]
 DTYPE = Annotated[str, typer.Option(metavar="NAME", help="bfloat16, float16 or float32.")]
