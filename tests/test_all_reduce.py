@@ -140,6 +140,51 @@ def test_the_kernel(interpreted: Ranks, name: str, packed: bool) -> None:
     assert set(interpreted.run(_as_kernel, name, packed)) == {13}
 
 
+def _without_meeting(one_hop: bool, packed: bool) -> None:
+    """Calls of the bare kernel, one block each: nothing holds a rank back but the kernel, and rank 1 sums late."""
+    from weft.kernels import all_reduce as kernel
+    from weft.team import Team
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = Problem(op="matmul_all_reduce", m=2, n=8, k=8 * size, world_size=size, dtype="float16")
+    received, bytes_packed = kernel.received, kernel.PACKED_BYTES
+    kernel.PACKED_BYTES = bytes_packed if packed else 0
+    device = torch.device("cpu")
+    layout = kernel.plan(problem, rank, split(8, size), one_hop=one_hop, multiply=True, device=device, sms=1)
+    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
+    segments = team.allocate(layout.mailbox_bytes)
+    memory = kernel.mailbox([segment.address for segment in segments], 1, device)
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.01 * (rank == 1))
+        return received(*arguments)
+
+    kernel.received = late  # type: ignore[assignment]
+    try:
+        for call in range(6):
+            a, b, expected = whole(2, 8, 8 * size, torch.float16, call)
+            mine, out = slice(8 * rank, 8 * rank + 8), torch.empty(2, 8, dtype=torch.float16)
+            operands = (a[:, mine].contiguous(), b[mine])
+            rest: dict[str, Any] = {"partial": None, "bias": None, "residual": None, "live": True, "tries": 3_000}
+            kernel.all_reduce(layout, memory, out, factors=operands, **rest)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+            assert memory.status.tolist() == [0, 0]
+            assert memory.epochs.tolist() == [call + 1]
+    finally:
+        kernel.received, kernel.PACKED_BYTES = received, bytes_packed
+        dist.barrier()
+        for segment in segments:
+            segment.close()
+        team.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("one_hop", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_rank_that_runs_ahead_overwrites_nothing(interpreted: Ranks, one_hop: bool, packed: bool) -> None:
+    interpreted.run(_without_meeting, one_hop, packed)
+
+
 def _never_sent(packed: bool) -> str:
     """Rank 1 runs its second call without sending; what the others are told, and then all go on."""
     from weft.execute import exchange, host
