@@ -89,6 +89,9 @@ class FusedExchange:
         addresses, self._box = owner.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
         self._launcher = launcher()
+        # Pinned now: to pin memory may wait for the GPU, whose blocks may wait for this.
+        one = torch.ones(1, dtype=torch.int32)
+        self._raised = one.pin_memory() if device.type == "cuda" else one
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, stream: int | None = None) -> None:
         """Run it. silent: neither send nor wait, for a rehearsal. stream: default, torch's current one."""
@@ -159,8 +162,4 @@ class FusedExchange:
 
     def abort(self) -> None:
         """End every wait of the kernel, now and later: the call has failed. Enqueued on torch's current stream; needs no SM."""
-        self._memory.abort.copy_(self._raised(), non_blocking=True)
-
-    def _raised(self) -> torch.Tensor:
-        one = torch.ones(1, dtype=torch.int32)
-        return one.pin_memory() if self._memory.abort.is_cuda else one
+        self._memory.abort.copy_(self._raised, non_blocking=True)
