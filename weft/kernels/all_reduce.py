@@ -83,7 +83,7 @@ def tiling(problem: Problem, columns: tuple[Span1D, ...], device: torch.device, 
     cols = min((128, 64, 32), key=streamed)
     inner = (128 if rows < 64 else 64) * 2 // problem.itemsize
     stages = min(6, _SHARED_BYTES // ((rows + cols) * inner * problem.itemsize))
-    return Tiling(m=rows, n=cols, k=inner, warps=4 if rows * cols <= 4096 else 8, stages=stages)
+    return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 and rows * cols <= 4096 else 8, stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True)
