@@ -174,7 +174,7 @@ class _Brute:
         elif isinstance(access.step, Collective):
             fits = _collective_fits(access.step, self.schedule.problem, access.rank)
         else:
-            fits = all(src.shape == write.shape for src in access.reads for write in access.writes)
+            fits = all(_fits(access, src, i) for i, src in enumerate(access.reads))
         if not fits:
             raise Wrong(f"{access.step} does not fit")
         self._check_self(access)
@@ -186,7 +186,8 @@ class _Brute:
             part = step.parts[access.part]
             reads, writes = [part.a, step.b, *part.adds] if part.out.size else [], [part.out]
         for region, write in itertools.product(reads, writes):
-            in_place = isinstance(step, Reduce) and region == write
+            sums = isinstance(step, Reduce) or (isinstance(step, Collective) and step.op == "all_reduce")
+            in_place = sums and region == write
             if not in_place and _elements(region) & _elements(write):
                 raise Wrong(f"{step} overwrites what it reads")
 
@@ -211,11 +212,19 @@ def _elements(region: Region) -> set[tuple[object, ...]]:
     return {(region.buffer, region.rank, i, j) for i in range(*region.rows) for j in range(*region.cols)}
 
 
+def _fits(access: Access, src: Region, number: int) -> bool:
+    """Of the result's shape; what a sum adds to its first source may be one row for all rows."""
+    (out,) = access.writes
+    row = isinstance(access.step, Reduce) and number > 0 and src.shape == (1, out.shape[1])
+    return row or src.shape == out.shape
+
+
 def _collective_fits(step: Collective, problem: Problem, rank: int) -> bool:
     own = problem.shards[rank][1] - problem.shards[rank][0]
     rows = {
         "all_gather": (own, problem.m),
         "reduce_scatter": (problem.m, own),
+        "all_reduce": (problem.m, problem.m),
         "all_to_all": (problem.m, problem.world_size * own),
     }[step.op]
     return (step.src.shape[0], step.dst.shape[0]) == rows and step.src.shape[1] == step.dst.shape[1]

@@ -52,6 +52,9 @@ class Values:
         own = problem.world_size if self.exchange else 1
         self.a = rng.integers(1, PRIME, (calls, own * problem.m, problem.k))
         self.b = rng.integers(1, PRIME, (calls, problem.k, own * problem.n))
+        self.addends = {
+            name: rng.integers(1, PRIME, (calls, problem.m if name == "residual" else 1, problem.n)) for name in problem.addends
+        }
         self.products: dict[tuple[int, int], np.ndarray] = {}
         self.factors: dict[tuple[int, int], np.ndarray] = {}
         self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
@@ -69,7 +72,8 @@ class Values:
         a, b = (self.a[call][rows], self.b[call][:, mine]) if gather else (self.a[call][:, mine], self.b[call][mine])
         if self.exchange:
             a, b = self._whole(rank, call)
-        for name, value in (("a", a), ("b", b)):
+        addends = [(name, values[call]) for name, values in self.addends.items()]
+        for name, value in (("a", a), ("b", b), *addends):
             self.numbers[name, rank][:] = value
             self.known[name, rank][:] = True
 
@@ -100,6 +104,8 @@ class Values:
             wanted = self._exchanged(rank, call)
         elif p.op == "all_gather_matmul":
             wanted = {"out": full[:, slice(*p.b_shards[rank])]} | ({"gathered": self.a[call]} if p.return_gathered else {})
+        elif p.op == "matmul_all_reduce":
+            wanted = {"out": (full + sum(values[call] for values in self.addends.values())) % PRIME}
         else:
             wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
         for name, value in wanted.items():
@@ -168,7 +174,8 @@ class Values:
             self.write(step.dst, np.concatenate([rows[slice(*self.problem.shards[access.rank])] for rows in sent]))
         else:
             total = sum(sent) % PRIME * pow(step.divide_by, -1, PRIME) % PRIME
-            self.write(step.dst, total[slice(*self.problem.shards[access.rank])])
+            rows = slice(None) if step.op == "all_reduce" else slice(*self.problem.shards[access.rank])
+            self.write(step.dst, total[rows])
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -66,3 +66,30 @@ def check_scatter(
     assert out.shape == expected.shape
     error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
     assert error <= bound(dtype, k, 2 * size, a.double() @ b.double()), (spec, (m, n, k), error)
+
+
+def check_all_reduce(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    spec: str,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    addends: int = 0,
+) -> torch.Tensor:
+    """addends: 1: with bias; 2: residual; 3: both."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    a, b, expected = whole(m, n, k, dtype, seed)
+    low, high = split(k, size)[rank]
+    generator = torch.Generator().manual_seed(seed + 1)
+    bias = torch.randn(n, generator=generator).to(here(), dtype) if addends & 1 else None
+    residual = torch.randn(m, n, generator=generator).to(here(), dtype) if addends & 2 else None
+    out = weft.matmul_all_reduce(a[:, low:high], b[low:high], group, schedule=spec, bias=bias, residual=residual)
+    for added in (bias, residual):
+        expected = expected if added is None else expected + added.double()
+    assert (out.shape, out.dtype) == (expected.shape, dtype)
+    error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
+    assert error <= bound(dtype, k, 2 * size, expected), (spec, (m, n, k), addends, error)
+    return out

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from families import PAIRS
 
 from weft.execute.edges import Edges
-from weft.problem import OPS, Op, Problem
+from weft.problem import Op, Problem
 from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Wait, waits
-from weft.schedules import build, names
+from weft.schedules import build
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names(op)])
+@pytest.mark.parametrize(("op", "name"), PAIRS)
 @pytest.mark.parametrize("size", [(64, 48, 32, 4), (5, 7, 3, 3), (2, 3, 1, 3), (8, 8, 8, 1)])
 def test_every_family(op: Op, name: str, size: tuple[int, int, int, int]) -> None:
     m, n, k, world_size = size

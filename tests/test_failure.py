@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shared_memory_names
+from families import TP_NAMES
 from rank_work import check_both, check_gather, check_scatter
 
 import weft
 from weft.errors import PeerLost, WaitTimeout
 from weft.execute.ranks import RankFailed, Ranks
-from weft.schedules import NAMES
 
 pytestmark = pytest.mark.ranks
 BOUND_S = 3.0
@@ -47,7 +47,7 @@ def _calls_until(victim: int, after_s: float, how: int, names: tuple[str, ...]) 
 @pytest.mark.parametrize("after_s", [0.31, 0.5])
 def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) -> None:
     before = shared_memory_names()
-    fresh.start(_calls_until, 1, after_s, signal.SIGKILL, NAMES)
+    fresh.start(_calls_until, 1, after_s, signal.SIGKILL, TP_NAMES)
     with pytest.raises(RankFailed) as caught:
         fresh.finish(timeout_s=60)
     assert [rank for rank, _ in caught.value.failures] == [1]

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from families import TP_NAMES
 from rank_work import both_have, check_both, check_gather, check_scatter, whole
 
 import weft
 from weft.errors import RankMismatch
 from weft.problem import split
-from weft.schedules import FAMILIES, NAMES
+from weft.schedules import FAMILIES
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +24,7 @@ SHAPES = [(64, 48, 32), (37, 23, 19), (5, 7, 3), (2, 3, 1)]
 
 def _every_schedule(dtype: torch.dtype) -> None:
     for turn, (m, n, k) in enumerate(SHAPES):
-        for name in NAMES:
+        for name in TP_NAMES:
             for repeat in range(2):
                 seed = 100 * turn + repeat
                 check_both(m, n, k, dtype, name, seed)
@@ -36,7 +37,7 @@ def test_every_schedule_is_right(ranks: RankFixture, world_size: int, dtype: tor
 
 
 def _chunk_counts() -> None:
-    for name in (name for name in NAMES if FAMILIES[name].chunked):
+    for name in (name for name in TP_NAMES if FAMILIES[name].chunked):
         for chunks in (1, 2, 5, 40):
             check_both(37, 23, 19, torch.float32, f"{name}:{chunks}", chunks, op="avg")
 
@@ -60,7 +61,7 @@ def _new_data_each_call(delay: str) -> None:
         if delay == "transport" and slow:
             Bindings.pieces = lambda self, region: (time.sleep(0.0005), view(self, region))[1]  # type: ignore[method-assign]
         for call in range(6):
-            for name in NAMES:
+            for name in TP_NAMES:
                 check_both(37, 23, 19, torch.float32, f"{name}:2" if FAMILIES[name].chunked else name, 7 * call)
     finally:
         HostProgram.matmul, Bindings.pieces = matmul, view  # type: ignore[method-assign]
@@ -97,7 +98,7 @@ def test_leading_dimensions_and_strides(ranks: RankFixture, world_size: int) -> 
 def _modes() -> None:
     """Inside and outside inference mode in turn: memory that is kept belongs to neither."""
     for call in range(2):
-        for name in NAMES:
+        for name in TP_NAMES:
             with torch.inference_mode():
                 check_both(37, 23, 19, torch.float32, name, call)
             check_both(37, 23, 19, torch.float32, name, call)
@@ -113,7 +114,7 @@ def _several_b() -> None:
     low, high = split(12, size)[rank]
     widths = [4 + rank, 2, 3]  # grouped-query attention on uneven ranks: other ranks' widths differ
     bs = list(b[:, : sum(widths)].split(widths, dim=1))
-    for name in NAMES:
+    for name in TP_NAMES:
         outs, gathered = weft.all_gather_matmul(a[low:high], bs, schedule=name, rows=12, return_gathered=True)
         assert torch.equal(gathered, a)
         for out, each in zip(outs, bs, strict=True):
@@ -168,7 +169,7 @@ def _specials() -> None:
     expected = a @ b
     (low, high), (left, right), (first, last) = split(12, size)[rank], split(6, size)[rank], split(8, size)[rank]
     partial_sums = sum((a[:, x:y] @ b[x:y] for x, y in split(8, size)), torch.zeros(12, 6))
-    for name in NAMES:
+    for name in TP_NAMES:
         out = weft.all_gather_matmul(a[low:high], b[:, left:right], schedule=name)
         torch.testing.assert_close(out, expected[:, left:right], equal_nan=True)
         if both_have(name):
@@ -220,7 +221,7 @@ def _resources() -> tuple[int, int, int]:
 def _many_calls() -> list[tuple[int, int, int]]:
     seen = []
     for call in range(240):
-        check_both(37, 23, 19, torch.float32, NAMES[call % len(NAMES)], call)
+        check_both(37, 23, 19, torch.float32, TP_NAMES[call % len(TP_NAMES)], call)
         if call in (40, 239):
             seen.append(_resources())
     return seen

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft import codec
 from weft.checker import check
-from weft.problem import EXCHANGES, OPS, Problem
+from weft.problem import ADDENDS, EXCHANGES, OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
 from weft.schedules import FAMILIES, build, candidates, names, parse
 
@@ -29,6 +29,7 @@ def problems(draw: Any, *, most: int = 40, most_ranks: int = 6) -> Problem:
         dtype=draw(st.sampled_from(("bfloat16", "float32"))),
         return_gathered=op in ("all_gather_matmul", "all_to_all_matmul") and draw(st.booleans()),
         reduce_op=draw(st.sampled_from(("sum", "avg"))) if op == "matmul_reduce_scatter" else "sum",
+        addends=tuple(name for name in ADDENDS if op == "matmul_all_reduce" and draw(st.booleans())),
     )
 
 

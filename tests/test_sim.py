@@ -7,14 +7,15 @@ from itertools import pairwise
 
 import pytest
 import simpy
+from families import PAIRS, TP_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_tiny import tiny
 
 from weft.machine import Machine, Topology, load
-from weft.problem import OPS, Op, Problem
+from weft.problem import Op, Problem
 from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
-from weft.schedules import NAMES, build, names
+from weft.schedules import build
 from weft.sim import Outcome, run, simulate
 from weft.sim.kernels import Blocks
 from weft.sim.network import Network
@@ -22,7 +23,6 @@ from weft.span import Span
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=8, k=8, world_size=2)
-EACH = [(op, name) for op in OPS for name in names(op)]
 TOPOLOGIES: tuple[Topology, ...] = ("switch", "mesh", "ring", "pcie")
 
 
@@ -203,7 +203,7 @@ def assert_conserved(schedule: Schedule, outcome: Outcome, machine: Machine) -> 
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize(("op", "name"), EACH)
+@pytest.mark.parametrize(("op", "name"), PAIRS)
 def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
     machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
     schedule = build(uneven(op), name, 3, fan_out=machine.fans_out)
@@ -217,7 +217,7 @@ def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
         assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TP_NAMES)
 def test_handing_back_the_gathered_rows_takes_time(name: str) -> None:
     problem = Problem(op="all_gather_matmul", m=4096, n=8192, k=4096, world_size=4)
     plain, gathered = (
@@ -226,7 +226,7 @@ def test_handing_back_the_gathered_rows_takes_time(name: str) -> None:
     assert gathered > plain
 
 
-@pytest.mark.parametrize(("op", "name"), [each for each in EACH if each[1] != "sequential"])
+@pytest.mark.parametrize(("op", "name"), [pair for pair in PAIRS if pair[1] != "sequential"])
 def test_faster_links_are_never_slower(op: Op, name: str) -> None:
     machine = load("h200x8")
     problem = Problem(op=op, m=2048, n=4096, k=4096, world_size=4)
@@ -290,7 +290,7 @@ def test_one_gated_kernel_loses_less_than_many() -> None:
 
 def test_flops_and_bytes_are_all_there() -> None:
     problem = Problem(op="all_gather_matmul", m=64, n=32, k=16, world_size=4)
-    for name in names(problem.op):
+    for name in TP_NAMES:
         spans = simulate(build(problem, name), tiny(world_size=4))
         assert sum(s.flops for s in spans) == 2 * 64 * 32 * 16
         remote = sum(

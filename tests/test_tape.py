@@ -12,14 +12,15 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+from families import PAIRS
 
 from weft.execute.bindings import Where
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
 from weft.execute.tape import Tape, Words, merged, phases
-from weft.problem import OPS, Op, Problem
+from weft.problem import Op, Problem
 from weft.schedule import Flag, Region, Schedule, waits
-from weft.schedules import build, names
+from weft.schedules import build
 
 CALLS = 4
 _RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
@@ -32,6 +33,7 @@ class FakeProgram:
         self.schedule, self.rank, self.edges = schedule, rank, Edges(schedule)
         self.kernels: dict[int, object] = {}
         self.pushes: dict[tuple[str, int], object] = {}
+        self.exchanges: dict[tuple[str, int], object] = {}
         matrix = SimpleNamespace(data_ptr=lambda: 0)
         buffers = [(b.name, r) for b in schedule.buffers for r in range(len(schedule.ranks))]
         self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
@@ -126,7 +128,7 @@ def _do(word: Word, memory: dict[int, int]) -> None:
         memory[word.address] = word.value
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names(op)])
+@pytest.mark.parametrize(("op", "name"), PAIRS)
 @pytest.mark.parametrize("size", [(64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (2, 3, 1, 3, 1), (24, 8, 8, 2, 3)])
 def test_no_wait_is_for_good_and_no_signal_is_lost(op: Op, name: str, size: tuple[int, int, int, int, int]) -> None:
     m, n, k, world_size, chunks = size

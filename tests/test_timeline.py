@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 from damage import with_step
+from families import PAIRS
 
-from weft.problem import OPS, Problem
+from weft.problem import Problem
 from weft.schedule import Wait
-from weft.schedules import build, names
+from weft.schedules import build
 from weft.timelines import timeline
 
 GATED = """\
@@ -44,7 +45,7 @@ def test_triggered_scatter_reads_as_drawn() -> None:
     assert timeline(build(problem, "track_and_trigger", 1)) == TRIGGERED
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in names(op)])
+@pytest.mark.parametrize(("op", "name"), PAIRS)
 @pytest.mark.parametrize("width", [40, 80, 100])
 def test_every_family_fits_and_shows_every_step(op: str, name: str, width: int) -> None:
     schedule = build(Problem(op=op, m=24, n=12, k=12, world_size=3), name, 2)  # type: ignore[arg-type]
@@ -53,7 +54,7 @@ def test_every_family_fits_and_shows_every_step(op: str, name: str, width: int) 
     assert not any(line.startswith("never") for line in lines)
     steps = sum(len(lane.steps) for lane in schedule.ranks[1])
     both = timeline(schedule, ranks=(0, 1), width=400)
-    words = ("wait", "signal", "copy", "gemm", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+    words = ("wait", "signal", "copy", "gemm", "reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     shown = sum(f" {line}".count(f" {word} ") for line in both.splitlines()[2:] for word in words)
     assert shown >= 2 * steps
 

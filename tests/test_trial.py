@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from families import TP_OPS
 from rank_work import check_gather, check_scatter
 
 import weft
@@ -320,8 +321,8 @@ def test_all_ranks_choose_alike_and_are_right(ranks: RankFixture, world_size: in
     choices, kept, made, seen = answers[0]
     assert seen == []
     assert [text for text, _ in choices] == kept
-    assert [parse(text)[0] for text in kept] == ["flag_gated"] * 2
-    assert made == 2 * len(LISTED)
+    assert [parse(text)[0] for text in kept] == ["flag_gated"] * len(TP_OPS)
+    assert made == len(TP_OPS) * len(LISTED)
     for _, us in choices:
         assert us == dict.fromkeys(LISTED, 6000.0) | {"flag_gated:1": 4000.0}
 
@@ -331,10 +332,10 @@ def test_what_one_rank_cannot_bind_all_leave_out(ranks: RankFixture) -> None:
     answers = ranks(2).run(_measured, "flag_gated")
     assert answers[0][:2] == answers[1][:2]
     choices, kept, _, _ = answers[0]
-    assert kept == ["sequential"] * 2
+    assert kept == ["sequential"] * len(TP_OPS)
     assert all(parse(text)[0] != "flag_gated" for _, us in choices for text in us)
     for (_, _, _, seen), reason in zip(answers, ["another rank could not bind it", "this rank has no room"], strict=True):
-        assert len(seen) == 2
+        assert len(seen) == len(TP_OPS)
         assert all("flag_gated" in text and text.endswith(reason) for text in seen)
 
 
@@ -395,7 +396,7 @@ def _planned() -> list[tuple[str, dict[str, float]]]:
 @pytest.mark.ranks
 def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) -> None:
     for found in ranks(2).run(_planned):
-        assert len(found) == 2
+        assert len(found) == len(TP_OPS)
         assert all(us == {} for _, us in found)
 
 

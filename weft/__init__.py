@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
-    from weft.ops import all_gather_matmul, all_to_all_matmul, choices, close, matmul_all_to_all, matmul_reduce_scatter
+    from weft.ops import (
+        all_gather_matmul,
+        all_to_all_matmul,
+        choices,
+        close,
+        matmul_all_reduce,
+        matmul_all_to_all,
+        matmul_reduce_scatter,
+    )
     from weft.planner import plan
     from weft.problem import Problem
     from weft.schedule import Schedule
@@ -40,6 +48,7 @@ _HOMES = {
     "check": "checker",
     "choices": "ops",
     "close": "ops",
+    "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
     "plan": "planner",
@@ -75,6 +84,7 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "plan",

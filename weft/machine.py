@@ -129,7 +129,8 @@ class Machine:
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
     a stream to the start of the next one's work. flag_us: a stream's wait or signal. collectives: vendor's, by name;
-    all_to_all may be missing, and then costs what all_gather does.
+    all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
+    all_gather.
     sources: where each number is from, by the path that `numbers` gives it.
     """
 
@@ -142,7 +143,7 @@ class Machine:
     links: Links
     launch_us: float
     flag_us: float
-    collectives: Mapping[Literal["all_gather", "reduce_scatter", "all_to_all"], Table | AlphaBeta]
+    collectives: Mapping[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"], Table | AlphaBeta]
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:

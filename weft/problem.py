@@ -5,6 +5,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
 
     all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
     matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
+    matmul_all_reduce       a_Mk (columns)       b_kN (rows sharded)     ->  out_MN       all_reduce(a @ b) + bias + residual
 
 Where rows go all to all, every rank has a whole matmul of its own: M, N and K are a rank's, the same on all, and b is not
 sharded. Shard d of the M rows goes to rank d, which has them from every rank, in the order of ranks (`arrivals`):
@@ -20,11 +21,22 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul"]
+Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul", "matmul_all_reduce"]
 DType = Literal["bfloat16", "float16", "float32"]
-OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul")
+OPS: tuple[Op, ...] = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "matmul_all_reduce",
+)
 EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
 """Those whose rows go all to all."""
+REDUCTIONS: tuple[Op, ...] = ("matmul_reduce_scatter", "matmul_all_reduce")
+"""Those whose products are summed over ranks: K is sharded."""
+Addend = Literal["bias", "residual"]
+ADDENDS: tuple[Addend, ...] = ("bias", "residual")
+"""What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 Span1D = tuple[int, int]
@@ -54,6 +66,7 @@ class Problem:
     matmul_reduce_scatter.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
+    addends: of matmul_all_reduce, what is added to the sum over ranks, in the order of ADDENDS.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 
@@ -67,6 +80,7 @@ class Problem:
     reduce_op: Literal["sum", "avg"] = "sum"
     row_multiple: int = 1
     b_sizes: tuple[int, ...] = ()
+    addends: tuple[Addend, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -84,6 +98,9 @@ class Problem:
             raise ValueError(f"m is {self.m}; it must be a multiple of row_multiple, {self.row_multiple}")
         if self.b_sizes:
             self._check_sizes()
+        allowed = ADDENDS if self.op == "matmul_all_reduce" else ()
+        if self.addends != tuple(name for name in allowed if name in self.addends):
+            raise ValueError(f"addends is {self.addends}; {self.op} takes any of {allowed}, each once, in this order")
 
     def _check_sizes(self) -> None:
         if self.op in EXCHANGES:
@@ -112,8 +129,8 @@ class Problem:
 
     @cached_property
     def b_shards(self) -> tuple[Span1D, ...]:
-        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for matmul_reduce_scatter; all N on
-        each for an all-to-all, whose b are each rank's own."""
+        """The part of b's sharded dimension on each rank: of N for all_gather_matmul, of K for the others; all N on each for
+        an all-to-all, whose b are each rank's own."""
         if self.op in EXCHANGES:
             return ((0, self.n),) * self.world_size
         if not self.b_sizes:
@@ -123,14 +140,14 @@ class Problem:
 
     def columns(self, rank: int) -> int:
         """Columns of b, and of the result, on `rank`: its shard for all_gather_matmul, else all N."""
-        if self.op == "matmul_reduce_scatter":
+        if self.op != "all_gather_matmul":
             return self.n
         low, high = self.b_shards[rank]
         return high - low
 
     def inner(self, rank: int) -> int:
-        """Contraction length on `rank`: its shard for matmul_reduce_scatter, else all K."""
-        if self.op != "matmul_reduce_scatter":
+        """Contraction length on `rank`: its shard where the product is reduced, else all K."""
+        if self.op not in REDUCTIONS:
             return self.k
         low, high = self.b_shards[rank]
         return high - low
@@ -143,7 +160,7 @@ class Problem:
     def out_rows(self, rank: int) -> int:
         """Rows of the result on `rank`: M, its shard, or for an all-to-all what arrives from all ranks."""
         low, high = self.shards[rank]
-        if self.op == "all_gather_matmul":
+        if self.op in ("all_gather_matmul", "matmul_all_reduce"):
             return self.m
         return (high - low) * (self.world_size if self.op in EXCHANGES else 1)
 
@@ -159,11 +176,13 @@ class Problem:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes that one rank sends to one peer: of its a where rows travel before the matmul, else of its product."""
+        """Bytes that one rank sends to one peer: of its a where rows travel before the matmul, else of its product (if it were
+        scattered)."""
         low, high = self.shards[0]
         before = self.op in ("all_gather_matmul", "all_to_all_matmul")
         return (high - low) * (self.k if before else self.n) * self.itemsize
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
+        flags += "".join(f" +{name}" for name in self.addends)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"

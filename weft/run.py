@@ -27,10 +27,10 @@ from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.execute.versions import versions
 from weft.machine import Machine
-from weft.models import Model, Site, sites
+from weft.models import Model, Site, decode_sites, sites
 from weft.planner import plan
 from weft.planner.values import Plan
-from weft.problem import ITEMSIZE, OPS, DType, Problem
+from weft.problem import ITEMSIZE, OPS, REDUCTIONS, DType, Problem
 from weft.results import Run, SiteRun, Skipped
 from weft.schedule import Schedule
 from weft.span import Span
@@ -63,7 +63,7 @@ def run_model(
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
     element = cast(DType, dtype)
-    found = sites(model)
+    found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
     chosen = [s for s in found if isinstance(s, Site) and op in (None, s.op)]
     for site in chosen:
         schedules.check_op(schedule.partition(":")[0], site.op)
@@ -228,12 +228,12 @@ def _error(problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
         rows = slice(0, problem.out_rows(rank))
     else:
         full = a.float()
-        rows = slice(*problem.shards[rank])
+        rows = slice(*problem.shards[rank]) if problem.op == "matmul_reduce_scatter" else slice(0, problem.m)
     worst = torch.zeros((), dtype=torch.float64)
     largest = torch.zeros((), dtype=torch.float64)
     for low in range(0, out.shape[1], _BLOCK):
         expected = full @ b[:, low : low + _BLOCK].float()
-        if problem.op == "matmul_reduce_scatter":
+        if problem.op in REDUCTIONS:
             expected = expected.cpu()
             dist.all_reduce(expected)
         if problem.op == "matmul_all_to_all":
@@ -271,7 +271,7 @@ def tolerance(schedule: Schedule) -> float:
     product that is summed outside a matmul, and float32 accumulation over K within it."""
     problem = schedule.problem
     unit = torch.finfo(getattr(torch, problem.dtype)).eps / 2
-    partials = problem.world_size if problem.op == "matmul_reduce_scatter" else 0
+    partials = problem.world_size if problem.op in REDUCTIONS else 0
     if problem.op == "all_gather_matmul" and schedule.name == "uniform_fused_2d":
         partials = schedule.chunks
     return float((1 + partials) * unit + 4 * problem.k**0.5 * torch.finfo(torch.float32).eps)

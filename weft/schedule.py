@@ -157,7 +157,10 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Elements of a reduction that are summed together: out = sum(srcs) in float32, in the order given, rounded once."""
+    """Elements of a reduction that are summed together: out = sum(srcs) in float32, in the order given, rounded once.
+
+    A source may be a single row, which is added to every row of `out`; the first one is as tall as `out`.
+    """
 
     srcs: tuple[Region, ...]
     out: Region
@@ -194,10 +197,11 @@ class Collective:
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
+    all_reduce: dst = the sum over ranks of src; dst may be src.
     """
 
     TAGGED: ClassVar[bool] = True
-    op: Literal["all_gather", "reduce_scatter", "all_to_all"]
+    op: Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
     src: Region
     dst: Region
     divide_by: int = 1
@@ -211,11 +215,17 @@ Step = Wait | Signal | Copy | Gemm | Reduce | Collective
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps that run one after the other. kind says on what."""
+    """Steps that run one after the other. kind says on what.
+
+    fused: ranges of steps that one persistent kernel runs, where the device has it, tile by tile: a tile takes the steps in
+    this order, and need not wait for another tile but by the flags. What is proved of the steps holds of any such refinement:
+    tiles of a region share no element, and each tile has signals and waits of its own for those of the steps.
+    """
 
     name: str
     kind: LaneKind
     steps: tuple[Step, ...]
+    fused: tuple[Span1D, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,12 +75,14 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
     if isinstance(step, Reduce):
         return sum(size(part.out) + sum(map(size, part.srcs)) for part in step.parts)
     if isinstance(step, Collective):
-        return collective_shard_bytes(schedule, step) * (schedule.problem.world_size - 1)
+        passes = 2 if step.op == "all_reduce" else 1
+        return passes * collective_shard_bytes(schedule, step) * (schedule.problem.world_size - 1)
     return 0
 
 
 def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
-    """Bytes of the shard that each rank gives to every other one (all_gather) or receives of it (the others)."""
-    if step.op == "all_to_all":
-        return region_bytes(schedule, step.dst) // schedule.problem.world_size
+    """Bytes of the shard that each rank gives to every other one (all_gather) or receives of it (the others); of an all_reduce,
+    which is a reduce_scatter and an all_gather, a rank's part of all rows."""
+    if step.op in ("all_to_all", "all_reduce"):
+        return -(-region_bytes(schedule, step.dst) // schedule.problem.world_size)
     return region_bytes(schedule, step.src if step.op == "all_gather" else step.dst)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from families import TP_NAMES
 from rank_work import both_have, check_both, check_gather, check_scatter, here, whole
 
 import weft
 from weft.errors import PeerLost, WaitTimeout, WeftError
 from weft.execute.ranks import Ranks
 from weft.problem import split
-from weft.schedules import NAMES
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
@@ -33,7 +33,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def _every_schedule(dtype: torch.dtype) -> None:
     faulthandler.dump_traceback_later(90, exit=True)
     for turn, (m, n, k) in enumerate(SHAPES):
-        for name in NAMES:
+        for name in TP_NAMES:
             for repeat in range(6):
                 check_both(m, n, k, dtype, name, 100 * turn + repeat)
     faulthandler.cancel_dump_traceback_later()
@@ -73,7 +73,7 @@ def _slow(what: str) -> None:
         CudaSpace.stream = sleepy  # type: ignore[method-assign]
     try:
         for call in range(6):
-            for name in NAMES:
+            for name in TP_NAMES:
                 check_both(253, 129, 77, torch.bfloat16, name, call)
     finally:
         CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch = matmul, stream, launch  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def _on_a_side_stream() -> None:
     a, b, expected = whole(256, 128, 64, torch.bfloat16, 1)
     rank, size = dist.get_rank(), dist.get_world_size()
     (low, high), (left, right) = split(256, size)[rank], split(128, size)[rank]
-    for name in NAMES:
+    for name in TP_NAMES:
         with torch.cuda.stream(side):
             torch.cuda._sleep(1_000_000)
             fresh = a[low:high] * 1.0
@@ -152,7 +152,7 @@ def _graphs() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 512, 256, 384
     rows, cols, inner = slice(*split(m, size)[rank]), slice(*split(n, size)[rank]), slice(*split(k, size)[rank])
-    for name in NAMES:
+    for name in TP_NAMES:
         check_both(m, n, k, torch.bfloat16, name, 0)
         a, b, _ = whole(m, n, k, torch.bfloat16, 0)
         shard, right, left, below = a[rows].clone(), b[:, cols].clone(), a[:, inner].clone(), b[inner].clone()
@@ -191,7 +191,7 @@ def _two_streams() -> None:
     rows, cols, inner = slice(*split(m, size)[rank]), slice(*split(n, size)[rank]), slice(*split(k, size)[rank])
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
-    for name in NAMES[1:]:
+    for name in TP_NAMES[1:]:
         outs = []
         for call in range(8):
             with torch.cuda.stream(streams[call % 2]):
@@ -341,7 +341,7 @@ def _many_calls() -> tuple[int, int]:
     faulthandler.dump_traceback_later(90, exit=True)
     seen = []
     for call in range(200):
-        check_gather(253, 129, 77, torch.bfloat16, NAMES[call % len(NAMES)], call)
+        check_gather(253, 129, 77, torch.bfloat16, TP_NAMES[call % len(TP_NAMES)], call)
         if call in (50, 199):
             torch.cuda.synchronize()
             seen.append(torch.cuda.memory_allocated())

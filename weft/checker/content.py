@@ -6,6 +6,8 @@ A content says what element (i, j) of its buffer holds, by displacement, so that
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("?", why)                  something that no result may hold
 
+What is added to a result stands for one more k each: ADDED tells its range. dr of a row that is added to every row is None.
+
 ks is a tuple of disjoint, sorted, merged ranges, each k counted once. Nothing summed at all is ZERO, wherever it lies.
 """
 
@@ -23,11 +25,15 @@ Cells = list[tuple[Rect, Any]]
 
 Ranges = tuple[tuple[int, int], ...]
 ZERO: Content = ("AB", 0, 0, (), 1)
+ADDED: dict[str, tuple[int, int]] = {"bias": (-2, -1), "residual": (-4, -3)}
+"""Below every k, and apart, so that none merges with another."""
 
 
 def moved(cells: Cells, src: Rect, dst: Rect) -> Cells:
     """The cells of `src` as they lie in `dst` once copied there."""
     down, right = dst[0] - src[0], dst[2] - src[2]
+    if src[1] - src[0] == 1 < dst[1] - dst[0]:
+        return [((dst[0], dst[1], r[2] + right, r[3] + right), _displaced(c, down, right)) for r, c in cells]
     if not (down or right):
         return cells
     return [((r[0] + down, r[1] + down, r[2] + right, r[3] + right), _displaced(c, down, right)) for r, c in cells]
@@ -36,7 +42,8 @@ def moved(cells: Cells, src: Rect, dst: Rect) -> Cells:
 def _displaced(content: Content, down: int, right: int) -> Content:
     if content[0] == "?" or content == ZERO:
         return content
-    return (content[0], content[1] - down, content[2] - right, *content[3:])
+    rows = None if content[1] is None else content[1] - down
+    return (content[0], rows, content[2] - right, *content[3:])
 
 
 def add(one: Content, two: Content) -> Content:
@@ -47,7 +54,10 @@ def add(one: Content, two: Content) -> Content:
         return one if one[0] == "?" else two
     if one[0] != "AB" or two[0] != "AB":
         return ("?", "a sum of inputs")
-    if one[1:3] != two[1:3] or one[4] != two[4]:
+    if one[1] is None:
+        one, two = two, one
+    rows = one[1] if two[1] is None else two[1]
+    if (one[1], one[2]) != (rows, two[2]) or one[4] != two[4]:
         return ("?", f"a sum of different elements: {describe(one)} and {describe(two)}")
     union = _union(one[3], two[3])
     return ("?", f"K summed twice: {describe(one)} and {describe(two)}") if union is None else (*one[:3], union, one[4])
@@ -139,8 +149,10 @@ def describe(content: Content | None, rect: Rect = (0, 1, 0, 1)) -> str:
     """In words, for an element range of its buffer."""
     if not content or content[0] == "?":
         return content[1] if content else "nothing"
-    rows = f"{rect[0] + content[1]}:{rect[1] + content[1]}, {rect[2] + content[2]}:{rect[3] + content[2]}"
+    down = 0 if content[1] is None else content[1]
+    rows = f"{rect[0] + down}:{rect[1] + down}, {rect[2] + content[2]}:{rect[3] + content[2]}"
     if content[0] != "AB":
         return f"{content[0]}[{rows}]"
-    ranges = " and ".join(f"{low}:{high}" for low, high in content[3]) or "nothing"
+    names = {span: name for name, span in ADDED.items()}
+    ranges = " and ".join(names.get(span, f"{span[0]}:{span[1]}") for span in reversed(content[3])) or "nothing"
     return f"(A @ B)[{rows}] over K of {ranges}" + (f", divided by {content[4]}" if content[4] != 1 else "")

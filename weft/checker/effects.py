@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-from weft.checker.content import ZERO, Cells, Content, added, describe, divided, moved, product, total
+from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
 from weft.problem import EXCHANGES, Span1D
@@ -45,11 +45,13 @@ class Effects:
         if self.problem.op == "all_gather_matmul":
             offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
+        if name in ADDED:
+            return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
         offset = sum(self.problem.inner(r) for r in range(rank))
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
 
     def _first_column(self, rank: int) -> int:
-        if self.problem.op == "matmul_reduce_scatter":
+        if self.problem.op != "all_gather_matmul":
             return 0
         return sum(self.problem.columns(r) for r in range(rank))
 
@@ -128,6 +130,8 @@ class Effects:
                     landed += moved(cells, action.reads[0][1], (dst[0] + low, dst[0] + high, dst[2], dst[3]))
             return landed
         low, high = self.problem.shards[rank]
+        if actions[rank].do is Do.ADD and dst[1] - dst[0] == self.problem.m:  # an all-reduce, or the shard is the whole
+            low, high = 0, self.problem.m
         parts = []
         for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
             src = action.reads[0][1]
@@ -157,6 +161,9 @@ class Effects:
         every_k = ((0, problem.k),)
         if problem.op == "all_gather_matmul":
             return [(rows, ("AB", 0, self._first_column(rank), every_k, 1))]
+        if problem.op == "matmul_all_reduce":
+            addends = sorted(ADDED[name] for name in problem.addends)
+            return [(rows, ("AB", 0, 0, (*addends, *every_k), 1))]
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from weft.checker.program import ScheduleError
 from weft.problem import Problem
-from weft.schedule import Buffer, Collective, Gemm, Part, Schedule, Sum
+from weft.schedule import Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -42,6 +42,9 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
         "b": ("input", (k, columns)),
         "out": ("output", (tuple(problem.out_rows(r) for r in each), columns)),
     }
+    for name in problem.addends:
+        rows = tuple(problem.m if name == "residual" else 1 for _ in each)
+        found[name] = ("input", (rows, columns))
     if problem.op in ("all_gather_matmul", "all_to_all_matmul") and problem.return_gathered:
         found["gathered"] = ("output", (tuple(problem.out_rows(r) for r in each), k))
     return found
@@ -87,9 +90,21 @@ def inner_fault(step: Gemm, part: Part) -> str:
 def sum_fault(part: Sum) -> str:
     if not part.srcs:
         return f"the sum into {part.out} has no source; it needs at least one"
-    for src in part.srcs:
-        if src.shape != part.out.shape:
+    for i, src in enumerate(part.srcs):
+        if src.shape != part.out.shape and not (i and src.shape == (1, part.out.shape[1])):
             return f"{src} has shape {src.shape}, but it is summed into {part.out} of shape {part.out.shape}"
+    return ""
+
+
+def fused_fault(lane: Lane) -> str:
+    """One kernel's steps: on a compute lane, within it, apart from another kernel's, and none of the vendor's among them."""
+    ends = [end for span in lane.fused for end in span]
+    if lane.fused and lane.kind != "compute":
+        return f"fused is {lane.fused}; only a lane of kind compute has steps that are one kernel"
+    if ends != sorted(ends) or any(high <= low for low, high in lane.fused) or not all(0 <= n <= len(lane.steps) for n in ends):
+        return f"fused is {lane.fused}; it must be ranges within the {len(lane.steps)} steps, in order, none empty"
+    if any(isinstance(step, Collective) for low, high in lane.fused for step in lane.steps[low:high]):
+        return f"fused is {lane.fused}; a vendor's collective is a kernel of its own"
     return ""
 
 
@@ -97,7 +112,12 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     """Rows are cut by the problem's shards; columns are the same on both sides."""
     low, high = problem.shards[rank]
     full, part = problem.m, high - low
-    rows = {"all_gather": (part, full), "reduce_scatter": (full, part), "all_to_all": (full, problem.world_size * part)}
+    rows = {
+        "all_gather": (part, full),
+        "reduce_scatter": (full, part),
+        "all_reduce": (full, full),
+        "all_to_all": (full, problem.world_size * part),
+    }
     for region, height in zip((step.src, step.dst), rows[step.op], strict=True):
         shape = height, step.src.shape[1]
         if region.shape != shape:

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import NoReturn
 
 from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
-from weft.checker.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
+from weft.checker.shapes import check_buffers, check_collectives, collective_fault, fused_fault, gemm_fault, sum_fault
 from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE = Do
-_COLLECTS = {"all_gather": _COPY, "reduce_scatter": _ADD, "all_to_all": _EXCHANGE}
+_COLLECTS = {"all_gather": _COPY, "reduce_scatter": _ADD, "all_reduce": _ADD, "all_to_all": _EXCHANGE}
 
 
 def compile_schedule(schedule: Schedule) -> Program:
@@ -57,6 +57,9 @@ class _Compiler:
 
     def ops(self, index: int, lane: Lane) -> tuple[Op, ...]:
         self.index, self.lane = index, lane
+        fault = fused_fault(lane)
+        if fault:
+            raise ScheduleError(f"rank {self.rank}, lane {lane.name}: {fault}")
         ops = []
         for position, step in enumerate(lane.steps):
             self.position, self.step = position, step

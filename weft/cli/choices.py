@@ -6,7 +6,7 @@ import typing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.models import Model, Site, load_model, sites
+from weft.models import Model, Site, decode_sites, load_model, sites
 from weft.problem import ITEMSIZE, OPS, DType, Op
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...], tu
     """The model, its sites that can run (only those of `op`, if it is given), and the others."""
     only = None if op is None else choose_op(op)
     model = load_model(name)
-    everything = sites(model)
+    everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
     found = tuple(s for s in everything if isinstance(s, Site) and only in (None, s.op))
     skipped = tuple(s for s in everything if not isinstance(s, Site))
     if only is not None and not found:

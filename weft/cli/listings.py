@@ -21,15 +21,16 @@ EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
 
 def schedules(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one.")] = None,
-    op: Annotated[str, typer.Option(metavar="NAME", help="Operator of the example.")] = "all_gather_matmul",
+    op: Annotated[str | None, typer.Option(metavar="NAME", help="Operator of the example. Default: the first of it.")] = None,
 ) -> None:
     """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
     from weft.schedules import FAMILIES, NAMES, build, check_op, names
     from weft.timelines import timeline
 
-    problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    asked = next(iter(FAMILIES[name or NAMES[0]].builders)) if op is None else choices.choose_op(op)
+    problem = Problem(op=asked, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
     if name is not None:
         check_op(name, problem.op)
     out = output.console()

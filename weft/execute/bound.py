@@ -18,6 +18,7 @@ from weft.span import Span
 from weft.team import Team
 
 if TYPE_CHECKING:
+    from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
     from weft.execute.pushes import FusedPush
 
@@ -38,9 +39,10 @@ class Layout:
     nbytes: int
 
 
-def layout(schedule: Schedule) -> Layout:
-    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
-    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
+def layout(schedule: Schedule, unneeded: frozenset[str] = frozenset()) -> Layout:
+    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared, but for
+    the unneeded."""
+    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank} - unneeded
     offsets: dict[tuple[str, int], int] = {}
     ends = []
     for rank in range(schedule.problem.world_size):
@@ -65,6 +67,15 @@ class Space(Protocol):
         """Whether fused steps of this dtype run as kernels here. The same on every rank."""
         ...
 
+    def fuses(self, dtype: torch.dtype) -> bool:
+        """Whether a lane's fused steps run as one kernel here. The same on every rank."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that such a kernel may have: all of them run at once."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -74,8 +85,12 @@ class BoundProgram(ABC):
     def __init__(self, space: Space, schedule: Schedule) -> None:
         self.team, self.schedule = space.team, schedule
         self.rank = self.team.rank
-        self.layout = layout(schedule)
         self.dtype = DTYPES[schedule.problem.dtype]
+        self.exchanges: dict[tuple[str, int], FusedExchange] = {}
+        self._unneeded: frozenset[str] = frozenset()
+        if space.fuses(self.dtype) and any(lane.fused for lanes in schedule.ranks for lane in lanes):
+            self._add_exchanges(space)
+        self.layout = layout(schedule, self._unneeded)
         self.slots = flag_slots(schedule)
         self.writers = flag_writers(schedule)
         self.epoch = 0
@@ -87,6 +102,14 @@ class BoundProgram(ABC):
         self._growth: dict[Flag, int] = {}
         if space.runs_kernels(self.dtype):
             self._add_kernels()
+
+    def _add_exchanges(self, space: Space) -> None:
+        # As below: imported where it is needed, since it needs Triton.
+        from weft.execute.exchange import exchanges, unneeded
+
+        for exchange in exchanges(self.schedule, self.rank, space.device, self, space.blocks):
+            self.exchanges[exchange.where.lane, exchange.where.position] = exchange
+        self._unneeded = unneeded(self.schedule)
 
     def _add_kernels(self) -> None:
         # Where no kernel runs, nothing needs Triton: it is imported here.
@@ -101,7 +124,8 @@ class BoundProgram(ABC):
                 self.pushes[lane.name, run.first] = FusedPush(run, where, device, self)
         for rank, lane, position, step in self.schedule:
             where = Where(rank, lane.name, position, step)
-            kernel = fused_step(step, where, device, self) if rank == self.rank else None
+            inside = any(low <= position < high for low, high in lane.fused)
+            kernel = fused_step(step, where, device, self) if rank == self.rank and not inside else None
             if kernel is not None:
                 self.kernels[id(step)] = kernel
 
@@ -111,8 +135,9 @@ class BoundProgram(ABC):
 
     def length_of(self, where: Where) -> int:
         """How many steps run with this one: several where they are one push."""
-        push = self.pushes.get((where.lane, where.position))
-        return push.length if push else 1
+        at = (where.lane, where.position)
+        run = self.exchanges.get(at) or self.pushes.get(at)
+        return run.length if run else 1
 
     @abstractmethod
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
@@ -126,6 +151,9 @@ class BoundProgram(ABC):
 
     @abstractmethod
     def count_address(self, flag: Flag) -> int: ...
+
+    @abstractmethod
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]: ...
 
     @abstractmethod
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -173,7 +201,7 @@ class BoundProgram(ABC):
 
     def _fixed_bindings(self) -> Bindings:
         bindings = Bindings()
-        for buffer in self.schedule.buffers:
+        for buffer in (buffer for buffer in self.schedule.buffers if buffer.name not in self._unneeded):
             shared = (buffer.name, self.rank) in self.layout.offsets
             if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
                 dtype = torch.float32 if buffer.float32 else self.dtype

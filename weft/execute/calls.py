@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from weft.execute.bound import Inputs
-from weft.problem import EXCHANGES, Op, Problem, split
+from weft.problem import EXCHANGES, REDUCTIONS, Op, Problem, split
 from weft.span import Span
 from weft.version import __version__
 
@@ -83,7 +83,7 @@ class MatmulCall(Call):
     @property
     def share(self) -> int:
         """This rank's part of b's sharded dimension; N of an all-to-all."""
-        return int(self.bs[0].shape[0]) if self.op == "matmul_reduce_scatter" else sum(b.shape[1] for b in self.bs)
+        return int(self.bs[0].shape[0]) if self.op in REDUCTIONS else sum(b.shape[1] for b in self.bs)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -93,7 +93,7 @@ class MatmulCall(Call):
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
-        common = {"all_gather_matmul": k, "matmul_reduce_scatter": n}.get(self.op, f"{k}, {n}")
+        common = f"{k}, {n}" if self.op in EXCHANGES else n if self.op in REDUCTIONS else k
         lines = (
             f"op: {self.op}",
             f"M: {self.rows}",
@@ -117,11 +117,12 @@ class MatmulCall(Call):
             op=self.op,
             m=self.rows,
             n=total if self.op == "all_gather_matmul" else int(self.bs[0].shape[1]),
-            k=total if self.op == "matmul_reduce_scatter" else int(self.a.shape[1]),
+            k=total if self.op in REDUCTIONS else int(self.a.shape[1]),
             world_size=len(shares),
             dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             return_gathered=self.return_gathered,
             reduce_op=self.reduce_op,
             row_multiple=self.row_multiple,
             b_sizes=() if regular else shares,
+            addends=tuple(self.extras),  # type: ignore[arg-type]
         )

@@ -35,6 +35,7 @@ from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
+from weft.execute.pool import Piece
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
@@ -43,6 +44,7 @@ from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule
 from weft.work import span
 
 if TYPE_CHECKING:
+    from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
     from weft.execute.pushes import FusedPush
 
@@ -63,6 +65,7 @@ class CudaProgram(BoundProgram):
         self._words_piece = space.pool.take(4 * self.edges.words)
         self._words, self._addresses = self._words_piece.memory, self._words_piece.addresses
         self._scratch: dict[str, torch.Tensor] = {}
+        self._mailboxes: list[Piece] = []
         super().__init__(space, schedule)
         self._area = space.pool.take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
@@ -101,6 +104,11 @@ class CudaProgram(BoundProgram):
                 if wait.at_least == 0:
                     words[self.edges.slot[wait.flag, lane.name, position]] = self.growth_of(wait.flag)
 
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
+        piece = self.space.pool.take(nbytes)
+        self._mailboxes.append(piece)
+        return piece.addresses, piece.memory
+
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if rows * cols == 0:
             return torch.empty(rows, cols, dtype=dtype, device=self.space.device)
@@ -128,9 +136,10 @@ class CudaProgram(BoundProgram):
         for pair in self._forks.values():
             for event in pair:
                 self.driver.forget(event)
-        for piece in (self._words_piece, self._area):
+        for piece in (self._words_piece, self._area, *self._mailboxes):
             self.space.pool.give(piece)
         del self._words, self._words_piece, self._area
+        self.exchanges, self._mailboxes = {}, []
         self._scratch, self._tapes, self.fixed = {}, {}, Bindings()
 
     def here(self, where: Where) -> Word:
@@ -156,6 +165,10 @@ class CudaProgram(BoundProgram):
         silent = self._silent or isinstance(kernel.step, Reduce)
         sms = self.space.sms - (self._push_sms if self.pushes else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
+
+    def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:
+        """A lane's fused steps: the kernel waits itself, for nothing that needs an SM of this GPU."""
+        run.launch(bindings, silent=self._silent, tries=self.space.tries, stream=stream)
 
     def push(self, run: FusedPush, bindings: Bindings, stream: int) -> None:
         """Copies by SMs that a gated kernel leaves free: what it waits for can run."""
@@ -298,7 +311,7 @@ class CudaProgram(BoundProgram):
         """What each lane waits for: the step that its progress names, and the words of it that are low."""
         with torch.cuda.stream(self.space.stream("rescue")):
             seen = self._words.view(torch.int32).cpu().tolist()
-        stuck = []
+            stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
         for index, lane in enumerate(self.schedule.ranks[self.rank]):
             for where, wait in self._may_wait_for(lane, int(self._progress[index]) - 1):
                 value, need = seen[self.edges.slot[wait.flag, lane.name, where.position]], self.growth_of(wait.flag)
@@ -323,6 +336,8 @@ class CudaProgram(BoundProgram):
         stream = self.space.stream("rescue")
         with torch.cuda.stream(stream):
             self._words.view(torch.int32).copy_(self._raised, non_blocking=True)
+            for exchange in self.exchanges.values():
+                exchange.abort()
         stream.synchronize()
 
 

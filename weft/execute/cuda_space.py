@@ -76,6 +76,13 @@ class CudaSpace:
     def runs_kernels(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16)
 
+    def fuses(self, dtype: torch.dtype) -> bool:
+        return True
+
+    @property
+    def blocks(self) -> int:
+        return self.sms
+
     def settle(self) -> None:
         """Wait until every rank's GPU has ended all its work. Collective."""
         torch.cuda.synchronize(self.device)

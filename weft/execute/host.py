@@ -95,6 +95,13 @@ class HostSpace:
         """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul."""
         return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
 
+    def fuses(self, dtype: torch.dtype) -> bool:
+        return self.runs_kernels(dtype)
+
+    @property
+    def blocks(self) -> int:
+        return _INTERPRETED_BLOCKS
+
     def reserve(self, nbytes: int) -> None:
         """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
         if not self.data or self.data[0].nbytes < nbytes:
@@ -127,6 +134,7 @@ class HostProgram(BoundProgram, Device):
     """A schedule on one CPU rank. Words of its segment: the flags, then one for meetings in collectives."""
 
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
+        self._mailboxes: list[Segment] = []
         super().__init__(space, schedule)
         self.space = space
         self._program = Program(schedule, self, self.growth_of)
@@ -146,15 +154,20 @@ class HostProgram(BoundProgram, Device):
         self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name == "a" and self.pushes:
+        if name != "b" and (self.pushes or self.exchanges):
             return tensor.contiguous()
         if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
             return tensor.float()
         return tensor
 
     def close(self) -> None:
-        for segment in self._segments:
+        for segment in (*self._segments, *self._mailboxes):
             segment.close()
+
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
+        segments = self.team.allocate(nbytes)
+        self._mailboxes += segments
+        return [segment.address for segment in segments], segments[self.team.rank].matrix(0, 1, nbytes, torch.uint8)[0]
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
         words, slot = self._words[flag.rank], self.slots[flag]
@@ -193,7 +206,7 @@ class HostProgram(BoundProgram, Device):
         kernel = self.kernels.get(id(step))
         if kernel is None or not kernel.runs(bindings):
             return False
-        kernel.launch(bindings, epoch, silent=False, tries=int(self.team.timeout_s * _LOOKS_PER_S), sms=_INTERPRETED_BLOCKS)
+        kernel.launch(bindings, epoch, silent=False, tries=self._tries, sms=_INTERPRETED_BLOCKS)
         try:
             kernel.raise_if_late(str(where), self.raiser)
         except WaitTimeout:
@@ -201,7 +214,16 @@ class HostProgram(BoundProgram, Device):
             raise
         return True
 
+    @property
+    def _tries(self) -> int:
+        return int(self.team.timeout_s * _LOOKS_PER_S)
+
     def pushed(self, where: Where, bindings: Bindings) -> bool:
+        exchange = self.exchanges.get((where.lane, where.position))
+        if exchange is not None:
+            exchange.launch(bindings, silent=False, tries=self._tries)
+            exchange.raise_if_late(self.team.check_peers)
+            return True
         push = self.pushes.get((where.lane, where.position))
         if push is not None:
             push.launch(bindings, silent=False, sms=_INTERPRETED_BLOCKS)
@@ -232,7 +254,7 @@ class HostProgram(BoundProgram, Device):
                 low, high = self.schedule.problem.arrivals(src_rank, self.rank)
                 dst[low:high].copy_(source[slice(*mine[self.rank])])
         else:
-            rows = slice(*mine[self.rank])
+            rows = slice(*mine[self.rank]) if step.op == "reduce_scatter" else slice(None)
             total = staged[0][rows].to(torch.float32, copy=True)
             for partial in staged[1:]:
                 total += partial[rows]

@@ -29,9 +29,12 @@ class Run:
 
 
 def runs(lane: Lane) -> Iterator[Run]:
-    """The runs of a lane, in order; none in copy lanes, which are copy engines'."""
-    position = 0
+    """The runs of a lane, in order; none in copy lanes, which are copy engines', nor of steps that are another kernel's."""
+    position, fused = 0, dict(lane.fused)
     while lane.kind != "copy" and position < len(lane.steps):
+        if position in fused:
+            position = fused[position]
+            continue
         copies, first = [], position
         pairs = zip(lane.steps[position::2], lane.steps[position + 1 :: 2], strict=False)
         for copy, signal in pairs:

@@ -7,6 +7,7 @@
     wait                     Words: say where we are, wait, lower
     copy                     Work: a peer copy, by a copy engine
     copies of SM blocks      Work: a run of them, with their signals, as one kernel
+    fused steps              Work: one kernel, waits included
     signal                   Words: raise, at each waiter
     gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count. Of a part with inner
@@ -30,6 +31,7 @@ from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Regi
 
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
+    from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
     from weft.kernels.words import Phase
 
@@ -67,11 +69,17 @@ class Tape:
         while position < len(lane.steps):
             where = Where(self._program.rank, lane.name, position, lane.steps[position])
             push = self._program.pushes.get((lane.name, position))
-            if push is None:
+            exchange = self._program.exchanges.get((lane.name, position))
+            if exchange is not None:
+                yield self._exchange(exchange)
+            elif push is None:
                 yield from self._step(where.step, where)
             else:
                 yield Work(where, lambda bindings, stream, p=push: self._program.push(p, bindings, stream), by_torch=True)  # type: ignore[misc]
             position += self._program.length_of(where)
+
+    def _exchange(self, exchange: FusedExchange) -> Work:
+        return Work(exchange.where, lambda bindings, stream: self._program.exchange(exchange, bindings, stream), by_torch=True)
 
     def _step(self, step: Step, where: Where) -> Iterator[Item]:
         if isinstance(step, Wait):

@@ -136,7 +136,11 @@ class Vendor:
 
     def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """On equal parts; unequal shards are padded to the longest on the way."""
-        if self._step.op == "all_gather":
+        if self._step.op == "all_reduce":
+            if src.data_ptr() != dst.data_ptr():
+                dst.copy_(src)
+            dist.all_reduce(dst, op=self._op, group=self._group)
+        elif self._step.op == "all_gather":
             if self._even:
                 dist.all_gather_into_tensor(dst, src.contiguous(), group=self._group)
             else:

@@ -9,8 +9,9 @@ where its result is summed and scattered:
     MLP gate/up     all_gather_matmul        2 * intermediate                   hidden        ("MLP up", N = intermediate,
     MLP down        matmul_reduce_scatter    hidden                             intermediate   where the MLP has no gate)
 
-M is the number of tokens. Experts on all ranks add two, where rows go all to all; M is then a rank's tokens, once for each
-expert that a token visits, in equal shares for all ranks (a capacity that is just met):
+M is the number of tokens. In decode, with few of them, activations are not sharded: the two of matmul_reduce_scatter are
+matmul_all_reduce there (`decode_sites`). Experts on all ranks add two, where rows go all to all; M is then a rank's tokens,
+once for each expert that a token visits, in equal shares for all ranks (a capacity that is just met):
 
     expert dispatch + gate/up   all_to_all_matmul   2 * expert_intermediate   hidden
     expert down + combine       matmul_all_to_all   hidden                    expert_intermediate
@@ -21,7 +22,7 @@ Embedding tables move data all to all; their site is listed as skipped, with the
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ from weft.problem import EXCHANGES, DType, Op, Problem
 if TYPE_CHECKING:
     from weft.results import Skipped
 
-__all__ = ["Model", "Site", "load_model", "preset_names", "sites"]
+__all__ = ["Model", "Site", "decode_sites", "load_model", "preset_names", "sites"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,16 @@ def sites(model: Model) -> tuple[Site | Skipped, ...]:
     if model.experts:
         found += _experts(model)
     return tuple(found)
+
+
+def decode_sites(model: Model) -> tuple[Site, ...]:
+    """The sites of one layer whose result every rank needs whole, where activations are not sharded.
+
+    >>> [str(site) for site in decode_sites(load_model("llama3-8b"))][:1]
+    ['attention out: matmul_all_reduce N=4096 K=4096']
+    """
+    scattered = [site for site in sites(model) if isinstance(site, Site) and site.op == "matmul_reduce_scatter"]
+    return tuple(replace(site, op="matmul_all_reduce") for site in scattered)
 
 
 def preset_names() -> tuple[str, ...]:

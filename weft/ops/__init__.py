@@ -5,6 +5,7 @@ a problem plans, checks and binds a schedule; later calls run it. Every call, ra
 moves (RankMismatch shows the difference).
 
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
+    all_reduce.py        matmul_all_reduce
     all_to_all.py        matmul_all_to_all, all_to_all_matmul            ragged.py   of these two, what splits add
 """
 
@@ -14,11 +15,20 @@ import torch.distributed as dist
 
 from weft.execute.groups import GROUPS
 from weft.execute.trial import Choice
+from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.checks import group_of
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 
-__all__ = ["all_gather_matmul", "all_to_all_matmul", "choices", "close", "matmul_all_to_all", "matmul_reduce_scatter"]
+__all__ = [
+    "all_gather_matmul",
+    "all_to_all_matmul",
+    "choices",
+    "close",
+    "matmul_all_reduce",
+    "matmul_all_to_all",
+    "matmul_reduce_scatter",
+]
 
 
 def close(group: dist.ProcessGroup | None = None) -> None:

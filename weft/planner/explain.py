@@ -116,7 +116,12 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
 
 
 def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
-    kinds = Counter(type(step) for lane in schedule.ranks[0] for step in lane.steps)
+    kinds = Counter(
+        type(step)
+        for lane in schedule.ranks[0]
+        for position, step in enumerate(lane.steps)
+        if not any(low < position < high for low, high in lane.fused)
+    )
     kernels = kinds[Gemm] + kinds[Reduce] + kinds[Collective]
     flags = kinds[Wait] + kinds[Signal]
     us = kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us

@@ -14,6 +14,7 @@ from weft.problem import OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_matmul as dispatch
+from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
 
@@ -39,10 +40,10 @@ class Family:
 
 
 def _family(
-    name: str, words: str, source: str, gather: Build, scatter: Build | None, *exchanges: Build | None, chunked: bool = True
+    name: str, words: str, source: str, gather: Build, scatter: Build | None, *others: Build | None, chunked: bool = True
 ) -> Family:
-    """exchanges: of matmul_all_to_all and all_to_all_matmul."""
-    found = zip(OPS, (gather, scatter, *exchanges), strict=False)
+    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce."""
+    found = zip(OPS, (gather, scatter, *others), strict=False)
     builders = {op: build for op, build in found if build is not None}
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
@@ -58,6 +59,16 @@ def _named(build: Callable[[Problem, str], Schedule]) -> Build:
 def _by_shard(build: Build) -> Build:
     """Whole shards, one peer after the other."""
     return lambda problem, name, chunks, fan_out: build(problem, name, 1)
+
+
+def _gathered(build: Build) -> Build:
+    """A matmul_reduce_scatter, then an all-gather of what it has scattered."""
+    return lambda problem, name, chunks, fan_out: ar.gathered(lambda p: build(p, name, chunks, fan_out=fan_out))(problem)
+
+
+def _all_reduce(name: str, words: str, build: Callable[[Problem, str], Schedule]) -> Family:
+    builders: dict[Op, Build] = {"matmul_all_reduce": _named(build)}
+    return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
 
 
 def _one_lane(build: Build) -> Build:
@@ -76,6 +87,7 @@ FAMILIES: dict[str, Family] = {
             _plain(rs.sequential),
             _plain(combine.sequential),
             _plain(dispatch.sequential),
+            _plain(ar.sequential),
             chunked=False,
         ),
         _family(
@@ -86,6 +98,7 @@ FAMILIES: dict[str, Family] = {
             _named(rs.sequential_stores),
             _named(combine.sequential_stores),
             _named(dispatch.sequential_stores),
+            _named(ar.sequential_stores),
             chunked=False,
         ),
         _family(
@@ -96,6 +109,7 @@ FAMILIES: dict[str, Family] = {
             _by_shard(rs.unfused),
             _by_shard(combine.unfused),
             _by_shard(dispatch.unfused),
+            _gathered(_by_shard(rs.unfused)),
             chunked=False,
         ),
         _family(
@@ -120,6 +134,7 @@ FAMILIES: dict[str, Family] = {
             rs.unfused,
             combine.unfused,
             dispatch.unfused,
+            _gathered(rs.unfused),
         ),
         _family(
             "uniform_fused_2d",
@@ -161,6 +176,8 @@ FAMILIES: dict[str, Family] = {
             _one_lane(ag.gated_2d),
             None,
         ),
+        _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
+        _all_reduce("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)

@@ -67,6 +67,7 @@ class Builder:
         self.world_size = problem.world_size
         self._buffers: dict[str, Buffer] = {}
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in range(self.world_size)]
+        self._fused: dict[tuple[int, str], tuple[Span1D, ...]] = {}
 
     def buffer(self, name: str, kind: str, rows: list[int], cols: list[int], *, float32: bool = False) -> None:
         self._buffers[name] = Buffer(name, kind, tuple(rows), tuple(cols), float32)  # type: ignore[arg-type]
@@ -78,6 +79,12 @@ class Builder:
 
     def add(self, rank: int, lane: str, *steps: Step) -> None:
         self._lanes[rank].setdefault(lane, []).extend(steps)
+
+    def fuse(self, rank: int, lane: str, first: int) -> None:
+        """The steps of a lane from position `first` on, so far, are one kernel."""
+        steps = self._lanes[rank].get(lane, [])
+        if len(steps) > first:
+            self._fused[rank, lane] = (*self._fused.get((rank, lane), ()), (first, len(steps)))
 
     def copy_lane(self, peer: int) -> str:
         """The lane that sends to `peer`."""
@@ -94,6 +101,10 @@ class Builder:
             chunks=self.chunks,
             buffers=tuple(self._buffers.values()),
             ranks=tuple(
-                tuple(Lane(n, KINDS[n.partition(".")[0]], tuple(s)) for n, s in lanes.items()) for lanes in self._lanes
+                tuple(
+                    Lane(name, KINDS[name.partition(".")[0]], tuple(steps), self._fused.get((rank, name), ()))
+                    for name, steps in lanes.items()
+                )
+                for rank, lanes in enumerate(self._lanes)
             ),
         )

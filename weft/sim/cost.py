@@ -25,6 +25,7 @@ COLLECTIVES: dict[Op, str] = {
     "matmul_reduce_scatter": "reduce_scatter",
     "matmul_all_to_all": "all_to_all",
     "all_to_all_matmul": "all_to_all",
+    "matmul_all_reduce": "all_reduce",
 }
 """The vendor collective that an operator's sequential program has."""
 
@@ -112,11 +113,14 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
     On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
     ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
     all_to_all: where the machine has no figures for it, those of all_gather, in which as many bytes cross each port.
+    An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
     Raises ValueError if the machine has fewer GPUs.
     """
     machine.require(world_size)
     if world_size == 1 or not shard_bytes:
         return 0.0
+    if op == "all_reduce" and op not in machine.collectives:
+        return sum(collective_us(machine, half, shard_bytes, world_size) for half in ("reduce_scatter", "all_gather"))
     known = "all_gather" if op == "all_to_all" and op not in machine.collectives else op
     model = machine.collectives[known]  # type: ignore[index]
     if isinstance(model, AlphaBeta):
@@ -150,4 +154,6 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
     """The problem's collective alone, with the vendor's."""
-    return collective_us(machine, COLLECTIVES[problem.op], problem.shard_bytes, problem.world_size)
+    whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
+    shard_bytes = whole if problem.op == "matmul_all_reduce" else problem.shard_bytes
+    return collective_us(machine, COLLECTIVES[problem.op], shard_bytes, problem.world_size)

@@ -11,8 +11,9 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
                           \\ shares ports and links with every other transfer (weft.sim.network)
 
 Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
-latency later. A lane of communication blocks takes stores.sms SMs from the kernels that start while it runs. Transfers
-do not slow kernels through the GPU's memory, nor kernels transfers.
+latency later. Of a lane's fused steps only the first is launched, and flags among them cost that latency alone. A lane of
+communication blocks takes stores.sms SMs from the kernels that start while it runs. Transfers do not slow kernels through
+the GPU's memory, nor kernels transfers.
 """
 
 from __future__ import annotations
@@ -78,10 +79,12 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     if lane.kind == "blocks":
         world.free_sms[rank] -= world.machine.stores.sms
         yield world.env.timeout(ns(world.machine.launch_us))
-    for step in lane.steps:
+    inner = world.within_a_kernel()
+    for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
-        yield from _step(world, rank, lane, step)
+        inside = any(low < position < high for low, high in lane.fused)
+        yield from _step(inner if inside else world, rank, lane, step)
         record(step, start)
     if lane.kind == "blocks":
         world.free_sms[rank] += world.machine.stores.sms

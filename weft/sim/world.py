@@ -5,8 +5,9 @@ The clock counts whole nanoseconds. Flags are those of one call, the first: a fl
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import simpy
@@ -18,6 +19,7 @@ from weft.span import Span
 from weft.work import span
 
 Process = Generator[simpy.Event, Any, None]
+_NOTHING_US = 1e-3
 
 
 def ns(us: float) -> int:
@@ -104,6 +106,12 @@ class World:
     @property
     def now(self) -> int:
         return int(self.env.now)
+
+    def within_a_kernel(self) -> World:
+        """The same world as the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
+        inner = copy.copy(self)
+        inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US)
+        return inner
 
     def post(self, rank: int, flag: Flag, *, after_ns: int = 0) -> None:
         """Rank `rank` advances `flag` in `after_ns`; a peer sees it a link's latency later."""

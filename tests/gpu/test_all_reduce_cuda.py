@@ -1,0 +1,215 @@
+"""matmul_all_reduce on GPUs: dtypes, odd shapes, graphs replayed with new data, programs in turns, a late and a silent rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_work import bound, check_all_reduce
+
+import weft
+from weft.errors import PeerLost, WaitTimeout
+from weft.execute.ranks import Ranks
+from weft.problem import split
+from weft.schedules import names
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+SIZES = [n for n in (2, 4) if n <= max(GPUS, 2)]
+FAMILIES = names("matmul_all_reduce")
+KERNELS = ("one_shot", "two_shot", "sequential_stores")
+SHAPES = [(1, 8192, 1024), (8, 512, 384), (5, 129, 77), (130, 260, 96), (3, 2, 1)]
+"""M, N, K: a decode step; even; odd; more rows than a tile; fewer columns and less K than ranks."""
+BOUND_S = 5.0
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        yield ranks
+
+
+def _same_everywhere(out: torch.Tensor) -> bool:
+    bits = out.view(torch.int16 if out.element_size() == 2 else torch.int32).to(torch.int32)
+    found = torch.empty(dist.get_world_size() * bits.numel(), dtype=torch.int32, device=bits.device)
+    dist.all_gather_into_tensor(found, bits.flatten())
+    return bool((found.view(-1, bits.numel()) == bits.flatten()).all())
+
+
+def _every_family(dtype: torch.dtype) -> None:
+    faulthandler.dump_traceback_later(90, exit=True)
+    for turn, (m, n, k) in enumerate(SHAPES):
+        for name in FAMILIES:
+            for call in range(6):
+                out = check_all_reduce(m, n, k, dtype, name, 10 * turn + call, addends=call % 4)
+                assert name not in KERNELS or _same_everywhere(out), (name, (m, n, k))
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_family_is_right(pool: Ranks, dtype: torch.dtype) -> None:
+    pool.run(_every_family, dtype)
+
+
+class _Site:
+    """A rank's tensors, filled anew with data that every rank can compute the result of."""
+
+    def __init__(self, m: int, n: int, k: int, *, transposed: bool) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.inner, self.k = slice(*split(k, size)[rank]), k
+        options = {"device": "cuda", "dtype": torch.bfloat16}
+        self.whole_a = torch.empty(m, k, **options)  # type: ignore[call-overload]
+        self.whole_b = torch.empty((n, k) if transposed else (k, n), **options)  # type: ignore[call-overload]
+        self.whole_b = self.whole_b.t() if transposed else self.whole_b
+        self.bias, self.residual = torch.empty(n, **options), torch.empty(m, n, **options)  # type: ignore[call-overload]
+        self.a = self.whole_a[:, self.inner].contiguous()
+        self.b = self.whole_b[self.inner]
+        self.random = torch.Generator("cuda").manual_seed(7)
+
+    def refill(self) -> None:
+        for tensor in (self.whole_a, self.bias, self.residual):
+            tensor.normal_(generator=self.random)
+        self.whole_b.normal_(std=self.k**-0.5, generator=self.random)
+        self.a.copy_(self.whole_a[:, self.inner])
+
+    def call(self, name: str) -> torch.Tensor:
+        return weft.matmul_all_reduce(self.a, self.b, schedule=name, bias=self.bias, residual=self.residual)
+
+    def error(self, out: torch.Tensor) -> torch.Tensor:
+        """The largest error over what rounding explains, on the GPU: no call waits for the host."""
+        expected = self.whole_a.float() @ self.whole_b.float() + self.bias.float() + self.residual.float()
+        allowed = bound(torch.bfloat16, self.k, 2 * dist.get_world_size(), torch.ones(1))
+        return (out.float() - expected).abs().max() / (allowed * expected.abs().max())
+
+
+def _graphs(m: int, name: str, late: bool) -> None:
+    """A graph replayed a thousand times with new data, between eager calls of the same program; one rank may be 5 ms late."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    site = _Site(m, 1024, 512, transposed=True)
+    site.refill()
+    site.call(name)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = site.call(name)
+    worst = torch.zeros((), device="cuda")
+    for replay in range(1000):
+        site.refill()
+        if late and replay % 50 == 3 and dist.get_rank() == 1:
+            torch.cuda._sleep(10_000_000)
+        graph.replay()
+        worst = torch.maximum(worst, torch.nan_to_num(site.error(out), nan=float("inf")))
+        if replay % 100 == 7:
+            worst = torch.maximum(worst, torch.nan_to_num(site.error(site.call(name)), nan=float("inf")))
+    assert float(worst) <= 1, (name, m, float(worst))
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("m", [1, 8, 128, 600])
+def test_a_replayed_graph(pool: Ranks, m: int, name: str) -> None:
+    pool.run(_graphs, m, name, False)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("m", [4, 600])
+def test_a_late_rank(pool: Ranks, m: int, name: str) -> None:
+    pool.run(_graphs, m, name, True)
+
+
+def _in_turns() -> None:
+    """Programs of several sizes and families between each other, in one graph and outside."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    sites = [_Site(m, n, 512, transposed=bool(n % 2048)) for m, n in ((1, 1024), (16, 2048), (64, 512))]
+    for site in sites:
+        site.refill()
+        for name in KERNELS:
+            site.call(name)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outs = [(site, site.call(name)) for _ in range(2) for name in KERNELS for site in sites]
+    for _ in range(20):
+        for site in sites:
+            site.refill()
+        graph.replay()
+        errors = [site.error(out) for site, out in outs] + [site.error(site.call(name)) for site in sites for name in KERNELS]
+        assert float(torch.stack(errors).max()) <= 1
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_programs_in_turns(pool: Ranks) -> None:
+    pool.run(_in_turns)
+
+
+def _same_bits() -> None:
+    """The same data gives the same bits, whoever comes first."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    for m in (1, 32, 256):
+        site = _Site(m, 1024, 512, transposed=True)
+        site.refill()
+        for name in KERNELS:
+            first = site.call(name)
+            for call in range(20):
+                torch.cuda._sleep(100_000 * ((call + dist.get_rank()) % 3))
+                assert torch.equal(site.call(name), first)
+            assert _same_everywhere(first)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_the_same_bits_each_call_and_on_each_rank(pool: Ranks) -> None:
+    pool.run(_same_bits)
+
+
+def _never_sent(m: int, name: str) -> str:
+    """Rank 1 sends nothing in its second call; then all go on together."""
+    from weft.execute.exchange import FusedExchange
+
+    faulthandler.dump_traceback_later(90, exit=True)
+    check_all_reduce(m, 256, 128, torch.bfloat16, name, 0)
+    launch = FusedExchange.launch
+    if dist.get_rank() == 1:
+        FusedExchange.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
+            self, bindings, **(options | {"silent": True})
+        )
+    try:
+        check_all_reduce(m, 256, 128, torch.bfloat16, name, 1)
+        message = "right"
+    except (PeerLost, WaitTimeout, AssertionError) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        FusedExchange.launch = launch  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    time.sleep(1)
+    dist.barrier()
+    weft.close()
+    check_all_reduce(m, 256, 128, torch.bfloat16, name, 2)
+    faulthandler.cancel_dump_traceback_later()
+    return message
+
+
+@pytest.mark.parametrize(("m", "name"), [(1, "one_shot"), (1, "two_shot"), (2048, "two_shot")])
+def test_a_tile_that_never_comes(pool: Ranks, m: int, name: str) -> None:
+    messages = pool.run(_never_sent, m, name)
+    assert any("of rank 1 has not arrived" in message for message in messages), messages
+
+
+def _memory_of_many_calls() -> tuple[int, int]:
+    faulthandler.dump_traceback_later(90, exit=True)
+    seen = []
+    for call in range(200):
+        check_all_reduce(5, 129, 77, torch.bfloat16, FAMILIES[call % len(FAMILIES)], call, addends=3)
+        if call in (50, 199):
+            torch.cuda.synchronize()
+            seen.append(torch.cuda.memory_allocated())
+    faulthandler.cancel_dump_traceback_later()
+    return seen[0], seen[1]
+
+
+def test_two_hundred_calls_grow_nothing(pool: Ranks) -> None:
+    for early, late in pool.run(_memory_of_many_calls):
+        assert late <= early

@@ -1,0 +1,422 @@
+"""matmul_all_reduce: on real ranks step by step, as the interpreted kernel, its proof, its gradients, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_work import check_all_reduce, whole
+
+import weft
+from weft.checker import ScheduleError, check
+from weft.errors import WaitTimeout
+from weft.execute.ranks import Ranks
+from weft.models import decode_sites, load_model
+from weft.problem import Problem, split
+from weft.run import Measured, measure_site, tolerance
+from weft.schedule import Copy, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedules import build, names
+
+FAMILIES = names("matmul_all_reduce")
+KERNELS = ("one_shot", "two_shot", "sequential_stores")
+SHAPES = [(8, 48, 32), (1, 23, 19), (5, 7, 3), (3, 2, 1)]
+"""M, N, K: even; a vector and odd ones; few columns; some ranks without columns or a part of K."""
+
+
+def _same_everywhere(out: torch.Tensor) -> bool:
+    """Whether every rank has the same bits."""
+    bits = out.contiguous().view(torch.int16 if out.element_size() == 2 else torch.int32).to(torch.int32)
+    found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, bits)
+    return all(torch.equal(one, found[0]) for one in found)
+
+
+def _every_family(dtype: torch.dtype) -> None:
+    for turn, (m, n, k) in enumerate(SHAPES):
+        for name in FAMILIES:
+            for call in range(4):
+                out = check_all_reduce(m, n, k, dtype, name, 10 * turn + call, addends=call)
+                assert _same_everywhere(out), (name, (m, n, k))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_family_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
+    ranks(world_size).run(_every_family, dtype)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("harm", [0.0, 0.2])
+def test_weft_run_checks_decode_sites(ranks: RankFixture, harm: float) -> None:
+    assert [site.op for site in decode_sites(load_model("llama3-8b"))] == ["matmul_all_reduce"] * 2
+    problem = Problem(op="matmul_all_reduce", m=2, n=64, k=96, world_size=3)
+    errors = [measured.max_error for measured in ranks(3).run(_harmed, problem, harm)]
+    assert (max(errors) <= tolerance(build(problem, "two_shot"))) == (harm == 0.0)
+
+
+def _harmed(problem: Problem, harm: float) -> Measured:
+    """measure_site, with an element of rank 1's partial result off by `harm`."""
+    from weft.execute.host import HostProgram
+
+    matmul = HostProgram.matmul
+
+    def wrong(self: HostProgram, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        matmul(self, a, b, out, accumulate=accumulate)
+        out[0, 0] += harm * (dist.get_rank() == 1)
+
+    HostProgram.matmul = wrong  # type: ignore[method-assign]
+    try:
+        return measure_site(problem, "two_shot", 5, "cpu")
+    finally:
+        HostProgram.matmul = matmul  # type: ignore[method-assign]
+
+
+def _calls_in_a_row(late: bool) -> None:
+    """New data each call, the same bits for the same data; one rank comes late to every call."""
+    for call in range(6):
+        for name in FAMILIES:
+            if late and dist.get_rank() == 1:
+                time.sleep(0.003)
+            first = check_all_reduce(7, 23, 19, torch.float32, name, call, addends=3)
+            again = check_all_reduce(7, 23, 19, torch.float32, name, call, addends=3)
+            assert torch.equal(first, again)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("late", [False, True])
+def test_calls_in_a_row(ranks: RankFixture, late: bool) -> None:
+    ranks(3).run(_calls_in_a_row, late)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        yield pool
+
+
+def _as_kernel(name: str, packed: bool) -> int:
+    """Six calls of new data, one rank late to half of them; how often the kernel ran."""
+    from weft.execute import exchange
+    from weft.kernels import all_reduce
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    launches, launch, bytes_packed = 0, exchange.FusedExchange.launch, all_reduce.PACKED_BYTES
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal launches
+        launches += 1
+        launch(*arguments, **options)
+
+    exchange.FusedExchange.launch = counted  # type: ignore[method-assign]
+    all_reduce.PACKED_BYTES = bytes_packed if packed else 0
+    try:
+        for m, n, k in ((3, 40, 19), (18, 17, 8)):
+            for call in range(6):
+                if call % 2 and dist.get_rank() == 1:
+                    time.sleep(0.02)
+                out = check_all_reduce(m, n, k, torch.float16, name, call, addends=call % 4)
+                assert _same_everywhere(out)
+        again = check_all_reduce(m, n, k, torch.float16, name, call, addends=call % 4)
+        assert torch.equal(out, again)
+    finally:
+        exchange.FusedExchange.launch, all_reduce.PACKED_BYTES = launch, bytes_packed  # type: ignore[method-assign]
+        weft.close()
+    return launches
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_kernel(interpreted: Ranks, name: str, packed: bool) -> None:
+    assert set(interpreted.run(_as_kernel, name, packed)) == {13}
+
+
+def _without_meeting(one_hop: bool, packed: bool) -> None:
+    """Calls of the bare kernel, one block each: nothing holds a rank back but the kernel, and rank 1 sums late."""
+    from weft.kernels import all_reduce as kernel
+    from weft.team import Team
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = Problem(op="matmul_all_reduce", m=2, n=8, k=8 * size, world_size=size, dtype="float16")
+    received, bytes_packed = kernel.received, kernel.PACKED_BYTES
+    kernel.PACKED_BYTES = bytes_packed if packed else 0
+    device = torch.device("cpu")
+    layout = kernel.plan(problem, rank, split(8, size), one_hop=one_hop, multiply=True, device=device, sms=1)
+    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
+    segments = team.allocate(layout.mailbox_bytes)
+    memory = kernel.mailbox([segment.address for segment in segments], 1, device)
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.01 * (rank == 1))
+        return received(*arguments)
+
+    kernel.received = late  # type: ignore[assignment]
+    try:
+        for call in range(6):
+            a, b, expected = whole(2, 8, 8 * size, torch.float16, call)
+            mine, out = slice(8 * rank, 8 * rank + 8), torch.empty(2, 8, dtype=torch.float16)
+            operands = (a[:, mine].contiguous(), b[mine])
+            rest: dict[str, Any] = {"partial": None, "bias": None, "residual": None, "live": True, "tries": 3_000}
+            kernel.all_reduce(layout, memory, out, factors=operands, **rest)
+            torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+            assert memory.status.tolist() == [0, 0]
+            assert memory.epochs.tolist() == [call + 1]
+    finally:
+        kernel.received, kernel.PACKED_BYTES = received, bytes_packed
+        dist.barrier()
+        for segment in segments:
+            segment.close()
+        team.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("one_hop", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_rank_that_runs_ahead_overwrites_nothing(interpreted: Ranks, one_hop: bool, packed: bool) -> None:
+    interpreted.run(_without_meeting, one_hop, packed)
+
+
+def _never_sent(packed: bool) -> str:
+    """Rank 1 runs its second call without sending; what the others are told, and then all go on."""
+    from weft.execute import exchange, host
+    from weft.kernels import all_reduce
+
+    host._LOOKS_PER_S = 10 if packed else 1000  # interpreted, a look at packed tiles takes milliseconds
+    launch, bytes_packed = exchange.FusedExchange.launch, all_reduce.PACKED_BYTES
+    all_reduce.PACKED_BYTES = bytes_packed if packed else 0
+    check_all_reduce(2, 20, 8, torch.float16, "one_shot", 0)
+    if dist.get_rank() == 1:
+        exchange.FusedExchange.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
+            self, bindings, **(options | {"silent": True})
+        )
+    message = ""
+    try:
+        check_all_reduce(2, 20, 8, torch.float16, "one_shot", 1)
+    except (WaitTimeout, AssertionError) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        exchange.FusedExchange.launch = launch  # type: ignore[method-assign]
+    dist.barrier()
+    weft.close()
+    check_all_reduce(2, 20, 8, torch.float16, "one_shot", 2)
+    all_reduce.PACKED_BYTES = bytes_packed
+    weft.close()
+    return message
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_tile_that_never_comes_is_named(packed: bool) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "10"}) as pool:
+        told, silent = pool.run(_never_sent, packed)
+    assert told.startswith("WaitTimeout: rank 0, lane compute, step 0")
+    assert "of rank 1 has not arrived" in told
+    assert silent.startswith("AssertionError")  # its own sum lacks everything
+
+
+def _gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, _ = whole(6, 8, 12, torch.float32, 1)
+    low, high = split(12, size)[rank]
+    mine = [a[:, low:high].clone().requires_grad_(), b[low:high].clone().requires_grad_()]
+    added = [torch.randn(*shape, generator=torch.Generator().manual_seed(2)).requires_grad_() for shape in ((8,), (6, 8))]
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
+    out = weft.matmul_all_reduce(*mine, schedule="two_shot", bias=added[0], residual=added[1])
+    (out * weight).sum().backward()
+    full = [t.clone().requires_grad_() for t in (a, b)]
+    wanted = [t.detach().clone().requires_grad_() for t in added]
+    ((full[0] @ full[1] + wanted[0] + wanted[1]) * weight).sum().backward()
+    torch.testing.assert_close(mine[0].grad, full[0].grad[:, low:high])  # type: ignore[index]
+    torch.testing.assert_close(mine[1].grad, full[1].grad[low:high])  # type: ignore[index]
+    for got, expected in zip(added, wanted, strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+
+
+@pytest.mark.ranks
+def test_gradients_are_those_of_the_whole_product(ranks: RankFixture) -> None:
+    ranks(3).run(_gradients)
+
+
+def _compiled() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, expected = whole(4, 8, 6, torch.float32, 6)
+    low, high = split(6, size)[rank]
+    bias, residual = torch.ones(8), torch.ones(2, 2, 8)
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return weft.matmul_all_reduce(x.view(2, 2, -1), w, schedule="one_shot", bias=bias, residual=residual) * 2
+
+    x, w = a[:, low:high].contiguous(), b[low:high]
+    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x, w)
+    torch.testing.assert_close(got, 2 * (expected.float() + 2).view(2, 2, 8))
+    group = dist.group.WORLD
+    assert group is not None
+    for addends in ((bias, None), (None, residual.view(4, 8))):
+        arguments = (x, w, *addends, group.group_name, "two_shot")
+        torch.library.opcheck(torch.ops.weft.matmul_all_reduce, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.ranks
+def test_compiles_as_one_graph(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled)
+
+
+def _auto_and_layouts() -> None:
+    check_all_reduce(4, 16, 8, torch.bfloat16, "auto", 0, addends=3)
+    check_all_reduce(300, 16, 8, torch.bfloat16, "auto", 0, addends=1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, expected = whole(6, 10, 8, torch.float32, 2)
+    out = weft.matmul_all_reduce(a[:, rank::size].reshape(2, 3, -1), b[rank::size].t().contiguous().t(), schedule="two_shot")
+    torch.testing.assert_close(out, expected.float().view(2, 3, 10))
+    assert check_all_reduce(0, 10, 8, torch.float32, "one_shot", 0, addends=3).shape == (0, 10)
+
+
+@pytest.mark.ranks
+def test_auto_and_leading_dimensions(ranks: RankFixture) -> None:
+    ranks(2).run(_auto_and_layouts)
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"bias": torch.ones(3)}, r"bias is \[3\]; it must be \[2\]"),
+    ({"bias": torch.ones(2, dtype=torch.float64)}, "bias is torch.float64 on cpu, a is torch.float32 on cpu; they must agree"),
+    ({"residual": torch.ones(2, 3)}, r"residual is \[2, 3\]; it must be \[5, 2\]"),
+    ({"residual": "none"}, r"residual is a str; it must be \[5, 2\]"),
+    ({"b": torch.ones(3, 2)}, "b has 3 rows, a has 4 columns"),
+    (
+        {"schedule": "flag_gated"},
+        "schedule is 'flag_gated', which is for .* alone; matmul_all_reduce has .*, two_shot",
+    ),
+    ({"schedule": "one_shot:2"}, "for families that have chunks"),
+]
+
+
+def _mistakes() -> None:
+    for change, message in MISTAKES:
+        with pytest.raises(ValueError, match=message):
+            weft.matmul_all_reduce(**{"a": torch.ones(5, 4), "b": torch.ones(4, 2), **change})
+    with pytest.raises(ValueError, match="schedule is 'one_shot', which is for matmul_all_reduce alone; "):
+        weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="one_shot")
+    check_all_reduce(4, 6, 8, torch.float32, "one_shot", 1)
+
+
+@pytest.mark.ranks
+def test_mistakes_are_told_and_nothing_is_lost(ranks: RankFixture) -> None:
+    ranks(2).run(_mistakes)
+
+
+def test_problems_that_add_nothing() -> None:
+    for op, addends in (("matmul_reduce_scatter", ("bias",)), ("matmul_all_reduce", ("residual", "bias"))):
+        with pytest.raises(ValueError, match=rf"addends is \(.*\); {op} takes any of"):
+            Problem(op=op, m=2, n=2, k=2, world_size=2, addends=addends)  # type: ignore[arg-type]
+
+
+PROBLEM = Problem(op="matmul_all_reduce", m=6, n=8, k=12, world_size=3, addends=("bias", "residual"))
+
+
+def _changed(schedule: Schedule, change: Any) -> Schedule:
+    """The schedule with rank 1's compute lane changed: its steps, as a list, in place."""
+    (lane,) = schedule.ranks[1]
+    steps = list(lane.steps)
+    change(steps)
+    ranks = (schedule.ranks[0], (dataclasses.replace(lane, steps=tuple(steps), fused=()),), *schedule.ranks[2:])
+    return dataclasses.replace(schedule, ranks=ranks)
+
+
+def _first(steps: list[Step], kind: type[Step]) -> int:
+    return next(i for i, step in enumerate(steps) if isinstance(step, kind))
+
+
+def _reduce(steps: list[Step], change: Any) -> None:
+    at = _first(steps, Reduce)
+    step = steps[at]
+    assert isinstance(step, Reduce)
+    (part,) = step.parts
+    steps[at] = dataclasses.replace(step, parts=(dataclasses.replace(part, srcs=change(part.srcs)),))
+
+
+DAMAGE: list[tuple[str, str, Any, str]] = [
+    ("one_shot", "bias twice", lambda s: _reduce(s, lambda srcs: (*srcs, srcs[-2])), "K summed twice|leaves out@1"),
+    (
+        "one_shot",
+        "no residual",
+        lambda s: _reduce(s, lambda srcs: srcs[:-1]),
+        r"leaves out@1.* and residual$",
+    ),
+    ("two_shot", "a rank left out", lambda s: _reduce(s, lambda srcs: srcs[1:]), "leaves out@1"),
+    ("one_shot", "no wait for the last call", lambda s: s.pop(_first(s, Wait)), "nothing orders the two"),
+    ("two_shot", "sent too early", lambda s: s.insert(0, s.pop(_first(s, Copy))), "no write of all of it|nothing orders"),
+    ("two_shot", "never signalled", lambda s: s.pop(_first(s, Signal)), "it waits for 1 signals|deadlock|of arrived"),
+]
+
+
+@pytest.mark.parametrize(("name", "what", "change", "message"), DAMAGE, ids=[f"{d[0]}-{d[1]}" for d in DAMAGE])
+def test_damage_is_refused(name: str, what: str, change: Any, message: str) -> None:
+    schedule = build(PROBLEM, name)
+    check(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        check(_changed(schedule, change))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused", "message"),
+    [
+        ("compute", ((0, 99),), "it must be ranges within the"),
+        ("compute", ((3, 3),), "none empty"),
+        ("compute", ((2, 5), (0, 2)), "in order"),
+        ("blocks", ((0, 2),), "only a lane of kind compute"),
+    ],
+)
+def test_fused_ranges_that_are_none(kind: Any, fused: Any, message: str) -> None:
+    schedule = build(PROBLEM, "one_shot")
+    (lane,) = schedule.ranks[0]
+    changed = Lane(lane.name, kind, lane.steps, fused)
+    with pytest.raises(ScheduleError, match=message):
+        check(dataclasses.replace(schedule, ranks=((changed,), *schedule.ranks[1:])))
+
+
+def _other_fused_steps() -> str:
+    """A lane whose fused steps no kernel stands for."""
+    problem = Problem(op="matmul_all_reduce", m=4, n=8, k=6, world_size=2, dtype="float16")
+    schedule = build(problem, "one_shot")
+    ranks = tuple((dataclasses.replace(lane, fused=((0, 3),)),) for (lane,) in schedule.ranks)
+    rank = dist.get_rank()
+    a, b, _ = whole(4, 8, 6, torch.float16, 0)
+    mine = slice(*split(6, 2)[rank])
+    try:
+        weft.matmul_all_reduce(a[:, mine], b[mine], schedule=dataclasses.replace(schedule, ranks=ranks))
+    except ValueError as error:
+        return str(error)
+    finally:
+        weft.close()
+    return "ran"
+
+
+@pytest.mark.ranks
+def test_fused_steps_that_no_kernel_runs_are_refused() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "20"}) as pool:
+        for message in pool.run(_other_fused_steps):
+            assert "has steps 0 to 3 as one kernel, and there is none" in message
+
+
+def test_what_each_hop_moves() -> None:
+    """one_shot sends everything to everyone; two_shot the columns of others, and its own ones to all."""
+    for name, elements in (("one_shot", 2 * 6 * 8), ("two_shot", 6 * (3 + 2) + 2 * 6 * 3)):
+        (lane,) = build(PROBLEM, name).ranks[0]
+        sent = [step.dst for step in lane.steps if isinstance(step, Copy) and step.dst.rank != 0]
+        assert sum(map(_size, sent)) == elements
+        assert lane.fused == ((0, len(lane.steps)),)
+
+
+def _size(region: Region) -> int:
+    return region.size

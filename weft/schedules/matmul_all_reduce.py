@@ -1,0 +1,204 @@
+"""Builders for matmul_all_reduce: out_MN = all_reduce(a_Mk @ b_kN) + bias + residual.
+
+Buffers of rank r
+    a         input      M x k_r
+    b         input      k_r x N
+    bias      input      1 x N       where the problem adds one; added to every row
+    residual  input      M x N       likewise; both are alike on every rank, and added once
+    partial   local      M x N       r's product
+    recv      symmetric              one_shot: p*M x N, what each of the p other ranks computed, in the order of ranks;
+                                     two_shot: p*M x n_r of the columns that r owns
+    summed    symmetric  M x N       two_shot: the columns that others own, as their owners summed them
+    out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
+
+Flags of rank r (who advances ~> who waits)
+    arrived[p]@r   p ~> r: p's partial result lies in recv        free[p]@r   p ~> r: p has read what r put into p's recv
+    ready[p]@r     p ~> r: p's columns lie in summed              read[p]@r   p ~> r: p has read what r put into p's summed
+
+    one_shot: one hop                                   two_shot: two hops, 2/p of the bytes
+    rank r                      rank p                  rank r                     rank o, the owner of some columns
+    gemm -> partial                                     gemm -> partial
+    partial -> recv of p   ~~>  rows land               its columns -> recv of o ~~>  rows land
+    signal arrived[r]      ~~>  wait arrived            signal arrived[r]        ~~>  wait arrived of all
+                                reduce all -> out       wait ready[o]                 reduce -> out
+                                signal free[p]@r        summed -> out            <~~  out -> summed of r, signal ready[o]
+
+Every rank of one_shot adds in the same order, so that all have the same bits; in two_shot one rank adds.
+
+Bad interleaving: r, a call ahead, writes recv of p while p still sums the old rows. `free` prevents it, and `read` for summed.
+
+All of it, or all but a vendor's GEMM, is one persistent kernel where the device has it (Lane.fused; weft.kernels.all_reduce).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from weft.problem import Problem, Span1D, split
+from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.schedules.builder import Builder
+
+ONE_HOP_BYTES = 1 << 18
+"""sequential_stores sends partial results to everyone up to so many bytes a rank, else to their owners: some microsecond of
+300 GB/s, about what the second hop costs. Reasoned, not measured."""
+
+
+def owned_columns(problem: Problem) -> tuple[Span1D, ...]:
+    """The columns that each rank sums up in two_shot."""
+    return split(problem.n, problem.world_size)
+
+
+class _Everywhere(Builder):
+    """Buffers and repeated idioms of this operator."""
+
+    def __init__(self, problem: Problem, name: str) -> None:
+        super().__init__(problem, name)
+        each = range(self.world_size)
+        inner = [problem.inner(r) for r in each]
+        self.rows, self.cols = [problem.m for _ in each], [problem.n for _ in each]
+        self.buffer("a", "input", self.rows, inner)
+        self.buffer("b", "input", inner, self.cols)
+        for addend in problem.addends:
+            self.buffer(addend, "input", self.rows if addend == "residual" else [1 for _ in each], self.cols)
+        self.buffer("out", "output", self.rows, self.cols)
+
+    def multiply(self, rank: int, into: str) -> None:
+        if self.problem.m and self.problem.n:
+            part = Part(self.region("a", rank), self.region(into, rank))
+            self.add(rank, "compute", Gemm(self.region("b", rank), (part,)))
+
+    def addends(self, rank: int, cols: Span1D) -> tuple[Region, ...]:
+        return tuple(self.region(name, rank, cols=cols) for name in self.problem.addends)
+
+    def slot(self, src: int, owner: int) -> Region:
+        """Where rank `src` puts its partial result, on a rank that sums."""
+        low = (src - (src > owner)) * self.problem.m
+        return self.region("recv", owner, (low, low + self.problem.m))
+
+    def send(self, rank: int, peer: int, cols: Span1D) -> None:
+        """Columns of the partial result to a rank that sums them."""
+        self.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
+        self.add(rank, "compute", Copy(self.region("partial", rank, cols=cols), self.slot(rank, peer)))
+        self.add(rank, "compute", Signal(Flag("arrived", peer, rank)))
+
+    def total(self, rank: int, cols: Span1D) -> None:
+        """Sum what has arrived of these columns, then tell every peer that it has been read."""
+        self.add(rank, "compute", *(Wait(Flag("arrived", rank, peer)) for peer in self.peers(rank)))
+        mine = self.region("partial", rank, cols=cols)
+        srcs = [mine if src == rank else self.slot(src, rank) for src in range(self.world_size)]
+        out = self.region("out", rank, cols=cols)
+        self.add(rank, "compute", Reduce((Sum((*srcs, *self.addends(rank, cols)), out),)))
+        self.add(rank, "compute", *(Signal(Flag("free", peer, rank)) for peer in self.peers(rank)))
+
+    def publish(self, rank: int, peer: int, cols: Span1D) -> None:
+        """The sum of the own columns to a peer."""
+        self.add(rank, "compute", Wait(Flag("read", rank, peer), 0))
+        self.add(rank, "compute", Copy(self.region("out", rank, cols=cols), self.region("summed", peer, cols=cols)))
+        self.add(rank, "compute", Signal(Flag("ready", peer, rank)))
+
+    def take(self, rank: int, owner: int, cols: Span1D) -> None:
+        """What the owner of these columns has summed."""
+        self.add(rank, "compute", Wait(Flag("ready", rank, owner)))
+        self.add(rank, "compute", Copy(self.region("summed", rank, cols=cols), self.region("out", rank, cols=cols)))
+        self.add(rank, "compute", Signal(Flag("read", owner, rank)))
+
+
+def sequential(problem: Problem) -> Schedule:
+    """One GEMM, then the vendor's all-reduce, in place; addends come after it, by a sum that rounds once more."""
+    s = _Everywhere(problem, "sequential")
+    into = "partial" if problem.addends else "out"
+    if problem.addends:
+        s.buffer("partial", "local", s.rows, s.cols)
+    for rank in range(s.world_size):
+        s.multiply(rank, into)
+        s.add(rank, "compute", Collective("all_reduce", s.region(into, rank), s.region(into, rank)))
+        if problem.addends and problem.m and problem.n:
+            whole = (0, problem.n)
+            srcs = (s.region("partial", rank), *s.addends(rank, whole))
+            s.add(rank, "compute", Reduce((Sum(srcs, s.region("out", rank)),)))
+    return s.done()
+
+
+def one_shot(problem: Problem, name: str, *, first_fused: int = 0) -> Schedule:
+    """Every rank stores its partial result at every peer, and sums all. first_fused: steps before it are not of the kernel."""
+    s = _Everywhere(problem, name)
+    peers = s.world_size - 1
+    s.buffer("partial", "local", s.rows, s.cols)
+    s.buffer("recv", "symmetric", [peers * rows for rows in s.rows], s.cols)
+    for rank in range(s.world_size if problem.m and problem.n else 0):
+        s.multiply(rank, "partial")
+        for peer in s.peers(rank):
+            s.send(rank, peer, (0, problem.n))
+        s.total(rank, (0, problem.n))
+        s.fuse(rank, "compute", first_fused)
+    return s.done()
+
+
+def two_shot(problem: Problem, name: str, *, first_fused: int = 0) -> Schedule:
+    """Columns have owners: each sums the partial results of its own, and stores the sums at every peer."""
+    s = _Everywhere(problem, name)
+    owned = owned_columns(problem)
+    widths = [high - low for low, high in owned]
+    s.buffer("partial", "local", s.rows, s.cols)
+    s.buffer("recv", "symmetric", [(s.world_size - 1) * rows for rows in s.rows], widths)
+    s.buffer("summed", "symmetric", s.rows, s.cols)
+    for rank in range(s.world_size if problem.m and problem.n else 0):
+        owners = [peer for peer in s.peers(rank) if widths[peer]]
+        s.multiply(rank, "partial")
+        for owner in owners:
+            s.send(rank, owner, owned[owner])
+        if widths[rank]:
+            s.total(rank, owned[rank])
+            for peer in s.peers(rank):
+                s.publish(rank, peer, owned[rank])
+        for owner in owners:
+            s.take(rank, owner, owned[owner])
+        s.fuse(rank, "compute", first_fused)
+    return s.done()
+
+
+def sequential_stores(problem: Problem, name: str) -> Schedule:
+    """One vendor GEMM; then the exchange as one kernel: in one hop where that is few bytes, else in two."""
+    few = problem.m * problem.n * problem.itemsize * (problem.world_size - 1) <= ONE_HOP_BYTES
+    return (one_shot if few else two_shot)(problem, name, first_fused=1)
+
+
+def gathered(scatter: Callable[[Problem], Schedule]) -> Callable[[Problem], Schedule]:
+    """A matmul_reduce_scatter whose sums are steps of their own, and then the vendor's all-gather of its result."""
+
+    def build(problem: Problem) -> Schedule:
+        inner = scatter(problem)
+        buffers = [replace(buffer, name="mine", kind="local") if buffer.name == "out" else buffer for buffer in inner.buffers]
+        s = _Everywhere(problem, inner.name)
+        known = {buffer.name for buffer in buffers}
+        added = [buffer for buffer in s.done().buffers if buffer.name not in known]
+        ranks = tuple(_then_gathered(problem, rank, lanes, buffers) for rank, lanes in enumerate(inner.ranks))
+        return replace(inner, buffers=(*buffers, *added), ranks=ranks)
+
+    return build
+
+
+def _then_gathered(problem: Problem, rank: int, lanes: tuple[Lane, ...], buffers: list[Buffer]) -> tuple[Lane, ...]:
+    """One rank's lanes, its result in `mine`, and the gather."""
+    mine = next(buffer for buffer in buffers if buffer.name == "mine").whole(rank)
+    gather = Collective("all_gather", mine, Region("out", rank, (0, problem.m), (0, problem.n)))
+    found = [replace(lane, steps=tuple(_into_mine(problem, rank, step) for step in lane.steps)) for lane in lanes]
+    names = [lane.name for lane in found]
+    if "compute" not in names:
+        return (*found, Lane("compute", "compute", (gather,)))
+    return tuple(replace(lane, steps=(*lane.steps, gather)) if lane.name == "compute" else lane for lane in found)
+
+
+def _into_mine(problem: Problem, rank: int, step: Step) -> Step:
+    """A sum with the addends of its rows."""
+    if not isinstance(step, Reduce):
+        return step
+    first = problem.shards[rank][0]
+    parts = []
+    for part in step.parts:
+        rows = (first + part.out.rows[0], first + part.out.rows[1])
+        spans: dict[str, Span1D] = {"bias": (0, 1), "residual": rows}
+        more = tuple(Region(name, rank, spans[name], part.out.cols) for name in problem.addends)
+        parts.append(replace(part, srcs=(*part.srcs, *more), out=replace(part.out, buffer="mine")))
+    return replace(step, parts=tuple(parts))
