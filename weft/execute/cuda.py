@@ -231,6 +231,8 @@ class CudaProgram(BoundProgram):
     def _register(self) -> None:
         """Let vendor collectives have registered buffers where those are faster. Collective."""
         for vendor in self._vendors.values():
+            if self.schedule.buffer[vendor.owned.buffer].kind in ("input", "output"):
+                continue
             window = vendor.register(lambda what, ns: max(self.team.enter(f"{self.schedule.name}: {what}", ns)))
             if window is not None:
                 region = vendor.owned

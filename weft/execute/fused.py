@@ -211,7 +211,9 @@ class FusedReduce(FusedStep):
         self._launcher = reduce_kernel.launcher()
 
     def runs(self, bindings: Bindings) -> bool:
-        """One result, and sources of one dtype and row stride, as many for each part."""
+        """One result, and sources of one dtype, row stride and of the result's rows, as many for each part."""
+        if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
+            return False
         (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
         out, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
         tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
