@@ -34,6 +34,8 @@ class Effects:
 
     def _input(self, name: str, rank: int) -> Content:
         """What the caller writes, in the coordinates of the whole matrices."""
+        if name == "bags":
+            return ("P", 0, self._first_column(rank))
         if self.problem.op == "all_gather_matmul":
             offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
@@ -108,18 +110,34 @@ class Effects:
         """What lands on `rank`: all shards below each other, or the sum over ranks of its own."""
         if actions[rank].do is Do.COPY:
             landed: Cells = []
+            if self.problem.op == "embedding_bag_all_to_all":
+                return self._exchanged(actions, found, rank, dst)
             for (low, high), action, cells in zip(self.problem.shards, actions, found, strict=True):
                 if action.reads:
                     landed += moved(cells, action.reads[0][1], (dst[0] + low, dst[0] + high, dst[2], dst[3]))
             return landed
-        low, high = self.problem.shards[rank]
         parts = []
         for action, cells in zip(actions, found, strict=True):
-            src = action.reads[0][1]
-            own = (src[0] + low, src[0] + high, src[2], src[3])
-            cut = [(common, content) for rect, content in cells if (common := overlap(rect, own))]
+            own, cut = self._shard_of(action, cells, rank)
             parts.append(moved(cut, own, dst))
         return divided(total(parts), actions[rank].divide_by)
+
+    def _exchanged(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
+        """The shard of `rank` of every rank's columns, side by side."""
+        landed: Cells = []
+        for src, (action, cells) in enumerate(zip(actions, found, strict=True)):
+            if action.reads:
+                own, cut = self._shard_of(action, cells, rank)
+                left = dst[2] + self._first_column(src)
+                landed += moved(cut, own, (dst[0], dst[1], left, left + own[3] - own[2]))
+        return landed
+
+    def _shard_of(self, action: Action, cells: Cells, rank: int) -> tuple[Rect, Cells]:
+        """The rows that belong to `rank`, of what a rank gives to a collective, and what they hold."""
+        low, high = self.problem.shards[rank]
+        src = action.reads[0][1]
+        own = (src[0] + low, src[0] + high, src[2], src[3])
+        return own, [(common, content) for rect, content in cells if (common := overlap(rect, own))]
 
     def check_outputs(self, rank: int) -> None:
         """The caller of `rank` finds the whole result, and nothing else."""
@@ -130,6 +148,8 @@ class Effects:
 
     def _wanted(self, name: str, rank: int) -> Content:
         problem = self.problem
+        if problem.op == "embedding_bag_all_to_all":
+            return ("P", problem.shards[rank][0], 0)
         if name == "gathered":
             return ("A", 0, 0)
         if problem.op == "all_gather_matmul":

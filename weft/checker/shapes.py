@@ -6,8 +6,8 @@ Each rule hands back what is wrong, in words, or an empty text.
 from __future__ import annotations
 
 from weft.checker.program import ScheduleError
-from weft.problem import Problem
-from weft.schedule import Buffer, Collective, Gemm, Part, Schedule, Sum
+from weft.problem import LookupProblem, Problem
+from weft.schedule import Bags, Buffer, Collective, Gemm, Part, Schedule, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,6 +37,11 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     owned = tuple(high - low for low, high in problem.shards)
     m, k = tuple(problem.m for _ in each), tuple(problem.inner(r) for r in each)
     columns = tuple(problem.columns(r) for r in each)
+    if isinstance(problem, LookupProblem):
+        return {
+            "bags": ("input", (m, columns)),
+            "out": ("output", (owned, tuple(problem.n for _ in each))),
+        }
     gather = problem.op == "all_gather_matmul"
     found: dict[str, tuple[str, Shape]] = {
         "a": ("input", (owned if gather else m, k)),
@@ -83,9 +88,23 @@ def sum_fault(part: Sum) -> str:
     return ""
 
 
+def bags_fault(part: Bags, problem: Problem, rank: int) -> str:
+    """Bags of whole tables, into a rectangle of their shape."""
+    if not isinstance(problem, LookupProblem) or part.bags.buffer != "bags":
+        return f"{part.bags} holds no bags; a lookup reads buffer bags of a lookup's problem"
+    if part.bags.shape != part.out.shape:
+        return f"{part.bags} has shape {part.bags.shape}, but it is looked up into {part.out} of shape {part.out.shape}"
+    borders = {0, *(end for _, end in problem.table_columns(rank))}
+    if not borders.issuperset(part.bags.cols):
+        return f"{part.bags} cuts a table; the tables of rank {rank} end at columns {sorted(borders)}"
+    return ""
+
+
 def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     """Rows are cut by the problem's shards; columns are the same on both sides."""
     low, high = problem.shards[rank]
+    if step.op == "all_to_all_columns":
+        return _exchange_fault(step, (problem.m, problem.columns(rank)), (high - low, problem.n))
     full, part = (problem.m, step.src.shape[1]), (high - low, step.src.shape[1])
     src, dst = (part, full) if step.op == "all_gather" else (full, part)
     for region, shape in ((step.src, src), (step.dst, dst)):
@@ -94,6 +113,13 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     if step.divide_by != 1 and step.op == "all_gather":
         return f"divide_by is {step.divide_by}; all_gather divides nothing"
     return ""
+
+
+def _exchange_fault(step: Collective, src: tuple[int, int], dst: tuple[int, int]) -> str:
+    for region, shape in ((step.src, src), (step.dst, dst)):
+        if region.shape != shape:
+            return f"{region} has shape {region.shape}; {step.op} needs {shape}"
+    return f"divide_by is {step.divide_by}; {step.op} divides nothing" if step.divide_by != 1 else ""
 
 
 def check_collectives(schedule: Schedule) -> None:
@@ -105,8 +131,13 @@ def check_collectives(schedule: Schedule) -> None:
             names = ", ".join(u.name for u in users)
             raise ScheduleError(f"rank {rank} has collectives on lanes {names}; one lane must run them all")
         steps = [s for lane in users for s in lane.steps if isinstance(s, Collective)]
-        mine: list[tuple[str, int, int]] = [(s.op, s.src.shape[1], s.divide_by) for s in steps]
+        mine: list[tuple[str, int, int]] = [(s.op, _common_columns(s), s.divide_by) for s in steps]
         first = mine if rank == 0 else first
         if mine != first:
             theirs, ours = ([f"{op} of {cols} columns" for op, cols, _ in ops] for ops in (first, mine))
             raise ScheduleError(f"rank {rank} runs collectives {ours}, rank 0 runs {theirs}; all ranks need the same, in order")
+
+
+def _common_columns(step: Collective) -> int:
+    """The columns in which ranks must agree: those of the result where each gives its own."""
+    return step.dst.shape[1] if step.op == "all_to_all_columns" else step.src.shape[1]

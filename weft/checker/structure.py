@@ -9,8 +9,25 @@ from __future__ import annotations
 from typing import NoReturn
 
 from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
-from weft.checker.shapes import check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
-from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.checker.shapes import bags_fault, check_buffers, check_collectives, collective_fault, gemm_fault, sum_fault
+from weft.schedule import (
+    Bags,
+    Buffer,
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Lookup,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+)
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD = Do
 
@@ -78,12 +95,19 @@ class _Compiler:
         on_sms = self.lane.kind == "compute"
         if kind is Collective:
             return Op(_COLLECTIVE, actions=(self.collective(step),), needs_sms=on_sms)  # type: ignore[arg-type]
-        actions = self.gemm(step) if isinstance(step, Gemm) else self.reduce(step)  # type: ignore[arg-type]
+        actions = self.kernel(step)  # type: ignore[arg-type]
         counts = [a.counts for a in actions if a.counts >= 0]
         if len(counts) > len(set(counts)):
             twice = next(self.flags[c] for c in counts if counts.count(c) > 1)
             self.fail(f"{twice} is counted by two parts of one kernel, whose order is open; give each part its own flag")
         return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.gates for a in actions))
+
+    def kernel(self, step: Gemm | Reduce | Lookup) -> tuple[Action, ...]:
+        if isinstance(step, Gemm):
+            return self.gemm(step)
+        if isinstance(step, Reduce):
+            return self.reduce(step)
+        return tuple([self.bags(part) for part in step.parts])
 
     def number(self, flag: Flag) -> int:
         known = self.numbers.get(flag)
@@ -192,6 +216,13 @@ class _Compiler:
             self.fail(fault)
         return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
 
+    def bags(self, part: Bags) -> Action:
+        bags, out = self.access(part.bags, remote=False), self.access(part.out, write=True)
+        fault = bags_fault(part, self.problem, self.rank)
+        if fault:
+            self.fail(fault)
+        return self.action(_COPY, (bags,), out, (), part.count)
+
     def collective(self, step: Collective) -> Action:
         src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)
         if step.divide_by < 1:
@@ -200,7 +231,8 @@ class _Compiler:
         if fault:
             self.fail(fault)
         self.narrow(step.src, step.dst)
-        return self.action(_COPY if step.op == "all_gather" else _ADD, (src,), dst, divide_by=step.divide_by, collective=True)
+        do = _ADD if step.op == "reduce_scatter" else _COPY
+        return self.action(do, (src,), dst, divide_by=step.divide_by, collective=True)
 
     def action(
         self,

@@ -13,6 +13,7 @@ from functools import partial
 from weft.problem import Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
+from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_reduce_scatter as rs
 
 Build = Callable[..., Schedule]
@@ -33,8 +34,12 @@ class Family:
         return f"{self.name}: {self.words} [{self.source}]"
 
 
-def _family(name: str, words: str, source: str, gather: Build, scatter: Build, *, chunked: bool = True) -> Family:
+def _family(
+    name: str, words: str, source: str, gather: Build, scatter: Build, *, lookup: Build | None = None, chunked: bool = True
+) -> Family:
     builders: dict[Op, Build] = {"all_gather_matmul": gather, "matmul_reduce_scatter": scatter}
+    if lookup:
+        builders["embedding_bag_all_to_all"] = lookup
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
 
@@ -65,6 +70,7 @@ FAMILIES: dict[str, Family] = {
             "cuBLAS and NCCL",
             _plain(ag.sequential),
             _plain(rs.sequential),
+            lookup=_plain(bags.sequential),
             chunked=False,
         ),
         _family(
@@ -118,6 +124,7 @@ FAMILIES: dict[str, Family] = {
             "T3",
             _one_lane(ag.ring),
             rs.counted,
+            lookup=_one_lane(bags.counted),
         ),
         _family(
             "direct_store",
@@ -125,21 +132,29 @@ FAMILIES: dict[str, Family] = {
             "fused computation-collectives",
             _one_lane(partial(ag.gated, blocks=True)),
             _one_lane(partial(rs.stored, pull=False)),
+            lookup=_one_lane(bags.stored),
         ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
 
 
+def names_of(op: Op) -> tuple[str, ...]:
+    """The families that an operator has."""
+    return tuple(name for name, family in FAMILIES.items() if op in family.builders)
+
+
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name or a chunk count below one.
+    Raises ValueError for an unknown name, a family that the operator lacks, or a chunk count below one.
     """
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     family = FAMILIES[name]
+    if problem.op not in family.builders:
+        raise ValueError(f"schedule is {name!r}; {problem.op} has {', '.join(names_of(problem.op))}")
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
@@ -182,7 +197,7 @@ def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in FAMILIES.values():
+    for family in (FAMILIES[name] for name in names_of(problem.op)):
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)
