@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
-    from weft.ops import all_gather_matmul, choices, close, matmul_reduce_scatter
+    from weft.ops import SGD, RowwiseAdagrad, all_gather_matmul, choices, close, embedding_bag_all_to_all, matmul_reduce_scatter
     from weft.planner import plan
-    from weft.problem import Problem
+    from weft.problem import LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
     from weft.sim import simulate
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
     "Problem": "problem",
     "RankMismatch": "errors",
+    "RowwiseAdagrad": "ops",
+    "SGD": "ops",
     "Schedule": "schedule",
     "ScheduleError": "checker",
     "Span": "span",
@@ -39,6 +42,7 @@ _HOMES = {
     "check": "checker",
     "choices": "ops",
     "close": "ops",
+    "embedding_bag_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
     "plan": "planner",
     "simulate": "sim",
@@ -57,10 +61,13 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "SGD",
+    "LookupProblem",
     "Machine",
     "PeerLost",
     "Problem",
     "RankMismatch",
+    "RowwiseAdagrad",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -72,6 +79,7 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "embedding_bag_all_to_all",
     "matmul_reduce_scatter",
     "plan",
     "simulate",

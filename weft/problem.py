@@ -166,9 +166,7 @@ class LookupProblem(Problem):
     ) -> LookupProblem:
         """The problem of `batch` samples and tables of these columns, by rank. Raises ValueError as the class does."""
         widths = tuple(sum(own) for own in dims)
-        return cls(
-            m=batch, n=sum(widths), k=pooling, world_size=len(dims), b_sizes=widths, dims=dims, mode=mode, dtype=dtype
-        )
+        return cls(m=batch, n=sum(widths), k=pooling, world_size=len(dims), b_sizes=widths, dims=dims, mode=mode, dtype=dtype)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,7 +176,9 @@ class LookupProblem(Problem):
             raise ValueError(f"dims is {self.dims}; it must have {self.world_size} entries of whole numbers of at least 1")
         widths = tuple(sum(own) for own in self.dims)
         if self.b_sizes != widths or self.n != sum(widths):
-            raise ValueError(f"n is {self.n} and b_sizes {self.b_sizes}; for these dims they must be {sum(widths)} and {widths}")
+            raise ValueError(
+                f"n is {self.n} and b_sizes {self.b_sizes}; for these dims they must be {sum(widths)} and {widths}"
+            )
 
     def _check_sizes(self) -> None:
         """Held against dims."""

@@ -168,6 +168,9 @@ class CudaProgram(BoundProgram):
     def collective(self, step: Collective, bindings: Bindings) -> None:
         """NCCL on equal parts; unequal shards are padded to the longest on the way."""
         src, dst = bindings.view(step.src), bindings.view(step.dst)
+        if step.op == "all_to_all_columns":
+            self._exchange(src, dst)
+            return
         shards = self.schedule.problem.shards
         longest, size = shards[0][1] - shards[0][0], len(shards)
         even = all(high - low == longest for low, high in shards)
@@ -190,6 +193,16 @@ class CudaProgram(BoundProgram):
             reduced = src.new_empty(longest, src.shape[1])
             dist.reduce_scatter_tensor(reduced, spread, op=op, group=self.team.group)
             dst.copy_(reduced[: dst.shape[0]])
+
+    def _exchange(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Rows to their owners; what comes from each rank is a block of its columns, laid side by side."""
+        problem = self.schedule.problem
+        gives = [(high - low) * src.shape[1] for low, high in problem.shards]
+        takes = [dst.shape[0] * problem.columns(rank) for rank in range(problem.world_size)]
+        landed = src.new_empty(sum(takes))
+        dist.all_to_all_single(landed, src.contiguous().view(-1), takes, gives, group=self.team.group)
+        blocks = landed.split(takes)
+        torch.cat([b.view(dst.shape[0], problem.columns(r)) for r, b in enumerate(blocks)], 1, out=dst)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if not self._rehearsed:

@@ -75,6 +75,9 @@ class CudaSpace:
     def runs_kernels(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.bfloat16, torch.float16)
 
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        return True
+
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, Any]:
         """Zeroed symmetric memory and its handle. Collective."""
         area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=self.device)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from weft.execute.arithmetic import add_up, groups, multiply
 from weft.execute.bindings import Bindings, Where
 from weft.execute.driver import Word
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Region, Signal, Step, Wait, waits
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Lookup, Reduce, Region, Signal, Step, Wait, waits
 
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
@@ -86,6 +86,7 @@ class Tape:
         elif isinstance(step, Gemm):
             yield from self._matmuls(step, where)
         else:
+            assert not isinstance(step, Lookup), "a lookup runs as a kernel"
             yield from self._sums(step, where)
 
     def _pass(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[Words]:

@@ -5,6 +5,7 @@ a problem plans, checks and binds a schedule; later calls run it. Every call, ra
 moves (RankMismatch shows the difference).
 
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
+    embedding.py         embedding_bag_all_to_all                        optimizers.py   for its backward
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ import torch.distributed as dist
 from weft.execute.groups import GROUPS
 from weft.execute.trial import Choice
 from weft.ops.checks import group_of
+from weft.ops.embedding import embedding_bag_all_to_all
+from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 
-__all__ = ["all_gather_matmul", "choices", "close", "matmul_reduce_scatter"]
+__all__ = [
+    "SGD",
+    "RowwiseAdagrad",
+    "all_gather_matmul",
+    "choices",
+    "close",
+    "embedding_bag_all_to_all",
+    "matmul_reduce_scatter",
+]
 
 
 def close(group: dist.ProcessGroup | None = None) -> None:

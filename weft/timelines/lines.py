@@ -175,9 +175,7 @@ def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce | Lookup) ->
     return [Line(column, str(step)), *lines]
 
 
-def _part(
-    schedule: Schedule, rank: int, part: Part | Sum | Bags, dash: str
-) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+def _part(schedule: Schedule, rank: int, part: Part | Sum | Bags, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
     counts = (part.count,) if part.count else ()
     if isinstance(part, Bags):
         return f"{_region(schedule, rank, part.bags)} {dash}> {_region(schedule, rank, part.out)}", (), counts

@@ -1,0 +1,126 @@
+"""Lookup steps: by torch on any device, and as a kernel where kernels run.
+
+The schedule's input `bags` is what looking up would give; the caller's tensors that stand for it are no matrices of the
+schedule, and go by names of their own: `tables` (one or several), `indices`, `offsets` and, if there are any, `weights`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.execute.bindings import Bindings, Where
+from weft.execute.fused import FlagWords, FusedStep
+from weft.kernels.lookup import LookupTables, Target, launcher, lookup, lookup_tables, tiles_of_bags
+from weft.problem import LookupProblem
+from weft.schedule import Flag, Lookup, Region, Schedule
+
+
+def lookup_growth(schedule: Schedule) -> dict[Flag, int]:
+    """By flag that a lookup counts: how far one advance of the schedule moves its word."""
+    problem = schedule.problem
+    return {
+        part.count: tiles_of_bags(part, problem.table_columns(rank))
+        for rank, _, _, step in schedule
+        if isinstance(step, Lookup) and isinstance(problem, LookupProblem)
+        for part in step.parts
+        if part.count is not None
+    }
+
+
+class FusedLookup(FusedStep):
+    """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call."""
+
+    def __init__(self, step: Lookup, where: Where, device: torch.device, flags: FlagWords, problem: LookupProblem) -> None:
+        super().__init__(where, device, flags)
+        self.step: Lookup = step
+        self._problem = problem
+        self._columns = problem.table_columns(where.rank)
+        self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
+        self._launcher = launcher()
+        self._plans: dict[tuple[int, ...], LookupTables] = {}
+
+    def runs(self, bindings: Bindings) -> bool:
+        return True
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        if not self._columns:
+            return
+        lookup(
+            self._plan(bindings),
+            bindings.loose["indices"][0],
+            bindings.loose["offsets"][0],
+            bindings.loose["weights"][0] if "weights" in bindings.loose else None,
+            mean=self._problem.mode == "mean",
+            dtype=bindings.loose["tables"][0].dtype,
+            out=self._out(bindings),
+            silent=silent,
+            sms=sms,
+            launched_by=self._launcher,
+            stream=stream,
+        )
+
+    def _out(self, bindings: Bindings) -> torch.Tensor | None:
+        """The caller's result, which lies elsewhere each call; None for a rank that gives none to itself."""
+        return next((bindings.tensors[key][0][0] for key in self._targets if key[0] == "out"), None)
+
+    def _plan(self, bindings: Bindings) -> LookupTables:
+        tables = bindings.loose["tables"]
+        fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
+        key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
+        if key not in self._plans:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ValueError("tables lie where no call has found them: call once with these before capturing a graph")
+            self._plans[key] = self._lay_out(bindings)
+        return self._plans[key]
+
+    def _lay_out(self, bindings: Bindings) -> LookupTables:
+        def target(region: Region) -> Target:
+            view, (whole, _) = bindings.view(region), bindings.tensors[region.buffer, region.rank][0]
+            relative = region.buffer == "out"
+            return Target(view.data_ptr() - relative * whole.data_ptr(), whole.stride(0) * whole.element_size(), relative)
+
+        return lookup_tables(
+            self.step,
+            bindings.loose["tables"],
+            columns=self._columns,
+            batch=self._problem.m,
+            device=self._device,
+            target=target,
+            count_address=self._flags.count_address,
+        )
+
+
+def look_up(bindings: Bindings, part_bags: Region, out: Region, problem: LookupProblem) -> None:
+    """out = the pooled rows of these bags, by torch. An index that its table does not have adds nothing."""
+    (low, high), loose = part_bags.rows, bindings.loose
+    view = bindings.view(out)
+    for at, (left, right) in enumerate(problem.table_columns(part_bags.rank)):
+        if part_bags.cols[0] <= left < part_bags.cols[1]:
+            bags = slice(at * problem.m + low, at * problem.m + high + 1)
+            columns = view[:, left - part_bags.cols[0] : right - part_bags.cols[0]]
+            weights = loose["weights"][0] if "weights" in loose else None
+            pooled = pool(loose["tables"][at], loose["indices"][0], loose["offsets"][0][bags], weights, problem.mode == "mean")
+            columns.copy_(pooled)
+
+
+def pool(
+    table: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, mean: bool
+) -> torch.Tensor:
+    """The bags indices[offsets[i] : offsets[i + 1]] of one table, pooled in float32."""
+    ends = offsets.long().clamp(0, indices.numel())
+    lengths = ends.diff().clamp(min=0)
+    bag = torch.repeat_interleave(lengths)
+    places = torch.arange(bag.numel()) + (ends[:-1] - lengths.cumsum(0) + lengths)[bag]
+    rows = _rows(table, indices[places].long())
+    if weights is not None:
+        rows *= weights[places].float()[:, None]
+    out = torch.zeros(lengths.numel(), table.shape[1]).index_add_(0, bag, rows)
+    return out / lengths.clamp(min=1)[:, None] if mean else out
+
+
+def _rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Rows of a table in float32; zeros for those that it does not have."""
+    if not table.shape[0]:
+        return torch.zeros(indices.numel(), table.shape[1])
+    there = (indices >= 0) & (indices < table.shape[0])
+    return torch.where(there[:, None], table[indices.clamp(0, table.shape[0] - 1)].float(), 0.0)

@@ -1,0 +1,286 @@
+"""Kernels of a lookup's backward: the rows' gradients, reduced and written or applied at once, and those of weights.
+
+    sort_indices()      by torch, from indices alone: what refers to one row lies together; Sorted
+    _update_kernel      one warp a row that was looked up: sums its gradients, then applies them; update() is its launcher
+    _weights_kernel     the gradient of per-sample weights; weight_gradients() is its launcher
+
+A row's gradient is a lookup of its own: the sum, over all bags that hold the row, of the gradient of that bag. So the sum is
+`weft.kernels.lookup.pool`, in float32, in the order in which the indices stand, which is the same each time. Nothing is
+materialised by index. What is done with the sum:
+
+    gradient          grad[row] = sum (a dense gradient, zeroed before)
+    sgd               row -= lr * sum
+    rowwise_adagrad   state[row] += mean(sum^2); row -= lr * sum / (sqrt(state[row]) + eps)
+
+Nothing here asks the host for a length, so all of it can be captured in a CUDA graph: there are as many segments as indices,
+those that hold nothing last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.kernels.flags import table
+from weft.kernels.lookup import ELEMENTS, pool
+
+KINDS = ("gradient", "sgd", "rowwise_adagrad")
+_FIELDS = 5
+_ROW_BYTES = 4096
+_WIDE = 1024
+_WARPS_PER_SM = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Of every index: the bag (table * batch + sample) that holds it, its factor in that bag's result, and whether it counts:
+    it lies in a bag, and its table has that row."""
+
+    bag: torch.Tensor
+    factor: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sorted:
+    """Indices in the order of (table, row), those that count first. starts [L + 1]: where each row's begin; L from the last
+    one on. tables, rows, samples, factors [L]: of each."""
+
+    starts: torch.Tensor
+    tables: torch.Tensor
+    rows: torch.Tensor
+    samples: torch.Tensor
+    factors: torch.Tensor
+
+
+def places_of(
+    indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None, rows: Sequence[int], *, mean: bool
+) -> Places:
+    """Where each index belongs. rows: of each table."""
+    offsets = offsets.long().clamp(0, indices.numel())
+    bags = offsets.numel() - 1
+    position = torch.arange(indices.numel(), device=indices.device)
+    bag = torch.searchsorted(offsets, position, right=True) - 1
+    held = (bag >= 0) & (bag < bags)
+    bag = bag.clamp(0, bags - 1)
+    height = constant(tuple(rows), indices.device)[bag // (bags // len(rows))]
+    factor = torch.ones(indices.numel(), device=indices.device) if weights is None else weights.float()
+    if mean:
+        factor = factor / offsets.diff().clamp(min=1)[bag]
+    return Places(bag=bag, factor=factor, counts=held & (indices >= 0) & (indices < height))
+
+
+def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], batch: int) -> Sorted:
+    """What refers to one row lies together. rows: of each table."""
+    length, device = indices.numel(), indices.device
+    first = (0, *accumulate(rows))[:-1]
+    owner = places.bag // batch
+    total = sum(rows)
+    keys = torch.where(places.counts, constant(first, device)[owner] + indices, total)
+    keys, order = keys.sort(stable=True)
+    position = torch.arange(length, device=device)
+    heads = torch.ones_like(places.counts)
+    heads[1:] = keys[1:] != keys[:-1]
+    # What does not count makes the last segment, which is none.
+    heads &= keys < total
+    slot = torch.where(heads, heads.cumsum(0) - 1, length)
+    starts = torch.full((length + 1,), length, device=device)
+    starts.scatter_(0, slot, torch.where(heads, position, length))
+    counted = places.counts.sum()
+    starts = torch.minimum(starts, counted)
+    owner = owner[order]
+    return Sorted(
+        starts=starts,
+        tables=owner,
+        rows=indices[order].long(),
+        samples=places.bag[order] % batch,
+        factors=places.factor[order],
+    )
+
+
+@cache
+def constant(values: tuple[object, ...], device: torch.device) -> torch.Tensor:
+    """A table on the device, kept for good: CUDA graphs that were captured read it, and none can be made while one is."""
+    with torch.inference_mode(False):
+        return table(list(values), torch.int64, device)
+
+
+def update(
+    kind: str,
+    grad: torch.Tensor,
+    found: Sorted,
+    targets: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor] = (),
+    *,
+    base: torch.Tensor | None = None,
+    lr: float = 0.0,
+    eps: float = 0.0,
+    sms: int,
+) -> None:
+    """Reduce and apply. grad [batch, columns of all targets side by side]: of what was looked up. targets: the tables, or their
+    dense gradients. states: of rowwise_adagrad, float32 [rows] for each. kind: of KINDS. base: what all targets lie in, if that
+    lies elsewhere each call."""
+    assert kind in KINDS, kind
+    if not found.rows.numel():
+        return
+    plan, width, align = _plan(grad, targets, states, 0 if base is None else base.data_ptr())
+    item = targets[0].element_size()
+    warps = max(1, width // _WIDE)
+    _update_kernel[(min(_WARPS_PER_SM * sms, found.rows.numel()),)](
+        found.starts,
+        found.tables,
+        found.rows,
+        found.samples,
+        found.factors,
+        grad,
+        plan,
+        0 if base is None else base.data_ptr(),
+        found.rows.numel(),
+        grad.shape[0],
+        grad.stride(0),
+        lr,
+        eps,
+        KIND=KINDS.index(kind),
+        ROWS=max(1, _ROW_BYTES // (width * item)),
+        WIDTH=width,
+        ALIGN=align,
+        ELEMENT=ELEMENTS[targets[0].dtype],
+        ITEM=item,
+        FIELDS=_FIELDS,
+        num_warps=min(16, warps),
+    )
+
+
+def weight_gradients(
+    grad: torch.Tensor, indices: torch.Tensor, places: Places, tables: Sequence[torch.Tensor], *, sms: int
+) -> torch.Tensor:
+    """Of every index: the product of its row and its bag's gradient, in float32; 0 for those that do not count."""
+    out = torch.zeros(indices.numel(), device=indices.device)
+    if not indices.numel():
+        return out
+    plan, width, align = _plan(grad, tables, ())
+    rows = max(1, min(8, _ROW_BYTES // (width * grad.element_size())))
+    _weights_kernel[(min(_WARPS_PER_SM * sms, -(-indices.numel() // rows)),)](
+        indices,
+        places.bag,
+        places.counts,
+        grad,
+        plan,
+        out,
+        indices.numel(),
+        grad.shape[0],
+        grad.stride(0),
+        ROWS=rows,
+        WIDTH=width,
+        ALIGN=align,
+        ELEMENT=ELEMENTS[tables[0].dtype],
+        ITEM=tables[0].element_size(),
+        FIELDS=_FIELDS,
+        num_warps=max(1, min(16, width // _WIDE)),
+    )
+    return out
+
+
+def _plan(
+    grad: torch.Tensor, targets: Sequence[torch.Tensor], states: Sequence[torch.Tensor], base: int = 0
+) -> tuple[torch.Tensor, int, int]:
+    """By target: address from `base` on, elements from row to row, columns, its first column in grad, address of its state. Then the columns
+    of a block, and the elements that all of these are multiples of."""
+    item, rows, column = grad.element_size(), [], 0
+    for at, target in enumerate(targets):
+        state = states[at].data_ptr() if states else 0
+        rows.append((target.data_ptr() - base, target.stride(0), target.shape[1], column, state))
+        column += target.shape[1]
+    places = [n for address, *sizes, _ in rows for n in (address, *(size * item for size in sizes))]
+    align = math.gcd(16, base, grad.data_ptr(), grad.stride(0) * item, *places) // item
+    width = triton.next_power_of_2(max(target.shape[1] for target in targets))
+    return constant(tuple(rows), grad.device), width, align
+
+
+@triton.jit(do_not_specialize=["length", "batch", "grad_stride", "base", "lr", "eps"])
+def _update_kernel(
+    starts_ptr,
+    tables_ptr,
+    rows_ptr,
+    samples_ptr,
+    factors_ptr,
+    grad_ptr,
+    plan_ptr,
+    base: tl.int64,
+    length,
+    batch,
+    grad_stride,
+    lr,
+    eps,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ITEM: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    cols = tl.arange(0, WIDTH)
+    for segment in range(tl.program_id(0), length, tl.num_programs(0)):
+        start, end = tl.load(starts_ptr + segment), tl.load(starts_ptr + segment + 1)
+        if start < end:
+            fields = plan_ptr + FIELDS * tl.load(tables_ptr + start)
+            columns = tl.multiple_of(tl.load(fields + 2), ALIGN)
+            inside = cols < columns
+            source_ptr = grad_ptr + tl.multiple_of(tl.load(fields + 3), ALIGN)
+            stride = tl.multiple_of(grad_stride, ALIGN)
+            total = pool(samples_ptr, factors_ptr, source_ptr, stride, batch, start, end, cols, inside, True, ROWS, WIDTH)
+            row = tl.load(rows_ptr + start)
+            row_ptr = tl.multiple_of((base + tl.load(fields)).to(tl.pointer_type(ELEMENT)), ALIGN * ITEM)
+            row_ptr += row * tl.multiple_of(tl.load(fields + 1), ALIGN) + cols
+            if KIND == 0:
+                new = total
+            else:
+                rate = lr
+                if KIND == 2:
+                    state_ptr = tl.load(fields + 4).to(tl.pointer_type(tl.float32)) + row
+                    state = tl.load(state_ptr) + tl.sum(total * total, 0) / columns.to(tl.float32)
+                    tl.store(state_ptr, state)
+                    rate = lr / (tl.sqrt(state) + eps)
+                new = tl.load(row_ptr, mask=inside, other=0.0).to(tl.float32) - rate * total
+            tl.store(row_ptr, new.to(ELEMENT), mask=inside)
+
+
+@triton.jit(do_not_specialize=["length", "batch", "grad_stride"])
+def _weights_kernel(
+    indices_ptr,
+    bags_ptr,
+    counts_ptr,
+    grad_ptr,
+    plan_ptr,
+    out_ptr,
+    length,
+    batch,
+    grad_stride,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ITEM: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    cols = tl.arange(0, WIDTH)[None, :]
+    for first in range(tl.program_id(0) * ROWS, length, tl.num_programs(0) * ROWS):
+        at = first + tl.arange(0, ROWS)
+        counts = tl.load(counts_ptr + at, mask=at < length, other=0) != 0
+        bag = tl.load(bags_ptr + at, mask=counts, other=0)
+        fields = plan_ptr + FIELDS * (bag // batch)
+        inside = counts[:, None] & (cols < tl.multiple_of(tl.load(fields + 2), ALIGN)[:, None])
+        row = tl.load(indices_ptr + at, mask=counts, other=0).to(tl.int64) * tl.load(fields + 1)
+        row_ptr = (tl.load(fields) + row * ITEM)[:, None].to(tl.pointer_type(ELEMENT)) + cols
+        value = tl.load(row_ptr, mask=inside, other=0.0).to(tl.float32)
+        source_ptr = grad_ptr + ((bag % batch) * grad_stride + tl.load(fields + 3))[:, None] + cols
+        flow = tl.load(source_ptr, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + at, tl.sum(value * flow, 1), mask=at < length)
