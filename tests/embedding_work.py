@@ -71,9 +71,7 @@ def draw(case: Case, seed: int, rank: int) -> Drawn:
     indices = torch.cat([nothing, *parts, spare])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
     weights = torch.randn(indices.numel(), generator=generator).to(here(), case.dtype) if case.weighted else None
-    return Drawn(
-        tables=tables, indices=indices.to(here(), case.index), offsets=offsets.to(here(), case.index), weights=weights
-    )
+    return Drawn(tables=tables, indices=indices.to(here(), case.index), offsets=offsets.to(here(), case.index), weights=weights)
 
 
 def options_of(case: Case, drawn: Drawn) -> dict[str, Any]:
@@ -115,7 +113,7 @@ def cases(world_size: int) -> list[Case]:
     return [
         plain,
         Case(dims=uneven, batch=9, index=torch.int32, weighted=True, spare=5),
-        Case(dims=uneven[:-1] + ((),), batch=world_size + 1, mode="mean"),
+        Case(dims=(*uneven[:-1], ()), batch=world_size + 1, mode="mean"),
         replace(plain, batch=world_size - 1, lengths=(0,)),
         replace(plain, batch=5, lengths=(0, 700, 1, 0, 3)),
         replace(plain, batch=1),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from embedding_work import Case, cases, check, draw, expected, options_of
+from embedding_work import Case, cases, check, draw, expected
 
 import weft
 from weft.execute import lookups
@@ -17,7 +17,9 @@ from weft.execute.bindings import Bindings
 from weft.schedules import names_of
 
 pytestmark = pytest.mark.ranks
-SPECS = [f"{name}:{chunks}" if name != "sequential" else name for name in names_of("embedding_bag_all_to_all") for chunks in (1, 2)]
+SPECS = [
+    f"{name}:{chunks}" if name != "sequential" else name for name in names_of("embedding_bag_all_to_all") for chunks in (1, 2)
+]
 SPECS = list(dict.fromkeys(SPECS))
 
 

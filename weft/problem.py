@@ -5,7 +5,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
 
     all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
     matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
-    embedding_bag_all_to_all   bags of M samples    tables (by rank)     ->  out_mN       all_to_all(embedding_bag(tables, bags))
+    embedding_bag_all_to_all   bags of M samples, tables by rank         ->  out_mN       all_to_all(embedding_bag(...))
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
 
 
 def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
-    """Bytes of the shard that each rank gives to every other one (all_gather, all_to_all) or receives of it (reduce_scatter)."""
+    """Bytes of the shard that each rank gives to each other one (all_gather, all_to_all) or receives of it (reduce_scatter)."""
     if step.op == "all_to_all_columns":
         return schedule.problem.shard_bytes
     return region_bytes(schedule, step.src if step.op == "all_gather" else step.dst)

@@ -201,7 +201,7 @@ class CudaProgram(BoundProgram):
         takes = [dst.shape[0] * problem.columns(rank) for rank in range(problem.world_size)]
         landed = src.new_empty(sum(takes))
         dist.all_to_all_single(landed, src.contiguous().view(-1), takes, gives, group=self.team.group)
-        blocks = landed.split(takes)
+        blocks = torch.split(landed, takes)
         torch.cat([b.view(dst.shape[0], problem.columns(r)) for r, b in enumerate(blocks)], 1, out=dst)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:

@@ -72,8 +72,8 @@ class Backward:
         found = sort_indices(self.indices, places, _heights(tables), self.problem.m) if places and kernels else None
         home = arrive()
         if found:
-            options = {"lr": optimizer.lr, "eps": optimizer.eps}
-            update(optimizer.kind, home, found, tables, optimizer.states, **options, sms=_sms(home))
+            lr, eps = optimizer.lr, optimizer.eps
+            update(optimizer.kind, home, found, tables, optimizer.states, lr=lr, eps=eps, sms=_sms(home))
         elif places:
             for at, (table, rows, sums) in enumerate(self._sums(home, places, tables)):
                 _apply(table, rows, sums, optimizer, at)
@@ -114,7 +114,7 @@ class Backward:
         """By table: it, the rows that were looked up, and the sum of each one's gradients, in float32."""
         for at, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
             own = (places.counts & (places.bag // self.problem.m == at)).nonzero().squeeze(1)
-            rows, segment = self.indices[own].long().unique(return_inverse=True)
+            rows, segment = self.indices[own].long().unique(return_inverse=True)  # type: ignore[no-untyped-call]
             flow = home[:, low:high].float()[places.bag[own] % self.problem.m] * places.factor[own, None]
             yield table, rows, flow.new_zeros(rows.numel(), high - low).index_add_(0, segment, flow)
 
@@ -143,7 +143,7 @@ def _zeros(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Ten
     unit = 16 // tables[0].element_size()
     sizes = [-(-table.numel() // unit) * unit for table in tables]
     base = tables[0].new_zeros(sum(sizes))
-    parts = zip(base.split(sizes), tables, strict=True)
+    parts = zip(torch.split(base, sizes), tables, strict=True)
     return base, [part[: table.numel()].view(table.shape) for part, table in parts]
 
 

@@ -191,8 +191,8 @@ def weight_gradients(
 def _plan(
     grad: torch.Tensor, targets: Sequence[torch.Tensor], states: Sequence[torch.Tensor], base: int = 0
 ) -> tuple[torch.Tensor, int, int]:
-    """By target: address from `base` on, elements from row to row, columns, its first column in grad, address of its state. Then the columns
-    of a block, and the elements that all of these are multiples of."""
+    """By target: address from `base` on, elements from row to row, columns, first column in grad, address of its state. Then
+    the columns of a block, and the elements that all of these are multiples of."""
     item, rows, column = grad.element_size(), [], 0
     for at, target in enumerate(targets):
         state = states[at].data_ptr() if states else 0

@@ -167,7 +167,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (of_weights,) = torch.ops.weft.embedding_bag_gradients(grad, tables, indices, offsets, weights, *site, *flags)
     own = [table.detach() for table in tables]
     torch.ops.weft.embedding_bag_update(grad, own, states, indices, offsets, weights, *site, *ctx.optimizer)
-    return _returned([None] * ctx.tables_given, of_weights)
+    return _returned([None] * ctx.tables_given, of_weights, len(states))
 
 
 class _Plain:
@@ -182,9 +182,9 @@ def _ways(sparse: bool) -> Any:
     return _Plain if sparse else torch.ops.weft
 
 
-def _returned(tables: Sequence[torch.Tensor | None], weights: torch.Tensor | None) -> tuple[Any, ...]:
-    """A gradient for each argument of the operator."""
-    return (list(tables), None, None, weights, *([None] * 16))
+def _returned(tables: Sequence[torch.Tensor | None], weights: torch.Tensor | None, states: int = 0) -> tuple[Any, ...]:
+    """A gradient for each argument of the operator; states: how many there are."""
+    return (list(tables), None, None, weights, None, [None] * states, *([None] * 14))
 
 
 def _gradients(
@@ -226,9 +226,9 @@ def _update(
 
 
 register(
-    "embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor, Tensor[] states,"
-    f" {SITE}, ScalarType dtype, str schedule, int pooling, bool checked, bool sparse, str optimizer, float lr, float eps)"
-    " -> Tensor",
+    "embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor,"
+    f" Tensor[] states, {SITE}, ScalarType dtype, str schedule, int pooling, bool checked, bool sparse,"
+    " str optimizer, float lr, float eps) -> Tensor",
     run=_forward,
     fake=_forward_fake,
     context=_context,
@@ -241,8 +241,8 @@ register(
     fake=_gradients_fake,
 )
 register(
-    "embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets, Tensor? weights,"
-    f" {SITE}, str kind, float lr, float eps) -> ()",
+    "embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
+    f" Tensor? weights, {SITE}, str kind, float lr, float eps) -> ()",
     run=_update,
     fake=lambda *arguments: None,
 )

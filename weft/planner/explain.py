@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 from weft.machine import Machine
 from weft.planner.values import Candidate
-from weft.problem import Problem
-from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, Signal, Wait
+from weft.problem import Op, Problem
+from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
+_HALVES: dict[Op, tuple[str, str]] = {
+    "all_gather_matmul": ("GEMM", "all-gather"),
+    "matmul_reduce_scatter": ("GEMM", "reduce-scatter"),
+    "embedding_bag_all_to_all": ("lookup", "all-to-all"),
+}
 BALANCED = 1.1
 """Computation and communication within this factor of each other bind together."""
 
@@ -67,8 +72,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
 
 
 def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
-    collective = "all-gather" if problem.op == "all_gather_matmul" else "reduce-scatter"
-    times = f"the GEMM alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
+    kernel, collective = _HALVES[problem.op]
+    times = f"the {kernel} alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"
     return f"{'Computation' if computation_us > communication_us else 'Communication'}-bound: {times}"
@@ -117,7 +122,7 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
 
 def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
     kinds = Counter(type(step) for lane in schedule.ranks[0] for step in lane.steps)
-    kernels = kinds[Gemm] + kinds[Reduce] + kinds[Collective]
+    kernels = kinds[Gemm] + kinds[Lookup] + kinds[Reduce] + kinds[Collective]
     flags = kinds[Wait] + kinds[Signal]
     us = kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us
     return _Fixed(kernels, kinds[Copy], flags, us)
