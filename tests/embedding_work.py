@@ -13,6 +13,8 @@ from torch.nn.functional import embedding_bag
 import weft
 from weft.problem import split
 
+SPECS = ("sequential", "track_and_trigger:1", "track_and_trigger:2", "direct_store:1", "direct_store:2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

@@ -9,25 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from embedding_work import Case, cases, check, draw, expected
+from embedding_work import SPECS, Case, cases, check, draw, expected
 
 import weft
+from weft.errors import RankMismatch
 from weft.execute import lookups
 from weft.execute.bindings import Bindings
-from weft.schedules import names_of
 
 pytestmark = pytest.mark.ranks
-SPECS = [
-    f"{name}:{chunks}" if name != "sequential" else name for name in names_of("embedding_bag_all_to_all") for chunks in (1, 2)
-]
-SPECS = list(dict.fromkeys(SPECS))
 
 
 def _every_schedule(dtype: torch.dtype) -> None:
     for turn, case in enumerate(cases(dist.get_world_size())):
         for spec in SPECS:
-            for repeat in range(2):
-                check(replace(case, dtype=dtype), spec, 10 * turn + repeat)
+            check(replace(case, dtype=dtype), spec, turn)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -47,7 +42,7 @@ def _new_data_each_call(delay: str) -> None:
         if delay == "lookup" and slow:
             lookups.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
         for call in range(6):
-            for spec in SPECS:
+            for spec in SPECS[::2]:
                 check(case, spec, call)
     finally:
         Bindings.pieces, lookups.pool = view, pool  # type: ignore[method-assign]
@@ -110,3 +105,49 @@ def _bad_index(index: int) -> None:
 @pytest.mark.parametrize("index", [-1, 40, 2**40])
 def test_an_index_out_of_range_is_named_and_adds_nothing(ranks: RankFixture, index: int) -> None:
     ranks(2).run(_bad_index, index)
+
+
+def _mistakes() -> None:
+    drawn = draw(Case(dims=((8, 4),) * 2), 0, dist.get_rank())
+    indices, offsets, tables = drawn.indices, drawn.offsets, drawn.tables
+    call = weft.embedding_bag_all_to_all
+    optimizer, weights = weft.SGD(lr=0.1), torch.ones(indices.shape)
+    for says, arguments, options in (
+        ("indices is .* of torch.float32; it must be a vector of int32 or int64", (indices.float(), offsets, tables), {}),
+        ("offsets and lengths: pass one of them", (indices, offsets, tables), {"lengths": offsets}),
+        ("there are 21 bags for 2 tables; every table needs one for each of 10", (indices, offsets[1:], tables), {}),
+        ("mode is 'max'; use 'sum' or 'mean'", (indices, offsets, tables), {"mode": "max"}),
+        (
+            "per_sample_weights goes with mode='sum'",
+            (indices, offsets, tables),
+            {"mode": "mean", "per_sample_weights": weights},
+        ),
+        ("dims... is .4,., but the tables of rank . have dims .8, 4.", (indices, offsets, tables), {"dims": ((4,), (4,))}),
+        ("tables.1. is torch.float16 on cpu", (indices, offsets, [tables[0], tables[1].half()]), {}),
+        ("batch is None; a rank without tables", (indices, offsets, []), {"dtype": torch.float32}),
+        (
+            "schedule is 'flag_gated'; embedding_bag_all_to_all has sequential",
+            (indices, offsets, tables),
+            {"schedule": "flag_gated"},
+        ),
+        ("let all of them require a gradient", (indices, offsets, tables), {"optimizer": optimizer}),
+        (
+            "sparse is True, and there is an optimizer",
+            (indices, offsets, tables),
+            {"optimizer": optimizer, "sparse": True},
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call(*arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lr is -1; it must be"):
+        weft.SGD(lr=-1)
+    if dist.get_rank():
+        tables = tables[:1]
+        offsets = offsets[: len(offsets) // 2 + 1]
+    with pytest.raises(RankMismatch, match=r"dims of rank 0: rank . has 1 x 8.* has 1 x 8, 1 x 4|dims of rank 0"):
+        call(indices, offsets, tables, schedule="sequential")
+    weft.close()
+
+
+def test_mistakes_are_named(ranks: RankFixture) -> None:
+    ranks(2).run(_mistakes)

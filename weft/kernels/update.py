@@ -32,7 +32,7 @@ from weft.kernels.flags import table
 from weft.kernels.lookup import ELEMENTS, pool
 
 KINDS = ("gradient", "sgd", "rowwise_adagrad")
-_FIELDS = 5
+_FIELDS = 6
 _ROW_BYTES = 4096
 _WIDE = 1024
 _WARPS_PER_SM = 32
@@ -144,7 +144,6 @@ def update(
         0 if base is None else base.data_ptr(),
         found.rows.numel(),
         grad.shape[0],
-        grad.stride(0),
         lr,
         eps,
         KIND=KINDS.index(kind),
@@ -176,7 +175,6 @@ def weight_gradients(
         out,
         indices.numel(),
         grad.shape[0],
-        grad.stride(0),
         ROWS=rows,
         WIDTH=width,
         ALIGN=align,
@@ -191,20 +189,20 @@ def weight_gradients(
 def _plan(
     grad: torch.Tensor, targets: Sequence[torch.Tensor], states: Sequence[torch.Tensor], base: int = 0
 ) -> tuple[torch.Tensor, int, int]:
-    """By target: address from `base` on, elements from row to row, columns, first column in grad, address of its state. Then
-    the columns of a block, and the elements that all of these are multiples of."""
+    """By target: address from `base` on, elements from row to row, columns, first column in grad, address of its state, and
+    elements from row to row of grad. Then a block's columns, and the elements that all of these are multiples of."""
     item, rows, column = grad.element_size(), [], 0
     for at, target in enumerate(targets):
         state = states[at].data_ptr() if states else 0
-        rows.append((target.data_ptr() - base, target.stride(0), target.shape[1], column, state))
+        rows.append((target.data_ptr() - base, target.stride(0), target.shape[1], column, state, grad.stride(0)))
         column += target.shape[1]
-    places = [n for address, *sizes, _ in rows for n in (address, *(size * item for size in sizes))]
-    align = math.gcd(16, base, grad.data_ptr(), grad.stride(0) * item, *places) // item
+    places = [n for address, *sizes, _, stride in rows for n in (address, *(size * item for size in (*sizes, stride)))]
+    align = math.gcd(16, base, grad.data_ptr(), *places) // item
     width = triton.next_power_of_2(max(target.shape[1] for target in targets))
     return constant(tuple(rows), grad.device), width, align
 
 
-@triton.jit(do_not_specialize=["length", "batch", "grad_stride", "base", "lr", "eps"])
+@triton.jit(do_not_specialize=["length", "batch", "base", "lr", "eps"])
 def _update_kernel(
     starts_ptr,
     tables_ptr,
@@ -216,7 +214,6 @@ def _update_kernel(
     base: tl.int64,
     length,
     batch,
-    grad_stride,
     lr,
     eps,
     KIND: tl.constexpr,
@@ -235,7 +232,7 @@ def _update_kernel(
             columns = tl.multiple_of(tl.load(fields + 2), ALIGN)
             inside = cols < columns
             source_ptr = grad_ptr + tl.multiple_of(tl.load(fields + 3), ALIGN)
-            stride = tl.multiple_of(grad_stride, ALIGN)
+            stride = tl.multiple_of(tl.load(fields + 5), ALIGN)
             total = pool(samples_ptr, factors_ptr, source_ptr, stride, batch, start, end, cols, inside, True, ROWS, WIDTH)
             row = tl.load(rows_ptr + start)
             row_ptr = tl.multiple_of((base + tl.load(fields)).to(tl.pointer_type(ELEMENT)), ALIGN * ITEM)
@@ -253,7 +250,7 @@ def _update_kernel(
             tl.store(row_ptr, new.to(ELEMENT), mask=inside)
 
 
-@triton.jit(do_not_specialize=["length", "batch", "grad_stride"])
+@triton.jit(do_not_specialize=["length", "batch"])
 def _weights_kernel(
     indices_ptr,
     bags_ptr,
@@ -263,7 +260,6 @@ def _weights_kernel(
     out_ptr,
     length,
     batch,
-    grad_stride,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -279,8 +275,10 @@ def _weights_kernel(
         fields = plan_ptr + FIELDS * (bag // batch)
         inside = counts[:, None] & (cols < tl.multiple_of(tl.load(fields + 2), ALIGN)[:, None])
         row = tl.load(indices_ptr + at, mask=counts, other=0).to(tl.int64) * tl.load(fields + 1)
-        row_ptr = (tl.load(fields) + row * ITEM)[:, None].to(tl.pointer_type(ELEMENT)) + cols
-        value = tl.load(row_ptr, mask=inside, other=0.0).to(tl.float32)
-        source_ptr = grad_ptr + ((bag % batch) * grad_stride + tl.load(fields + 3))[:, None] + cols
-        flow = tl.load(source_ptr, mask=inside, other=0.0).to(tl.float32)
+        row_ptr = (tl.load(fields) + row * ITEM)[:, None].to(tl.pointer_type(ELEMENT))
+        row_ptr = tl.multiple_of(row_ptr, [ALIGN * ITEM, ALIGN * ITEM])
+        value = tl.load(row_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+        flow_at = ((bag % batch) * tl.load(fields + 5) + tl.load(fields + 3))[:, None]
+        flow_at = tl.multiple_of(flow_at, [ALIGN, ALIGN])
+        flow = tl.load(grad_ptr + flow_at + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, tl.sum(value * flow, 1), mask=at < length)

@@ -24,7 +24,8 @@ from weft.execute.groups import GROUPS
 from weft.library import register, unseen
 from weft.problem import DType, LookupProblem, split
 
-SITE = "str group, int rank, int[] counts, int[] dims, SymInt batch, str mode"
+# Not `mode`: a name that torch keeps for itself where an operator changes its arguments.
+SITE = "str group, int rank, int[] counts, int[] dims, SymInt batch, str how"
 Tables = Sequence[torch.Tensor]
 
 

@@ -122,7 +122,7 @@ def _check_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype: t
     """The tables' dtype."""
     if not tables and dtype not in DTYPES:
         raise ValueError(
-            f"dtype is {dtype}; a rank without tables must say which of {', '.join(DTYPES.values())} the others have"
+            f"dtype is {dtype}; a rank without tables must say what the others have, of {', '.join(DTYPES.values())}"
         )
     kind = tables[0].dtype if tables else dtype
     if kind not in DTYPES or dtype not in (None, kind):
@@ -170,9 +170,7 @@ def _batch(bags: int, tables: int, batch: int | None) -> int:
         raise ValueError("batch is None; a rank without tables must say how many samples all ranks have")
     found = batch if batch is not None else bags // tables
     if bags != tables * found:
-        raise ValueError(
-            f"there are {bags} bags for {tables} tables and a batch of {found}; every table has a bag for each sample"
-        )
+        raise ValueError(f"there are {bags} bags for {tables} tables; every table needs one for each of {found} samples")
     return found
 
 
@@ -191,9 +189,7 @@ def _states(optimizer: Optimizer | None, tables: Sequence[torch.Tensor], sparse:
     if sparse:
         raise ValueError("sparse is True, and there is an optimizer: it leaves no gradient; use one of them")
     if torch.is_grad_enabled() and not all(table.requires_grad for table in tables):
-        raise ValueError(
-            "optimizer updates tables in backward; let all of them require a gradient, or call under torch.no_grad()"
-        )
+        raise ValueError("optimizer updates tables in backward; let all of them require a gradient, or use torch.no_grad()")
     return optimizer.states_of(tables)
 
 
