@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from weft import codec
-from weft.models import Model, Site, load_model, preset_names, sites
+from weft.models import LookupSite, Model, Site, load_model, preset_names, sites
+from weft.problem import LookupProblem
 from weft.results import Skipped
 
 Write = Callable[..., Path]
@@ -88,13 +89,19 @@ def test_a_site_becomes_a_problem() -> None:
     assert (problem.world_size, problem.dtype) == (4, "float32")
 
 
-def test_experts_and_embeddings_are_skipped_with_the_operator_they_need() -> None:
+def test_experts_are_skipped_with_the_operator_they_need() -> None:
     mixtral = [s for s in sites(load_model("mixtral-8x7b")) if isinstance(s, Skipped)]
     assert [s.reason.split()[1] for s in mixtral] == ["all_to_all_matmul,", "matmul_all_to_all,"]
     assert list(shapes(load_model("mixtral-8x7b"))) == ["attention QKV", "attention out"]
-    (dlrm,) = sites(load_model("dlrm-mlperf"))
-    assert isinstance(dlrm, Skipped)
-    assert "embedding_bag_all_to_all" in dlrm.reason
+
+
+def test_embedding_tables_are_spread_over_ranks() -> None:
+    (site,) = sites(load_model("dlrm-mlperf"))
+    assert isinstance(site, LookupSite)
+    problem = site.problem(512, 4, "float32")
+    assert isinstance(problem, LookupProblem)
+    assert [len(own) for own in problem.dims] == [7, 7, 7, 5]
+    assert (problem.m, problem.n, problem.k) == (512, 26 * 128, 8)
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

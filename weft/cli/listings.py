@@ -10,7 +10,7 @@ import typer
 
 from weft import codec
 from weft.cli import choices, output
-from weft.problem import Problem
+from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
 
 if TYPE_CHECKING:
     from weft.machine import Machine
@@ -24,15 +24,17 @@ def schedules(
     op: Annotated[str, typer.Option(metavar="NAME", help="Operator of the example.")] = "all_gather_matmul",
 ) -> None:
     """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
-    from weft.schedules import FAMILIES, NAMES, build
+    from weft.schedules import FAMILIES, NAMES, build, names_of
     from weft.timelines import timeline
 
-    problem = Problem(op=choices.choose_op(op), m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
+    problem = _example(choices.choose_op(op))
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+    if name is not None and problem.op not in FAMILIES[name].builders:
+        raise ValueError(f"schedule is {name!r}; {op} has {', '.join(names_of(problem.op))}")
     out = output.console()
     for family in FAMILIES.values():
-        if name in (None, family.name):
+        if name in (None, family.name) and problem.op in family.builders:
             schedule = build(problem, family.name, EXAMPLE_CHUNKS)
             out.print(family.name, style="bold")
             out.print(f"{family.words} [{family.source}]")
@@ -41,6 +43,12 @@ def schedules(
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
     out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
     out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
+
+
+def _example(op: Op) -> Problem:
+    if op in LOOKUP_OPS:
+        return LookupProblem.of(batch=12, dims=((4,),) * EXAMPLE_RANKS)
+    return Problem(op=op, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
 
 
 def machines(
