@@ -17,7 +17,7 @@ from weft.execute.ranks import Ranks
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 4])
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pytest.importorskip("triton", reason="Triton is not installed")
     with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
@@ -39,10 +39,10 @@ def _lookups() -> int:
     FusedLookup.launch = counted  # type: ignore[method-assign]
     try:
         for turn, case in enumerate(cases(dist.get_world_size())):
-            for spec in ("sequential", "track_and_trigger:2", "direct_store:2"):
-                for call in range(2):
-                    dtype = torch.float16 if turn % 2 else torch.float32
-                    check(replace(case, dtype=dtype), spec, 10 * turn + call)
+            specs = ("sequential", "track_and_trigger:2", "direct_store:2")
+            for call, spec in enumerate(specs if turn < 2 else specs[-1:] * 2):
+                dtype = torch.float16 if turn % 2 else torch.float32
+                check(replace(case, dtype=dtype), spec, 10 * turn + call)
     finally:
         FusedLookup.launch = launch  # type: ignore[method-assign]
     return launches
@@ -50,13 +50,13 @@ def _lookups() -> int:
 
 def test_every_family_runs_as_a_kernel(interpreted: Ranks) -> None:
     for launches in interpreted.run(_lookups):
-        assert launches == 6 * 3 * 2
+        assert launches == 2 * 3 + 4 * 2
 
 
 def _backward() -> None:
     size = dist.get_world_size()
     uneven = tuple((8, 12, 92)[: 1 + rank % 3] for rank in range(size))
-    for turn, dtype in enumerate((torch.float32, torch.float16)):
+    for turn, dtype in enumerate((torch.float32, torch.float16)[: 4 // size]):
         check_gradients(Case(dims=uneven, weighted=True, spare=3, dtype=dtype), "direct_store:1", turn)
         check_gradients(Case(dims=uneven, mode="mean", index=torch.int32, dtype=dtype), "direct_store:1", turn)
         for kind in ("sgd", "adagrad"):

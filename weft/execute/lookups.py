@@ -10,7 +10,7 @@ import torch
 
 from weft.execute.bindings import Bindings, Where
 from weft.execute.fused import FlagWords, FusedStep
-from weft.kernels.lookup import LookupTables, Target, launcher, lookup, lookup_tables, tiles_of_bags
+from weft.kernels.lookup import LookupTables, Target, launcher, lookup, lookup_tables, tiles_of_bags, variant
 from weft.problem import LookupProblem
 from weft.schedule import Flag, Lookup, Region, Schedule
 
@@ -38,15 +38,37 @@ class FusedLookup(FusedStep):
         self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
         self._launcher = launcher()
         self._plans: dict[tuple[int, ...], LookupTables] = {}
+        self._loaded: set[tuple[object, ...]] = set()
 
     def runs(self, bindings: Bindings) -> bool:
+        """Always. Asked before any of a call is enqueued, so it makes ready what may wait for all streams: tables of addresses,
+        and the kernel for other types of indices than before."""
+        if self._columns:
+            plan, loose = self._plan(bindings), bindings.loose
+            weights = loose["weights"][0] if "weights" in loose else None
+            mean = self._problem.mode == "mean"
+            key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
+            if key not in self._loaded:
+                self._launch(plan, bindings, load_only=True)
+                self._loaded.add(key)
         return True
 
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        if not self._columns:
-            return
+        if self._columns:
+            self._launch(self._plan(bindings), bindings, silent=silent, sms=sms, stream=stream)
+
+    def _launch(
+        self,
+        plan: LookupTables,
+        bindings: Bindings,
+        *,
+        silent: bool = True,
+        load_only: bool = False,
+        sms: int = 1,
+        stream: int | None = None,
+    ) -> None:
         lookup(
-            self._plan(bindings),
+            plan,
             bindings.loose["indices"][0],
             bindings.loose["offsets"][0],
             bindings.loose["weights"][0] if "weights" in bindings.loose else None,
@@ -54,6 +76,7 @@ class FusedLookup(FusedStep):
             dtype=bindings.loose["tables"][0].dtype,
             out=self._out(bindings),
             silent=silent,
+            load_only=load_only,
             sms=sms,
             launched_by=self._launcher,
             stream=stream,

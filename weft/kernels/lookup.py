@@ -56,7 +56,8 @@ class LookupTables:
     parts: by part: first tile, the tile after its last, first sample, samples, tiles a slice, first slice, address of its
     first slice's first element or its offset in `out`, whether that is an offset, bytes from sample to sample; flags: by part
     the address of its flag, or 0. slices: address, elements from row to row, rows, columns, table, bytes from the rank's
-    first column. width: columns of a block. align: elements that every address, stride and column count is a multiple of.
+    first column. width: columns of a block. align: elements that every address, stride and column count is a multiple of. item:
+    bytes of an element.
     """
 
     parts: torch.Tensor
@@ -66,6 +67,7 @@ class LookupTables:
     batch: int
     width: int
     align: int
+    item: int
 
 
 def slices_of(columns: Sequence[Span1D]) -> list[tuple[int, Span1D]]:
@@ -138,6 +140,7 @@ def lookup_tables(
         batch=batch,
         width=triton.next_power_of_2(max(high - low for _, (low, high) in slices)),
         align=math.gcd(16, *bytes_) // item,
+        item=item,
     )
 
 
@@ -161,6 +164,7 @@ def lookup(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
     silent: bool = False,
+    load_only: bool = False,
     sms: int = 1,
     launched_by: Launcher | None = None,
     stream: int | None = None,
@@ -170,13 +174,14 @@ def lookup(
     indices [L]: rows of the tables, int32 or int64. offsets [tables * batch + 1]: bag (table, sample) is
     indices[offsets[table * batch + sample] : offsets[... + 1]]. weights [L]: a factor for each index. mean: divide by a bag's
     length; an empty bag is zero. dtype: of the tables and of the result. out: what relative places lie in. silent: do not
-    count, for a rehearsal. sms: of the device. launched_by, stream: as for weft.kernels.gemm.gemm.
+    count, for a rehearsal. load_only: launch without tiles, so that CUDA loads the kernel. sms: of the device. launched_by,
+    stream: as for weft.kernels.gemm.gemm.
     """
     if not plan.tiles:
         return
     out_base = 0 if out is None else out.data_ptr()
     factors = indices if weights is None else weights
-    align = math.gcd(plan.align, out_base // dtype.itemsize)
+    align = _align(plan, out)
     rows = max(1, _ROW_BYTES // (plan.width * dtype.itemsize))
     constants = {
         "WEIGHTED": weights is not None,
@@ -190,7 +195,6 @@ def lookup(
         "PART": _PART,
         "SLICE": _SLICE,
     }
-    kinds = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (indices, offsets, factors))
     (launched_by or launcher())(
         min(_WARPS_PER_SM * sms, plan.tiles),
         (
@@ -204,13 +208,31 @@ def lookup(
             indices.numel(),
             plan.batch,
             int(not silent),
-            plan.tiles,
+            0 if load_only else plan.tiles,
         ),
         constants,
-        key=(kinds, plan.width, align, dtype, weights is None, mean),
+        key=variant(plan, indices, offsets, weights, out, mean=mean),
         stream=stream,
         num_warps=1,
     )
+
+
+def variant(
+    plan: LookupTables,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    *,
+    mean: bool,
+) -> tuple[object, ...]:
+    """What calls that one compiled kernel serves have in common. Arguments as for `lookup`."""
+    kinds = (indices.dtype, offsets.dtype, None if weights is None else weights.dtype)
+    return (*kinds, plan.width, _align(plan, out), plan.item, mean)
+
+
+def _align(plan: LookupTables, out: torch.Tensor | None) -> int:
+    return math.gcd(plan.align, 0 if out is None else out.data_ptr() // plan.item)
 
 
 @triton.jit
@@ -252,7 +274,10 @@ def pool(
     return total
 
 
-@triton.jit(do_not_specialize=["out_base", "indices", "batch", "count_by", "tiles"])
+@triton.jit(
+    # Nor on where vectors begin, which may differ from call to call: one kernel serves all.
+    do_not_specialize=["indices_ptr", "offsets_ptr", "weights_ptr", "out_base", "indices", "batch", "count_by", "tiles"]
+)
 def _lookup_kernel(
     indices_ptr,
     offsets_ptr,
