@@ -2,8 +2,8 @@
 
 Protocol: measure.py's; float32, bags of a set length, uniform random rows of tables far larger than any cache (200,000 rows
 each), int64 indices; results are compared with torch's before anything is timed. Baselines of the same run: torch's embedding
-bags and NCCL's all_to_all_single (sequential: the faster of a call for each table and one call over all tables as one), each of the
-two alone, and `weft_sequential`: weft's own lookup kernel, then NCCL. ideal = the larger of weft's lookup alone and NCCL
+bags and NCCL's all_to_all_single (sequential: the faster of a call for each table and one call over all tables as one), each of
+the two alone, and `weft_sequential`: weft's own lookup kernel, then NCCL. ideal = the larger of weft's lookup alone and NCCL
 alone. overlapped = the best of the schedules that are named; auto = weft's own choice. gather_tbps counts the rows that are
 read, of weft's kernel alone (lookup_us). Traps: tables of a case are views of one matrix, so that both of torch's ways read the
 same memory; what NCCL brings must be laid side by side, which is part of every sequential program.

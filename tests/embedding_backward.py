@@ -29,11 +29,10 @@ def home(case: Case, seed: int, rank: int) -> list[torch.Tensor]:
 def reference(case: Case, seed: int, rank: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """By torch in float64: the gradient of each table, and of the weights."""
     drawn = draw(case, seed, rank)
-    tables = [table.double().requires_grad_() for table in drawn.tables]
-    weights = None if drawn.weights is None else drawn.weights.double().requires_grad_()
+    tables = [table.cpu().double().requires_grad_() for table in drawn.tables]
+    weights = None if drawn.weights is None else drawn.weights.cpu().double().requires_grad_()
     pooled = Drawn(tables=tables, indices=drawn.indices.cpu(), offsets=drawn.offsets.cpu(), weights=weights).pooled(case)
-    flows = [one.to(pooled[0].device) for one in home(case, seed, rank)] if pooled else []
-    torch.autograd.backward(pooled, flows)
+    torch.autograd.backward(pooled, home(case, seed, rank))
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in tables]
     return grads, None if weights is None or weights.grad is None else weights.grad
 

@@ -38,7 +38,8 @@ def _lookups() -> int:
 
     FusedLookup.launch = counted  # type: ignore[method-assign]
     try:
-        for turn, case in enumerate(cases(dist.get_world_size())):
+        wide = Case(dims=((1100, 8),) * dist.get_world_size(), batch=5)
+        for turn, case in enumerate((*cases(dist.get_world_size()), wide)):
             specs = ("sequential", "track_and_trigger:2", "direct_store:2")
             for call, spec in enumerate(specs if turn < 2 else specs[-1:] * 2):
                 dtype = torch.float16 if turn % 2 else torch.float32
@@ -50,7 +51,7 @@ def _lookups() -> int:
 
 def test_every_family_runs_as_a_kernel(interpreted: Ranks) -> None:
     for launches in interpreted.run(_lookups):
-        assert launches == 2 * 3 + 4 * 2
+        assert launches == 2 * 3 + 5 * 2
 
 
 def _backward() -> None:

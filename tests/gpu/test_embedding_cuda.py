@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from embedding_backward import check_gradients, check_optimizer, flow, home, ready
-from embedding_work import SPECS, Case, cases, check, draw, expected, options_of
+from embedding_backward import check_gradients, check_optimizer, flow, ready
+from embedding_work import SPECS, Case, cases, check, draw, expected
 
 import weft
 from weft.execute.ranks import Ranks
@@ -29,11 +29,12 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 def _every_schedule() -> None:
     faulthandler.dump_traceback_later(90, exit=True)
-    wide = Case(dims=((64, 92, 128, 1500),) * dist.get_world_size(), batch=301, rows=(1000, 50_000), lengths=40)
-    for turn, case in enumerate((*cases(dist.get_world_size()), wide)):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    wide = Case(dims=((64, 92, 128, 1500),) * dist.get_world_size(), batch=301, rows=(1000, 2000), lengths=40)
+    long = Case(dims=((128,),) * dist.get_world_size(), batch=9, rows=(5000,), lengths=(0, 10_000, 1), exact=True)
+    for turn, case in enumerate((*cases(dist.get_world_size()), wide, long)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)[: 1 if case.exact else 3]:
             for spec in SPECS:
-                for repeat in range(3):
+                for repeat in range(2):
                     check(replace(case, dtype=dtype), spec, 10 * turn + repeat)
     faulthandler.cancel_dump_traceback_later()
 
@@ -182,14 +183,9 @@ def _captured_step() -> None:
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    tables = [table.clone() for table in draw(case, 0, rank).tables]
-    for table, state, flowing in zip(tables, optimizer.states, home(case, 0, rank), strict=True):
-        assert flowing.shape[0] == case.batch
-        assert bool((state > 0).any())
-        assert table.shape[0] == state.shape[0]
-    once, sgd = ready(case, 0), weft.RowwiseAdagrad(lr=0.1, eps=1e-3)
+    once, again = ready(case, 0), weft.RowwiseAdagrad(lr=0.1, eps=1e-3)
     for _ in range(5):
-        out = weft.embedding_bag_all_to_all(once.indices, once.offsets, once.tables, schedule="sequential", optimizer=sgd)
+        out = weft.embedding_bag_all_to_all(once.indices, once.offsets, once.tables, schedule="sequential", optimizer=again)
         out.backward(grad)
     for mine, theirs in zip(drawn.tables, once.tables, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -209,7 +205,6 @@ def _auto_and_compile() -> None:
 
     out = torch.compile(step, fullgraph=True)(drawn.indices, drawn.offsets)
     torch.testing.assert_close(out.double(), 2 * expected(case, 1, rank), atol=1e-4, rtol=0)
-    assert options_of(case, drawn)["mode"] == "sum"
 
 
 def test_auto_and_compile(pool: Ranks) -> None:

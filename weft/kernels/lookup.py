@@ -47,6 +47,8 @@ _WIDEST = 1024
 _ROW_BYTES = 4096
 """Of rows under way in a warp."""
 _WARPS_PER_SM = 32
+_REGISTERS = 64
+"""A thread: as many as let all these warps run at once. One that had to wait for another to end would double the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,7 @@ def lookup(
         key=variant(plan, indices, offsets, weights, out, mean=mean),
         stream=stream,
         num_warps=1,
+        maxnreg=_REGISTERS,
     )
 
 

@@ -35,7 +35,8 @@ KINDS = ("gradient", "sgd", "rowwise_adagrad")
 _FIELDS = 6
 _ROW_BYTES = 4096
 _WIDE = 1024
-_WARPS_PER_SM = 32
+_WARPS_PER_SM, _REGISTERS = 32, 64
+"""A thread's registers: as many as let all these warps run at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +133,8 @@ def update(
         return
     plan, width, align = _plan(grad, targets, states, 0 if base is None else base.data_ptr())
     item = targets[0].element_size()
-    warps = max(1, width // _WIDE)
-    _update_kernel[(min(_WARPS_PER_SM * sms, found.rows.numel()),)](
+    warps = max(1, min(16, width // _WIDE))
+    _update_kernel[(min(_WARPS_PER_SM // warps * sms, found.rows.numel()),)](
         found.starts,
         found.tables,
         found.rows,
@@ -153,7 +154,8 @@ def update(
         ELEMENT=ELEMENTS[targets[0].dtype],
         ITEM=item,
         FIELDS=_FIELDS,
-        num_warps=min(16, warps),
+        num_warps=warps,
+        maxnreg=_REGISTERS,
     )
 
 
