@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_work import here
@@ -18,8 +19,8 @@ SPECS = ("sequential", "track_and_trigger:1", "track_and_trigger:2", "direct_sto
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """dims: by rank. rows: of the tables, in turn. lengths: of bags, drawn below it; or a set length for every bag, in turn. spare:
-    indices that no bag holds. exact: tables of small whole numbers, whose sums have no rounding."""
+    """dims: by rank. rows: of the tables, in turn. lengths: of bags, at most; or those of all bags, in turn. spare: indices that
+    no bag holds. exact: tables of small whole numbers, whose sums have no rounding."""
 
     dims: tuple[tuple[int, ...], ...]
     batch: int = 11
@@ -125,3 +126,31 @@ def cases(world_size: int) -> list[Case]:
         replace(plain, batch=5, lengths=(0, 700, 1, 0, 3)),
         replace(plain, batch=1),
     ]
+
+
+def check_bad_index(index: int) -> None:
+    """The rank that has it is told which; it adds nothing, and the others have their result."""
+    case, rank = Case(dims=((8, 4),) * 2, lengths=(2, 3)), dist.get_rank()
+    drawn = draw(case, 0, rank)
+    wanted = expected(case, 0, rank)
+    at = int(drawn.offsets[case.batch + 4]) + 1
+    row = draw(case, 0, 1).tables[1][draw(case, 0, 1).indices[at]]
+    for spec in SPECS:
+        if rank == 1:
+            broken = drawn.indices.clone()
+            broken[at] = index
+            with pytest.raises(IndexError, match=rf"indices\[{at}\], in bag 4 of table 1, is {index}; .* rows 0 to 39"):
+                weft.embedding_bag_all_to_all(broken, drawn.offsets, drawn.tables, schedule=spec)
+        else:
+            out = weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, schedule=spec)
+            reference = wanted.clone()
+            reference[4, 20:] -= row.double()
+            torch.testing.assert_close(out, reference.float())
+    if rank == 1:
+        offsets = drawn.offsets.clone()
+        offsets[3] = 10**9
+        with pytest.raises(ValueError, match=r"offsets\[3\] is 1000000000 after .* at most the number of indices, 54"):
+            weft.embedding_bag_all_to_all(drawn.indices, offsets, drawn.tables, schedule="direct_store:1")
+    else:
+        weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, schedule="direct_store:1")
+    check(case, "direct_store:1", 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from embedding_work import SPECS, Case, cases, check, draw, expected
+from embedding_work import SPECS, Case, cases, check, check_bad_index, draw, expected
 
 import weft
 from weft.errors import RankMismatch
@@ -74,37 +74,9 @@ def test_lengths_in_place_of_offsets_and_auto(ranks: RankFixture) -> None:
     ranks(2).run(_lengths_and_inference)
 
 
-def _bad_index(index: int) -> None:
-    """The rank that has it is told which; it adds nothing, and the others have their result."""
-    case, rank = Case(dims=((8, 4),) * 2, lengths=(2, 3)), dist.get_rank()
-    drawn = draw(case, 0, rank)
-    wanted = expected(case, 0, rank)
-    at = int(drawn.offsets[case.batch + 4]) + 1
-    row = draw(case, 0, 1).tables[1][draw(case, 0, 1).indices[at]]
-    for spec in SPECS:
-        if rank == 1:
-            broken = drawn.indices.clone()
-            broken[at] = index
-            with pytest.raises(IndexError, match=rf"indices\[{at}\], in bag 4 of table 1, is {index}; .* rows 0 to 39"):
-                weft.embedding_bag_all_to_all(broken, drawn.offsets, drawn.tables, schedule=spec)
-        else:
-            out = weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, schedule=spec)
-            reference = wanted.clone()
-            reference[4, 20:] -= row.double()
-            torch.testing.assert_close(out, reference.float())
-    if rank == 1:
-        offsets = drawn.offsets.clone()
-        offsets[3] = 10**9
-        with pytest.raises(ValueError, match=r"offsets\[3\] is 1000000000 after .* at most the number of indices, 54"):
-            weft.embedding_bag_all_to_all(drawn.indices, offsets, drawn.tables, schedule="direct_store:1")
-    else:
-        weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, schedule="direct_store:1")
-    check(case, "direct_store:1", 1)
-
-
 @pytest.mark.parametrize("index", [-1, 40, 2**40])
 def test_an_index_out_of_range_is_named_and_adds_nothing(ranks: RankFixture, index: int) -> None:
-    ranks(2).run(_bad_index, index)
+    ranks(2).run(check_bad_index, index)
 
 
 def _mistakes() -> None:

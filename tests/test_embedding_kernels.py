@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from embedding_backward import check_gradients, check_optimizer
-from embedding_work import Case, cases, check
+from embedding_work import Case, cases, check, check_bad_index
 
 from weft.execute.ranks import Ranks
 
@@ -66,3 +66,9 @@ def _backward() -> None:
 
 def test_gradients_and_optimizers_as_kernels(interpreted: Ranks) -> None:
     interpreted.run(_backward)
+
+
+def test_an_index_out_of_range_as_a_kernel_sees_it(interpreted: Ranks) -> None:
+    if interpreted.world_size == 2:
+        interpreted.run(check_bad_index, 40)
+        interpreted.run(check_bad_index, -(2**40))
