@@ -19,8 +19,8 @@ SPECS = ("sequential", "track_and_trigger:1", "track_and_trigger:2", "direct_sto
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """dims: by rank. rows: of the tables, in turn. lengths: of bags, at most; or those of all bags, in turn. spare: indices that
-    no bag holds. exact: tables of small whole numbers, whose sums have no rounding."""
+    """dims: by rank. rows: of the tables, in turn. lengths: of bags, at most; or those of all bags, in turn. spare: indices
+    that no bag holds. exact: tables of small whole numbers, whose sums have no rounding."""
 
     dims: tuple[tuple[int, ...], ...]
     batch: int = 11
@@ -132,6 +132,9 @@ def check_bad_index(index: int) -> None:
     """The rank that has it is told which; it adds nothing, and the others have their result."""
     case, rank = Case(dims=((8, 4),) * 2, lengths=(2, 3)), dist.get_rank()
     drawn = draw(case, 0, rank)
+    fenced = torch.full((42, 4), torch.nan)
+    fenced[1:-1] = drawn.tables[1]
+    drawn.tables[1] = fenced[1:-1]
     wanted = expected(case, 0, rank)
     at = int(drawn.offsets[case.batch + 4]) + 1
     row = draw(case, 0, 1).tables[1][draw(case, 0, 1).indices[at]]
