@@ -13,7 +13,7 @@ from embedding_work import SPECS, Case, cases, check, check_bad_index, draw, exp
 
 import weft
 from weft.errors import RankMismatch
-from weft.execute import lookups
+from weft.execute import bags
 from weft.execute.bindings import Bindings
 
 pytestmark = pytest.mark.ranks
@@ -35,17 +35,17 @@ def _new_data_each_call(delay: str) -> None:
     """Many calls in a row, new data each, while one rank is late, or its copies are: buffers and flags are used again early
     and late."""
     case, slow = Case(dims=((8, 4),) * 3), dist.get_rank() == 1
-    view, pool = Bindings.pieces, lookups.pool
+    view, pool = Bindings.pieces, bags.pool
     try:
         if delay == "transport" and slow:
             Bindings.pieces = lambda self, region: (time.sleep(0.001), view(self, region))[1]  # type: ignore[method-assign]
         if delay == "lookup" and slow:
-            lookups.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
+            bags.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
         for call in range(6):
             for spec in SPECS[::2]:
                 check(case, spec, call)
     finally:
-        Bindings.pieces, lookups.pool = view, pool  # type: ignore[method-assign]
+        Bindings.pieces, bags.pool = view, pool  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("delay", ["nothing", "lookup", "transport"])

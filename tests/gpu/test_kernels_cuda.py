@@ -142,7 +142,8 @@ def test_words() -> None:
 def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
     """Odd and wide columns, bags of none and of many, indices that no table has; then the rows' gradients."""
     from weft.kernels.lookup import Target, lookup, lookup_tables
-    from weft.kernels.update import places_of, sort_indices, update, weight_gradients
+    from weft.kernels.places import places_of, sort_indices
+    from weft.kernels.update import update, weight_gradients
 
     torch.manual_seed(0)
     dims, batch, rows = (92, 7, 1500), 37, (50, 3, 400)

@@ -153,7 +153,7 @@ class CudaProgram(BoundProgram):
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
-        return tensor if name == "b" else tensor.contiguous()
+        return tensor if name in ("b", "tables") else tensor.contiguous()
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if out.dtype == a.dtype and not accumulate:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
-from weft.kernels.update import Places, places_of, sort_indices, update, weight_gradients
+from weft.kernels.places import Places, places_of, sort_indices
 from weft.problem import LookupProblem
 
 
@@ -59,7 +60,7 @@ class Backward:
             of_rows = [_sparse(table, rows, sums) for table, rows, sums in self._sums(home, places, tables)]
         elif of_tables and found:
             base, of_rows = _zeros(tables)
-            update("gradient", home, found, of_rows, base=base, sms=_sms(home))
+            _kernels().update("gradient", home, found, of_rows, base=base, sms=_sms(home))
         elif of_tables:
             of_rows = [_dense(table, rows, sums) for table, rows, sums in self._sums(home, places, tables)]
         return of_rows, self._of_weights(home, places, tables) if of_weights else None
@@ -73,7 +74,7 @@ class Backward:
         home = arrive()
         if found:
             lr, eps = optimizer.lr, optimizer.eps
-            update(optimizer.kind, home, found, tables, optimizer.states, lr=lr, eps=eps, sms=_sms(home))
+            _kernels().update(optimizer.kind, home, found, tables, optimizer.states, lr=lr, eps=eps, sms=_sms(home))
         elif places:
             for at, (table, rows, sums) in enumerate(self._sums(home, places, tables)):
                 _apply(table, rows, sums, optimizer, at)
@@ -121,13 +122,21 @@ class Backward:
     def _of_weights(self, home: torch.Tensor, places: Places, tables: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self.weights is not None
         if self._kernels(tables):
-            return weight_gradients(home, self.indices, places, tables, sms=_sms(home)).to(self.weights.dtype)
+            found: torch.Tensor = _kernels().weight_gradients(home, self.indices, places, tables, sms=_sms(home))
+            return found.to(self.weights.dtype)
         out = torch.zeros(self.indices.numel())
         for at, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
             own = (places.counts & (places.bag // self.problem.m == at)).nonzero().squeeze(1)
             flow = home[places.bag[own] % self.problem.m, low:high].float()
             out[own] = (flow * table[self.indices[own].long()].float()).sum(1)
         return out.to(self.weights.dtype)
+
+
+def _kernels() -> ModuleType:
+    # Where no kernel runs, nothing needs Triton: it is imported here.
+    from weft.kernels import update
+
+    return update
 
 
 def _heights(tables: Sequence[torch.Tensor]) -> list[int]:

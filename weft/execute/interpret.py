@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from weft.execute.arithmetic import add_up, groups, multiply
+from weft.execute.bags import look_up
 from weft.execute.bindings import Bindings, Where
 from weft.problem import LookupProblem
 from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Lookup, Reduce, Schedule, Signal, Step, Wait, advances
@@ -163,8 +164,6 @@ class _LaneRun:
     def _lookup(self, step: Lookup, where: Where) -> None:
         if self.device.fused(step, self.bindings, self.epoch, where):
             return
-        from weft.execute.lookups import look_up
-
         problem = self.program.schedule.problem
         assert isinstance(problem, LookupProblem), f"{problem} has no tables"
         counts = 0
