@@ -24,7 +24,7 @@ import weft
 from weft import machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
-from weft.problem import Op
+from weft.problem import LOOKUP_OPS, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 
@@ -40,8 +40,14 @@ BLOCK = re.compile(r"^```text (timeline|counts|chart|results) ([^\n]*)\n.*?^```$
 
 def timeline(op: str, family: str) -> str:
     """One family on the small example, as rank 0 sees it."""
-    schedule = weft.build(weft.Problem(op=op, **EXAMPLE), family, EXAMPLE_CHUNKS)  # type: ignore[arg-type]
+    schedule = weft.build(_example(op), family, EXAMPLE_CHUNKS)
     return weft.timeline(schedule, width=WIDTH)
+
+
+def _example(op: str) -> weft.Problem:
+    if op in LOOKUP_OPS:
+        return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
+    return weft.Problem(op=op, **EXAMPLE)  # type: ignore[arg-type]
 
 
 def counts(op: Op) -> str:

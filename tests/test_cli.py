@@ -181,11 +181,6 @@ def test_a_share_over_100_percent_is_explained(
     assert ("Over 100% of ideal" in weft("run", "llama3-8b")[1]) == said
 
 
-def test_run_lists_what_is_not_there_yet(weft: Weft, runner: Runner, without_gpus: None) -> None:
-    out = weft("run", "dlrm-mlperf")[1]
-    assert "embedding + All-to-All: not yet (needs embedding_bag_all_to_all, which weft does not have yet)" in out
-
-
 def test_run_says_how_an_unknown_family_was_read(weft: Weft, runner: Runner, without_gpus: None, tmp_path: Path) -> None:
     path = tmp_path / "novel.json"
     sizes = {"model_type": "novel", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "hidden_act": "silu"}
@@ -420,19 +415,16 @@ def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
     assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
 
 
-def test_a_model_whose_sites_must_wait_is_listed(tmp_path: Path) -> None:
-    """dlrm-mlperf has no operator yet: its sites are named with the reason, and that is no error."""
-    report, trace = tmp_path / "report", tmp_path / "trace.json"
-    command = [sys.executable, "-m", "weft"]
-    run = subprocess.run(
-        [*command, "run", "dlrm-mlperf", "--report", str(report), "--trace", str(trace)],
-        capture_output=True,
-        text=True,
-        timeout=60,
+def test_embedding_tables_run(weft: Weft) -> None:
+    status, out, _ = weft(
+        "run", "dlrm-mlperf", "--ranks", "2", "--tokens", "64", "--device", "cpu", "--schedule", "direct_store:1"
     )
-    plan = subprocess.run([*command, "plan", "dlrm-mlperf"], capture_output=True, text=True, timeout=60)
-    for done in (run, plan):
-        assert done.returncode == 0, done.stderr
-        assert "not yet (needs embedding_bag_all_to_all" in done.stdout
-    assert "not yet" in (report / "index.html").read_text(encoding="utf-8")
-    assert trace.exists()
+    assert status == 0
+    assert "embedding tables" in out
+    assert "All results are right." in out
+    status, out, _ = weft("schedules", "direct_store", "--op", "embedding_bag_all_to_all")
+    assert status == 0
+    assert "lookup 12x4" in out
+    status, _, says = weft("schedules", "flag_gated", "--op", "embedding_bag_all_to_all")
+    assert status == 2
+    assert "embedding_bag_all_to_all has sequential" in says

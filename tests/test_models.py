@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from weft import codec
-from weft.models import Model, Site, load_model, preset_names, sites
-from weft.results import Skipped
+from weft.models import LookupSite, Model, Site, load_model, preset_names, sites
+from weft.problem import LookupProblem
 
 Write = Callable[..., Path]
 LLAMA = {
@@ -88,15 +88,21 @@ def test_a_site_becomes_a_problem() -> None:
     assert (problem.world_size, problem.dtype) == (4, "float32")
 
 
-def test_experts_have_sites_and_embeddings_are_skipped_with_the_operator_they_need() -> None:
+def test_experts_have_sites() -> None:
     mixtral = {s.name: s for s in sites(load_model("mixtral-8x7b")) if isinstance(s, Site)}
     assert list(mixtral) == ["attention QKV", "attention out", "expert dispatch + gate/up", "expert down + combine"]
     dispatch, combine = (mixtral[name].problem(513, 4, "bfloat16") for name in list(mixtral)[2:])
     assert (dispatch.op, dispatch.m, dispatch.n, dispatch.k) == ("all_to_all_matmul", 257, 28672, 4096)
     assert (combine.op, combine.m, combine.n, combine.k) == ("matmul_all_to_all", 257, 4096, 14336)
-    (dlrm,) = sites(load_model("dlrm-mlperf"))
-    assert isinstance(dlrm, Skipped)
-    assert "embedding_bag_all_to_all" in dlrm.reason
+
+
+def test_embedding_tables_are_spread_over_ranks() -> None:
+    (site,) = sites(load_model("dlrm-mlperf"))
+    assert isinstance(site, LookupSite)
+    problem = site.problem(512, 4, "float32")
+    assert isinstance(problem, LookupProblem)
+    assert [len(own) for own in problem.dims] == [7, 7, 7, 5]
+    assert (problem.m, problem.n, problem.k) == (512, 26 * 128, 8)
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

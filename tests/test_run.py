@@ -60,9 +60,9 @@ def _calls_of_a_site(problem: Problem, spec: str) -> tuple[list[tuple[str, bool]
     calls: list[tuple[str, bool]] = []
     call = run._run
 
-    def noted(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor, spans: list[Span] | None = None) -> torch.Tensor:
+    def noted(problem: Problem, spec: str, given: run.Given, spans: list[Span] | None = None) -> torch.Tensor:
         calls.append((spec, spans is not None))
-        return call(problem, spec, a, b, spans)
+        return call(problem, spec, given, spans)
 
     run._run = noted
     try:

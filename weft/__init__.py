@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
     from weft.ops import (
+        SGD,
+        RowwiseAdagrad,
         all_gather_matmul,
         all_to_all_matmul,
         choices,
         close,
+        embedding_bag_all_to_all,
         matmul_all_reduce,
         matmul_all_to_all,
         matmul_reduce_scatter,
     )
     from weft.planner import plan
-    from weft.problem import Problem
+    from weft.problem import LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
     from weft.sim import simulate
@@ -33,10 +36,13 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
     "Problem": "problem",
     "RankMismatch": "errors",
+    "RowwiseAdagrad": "ops",
+    "SGD": "ops",
     "Schedule": "schedule",
     "ScheduleError": "checker",
     "Span": "span",
@@ -48,6 +54,7 @@ _HOMES = {
     "check": "checker",
     "choices": "ops",
     "close": "ops",
+    "embedding_bag_all_to_all": "ops",
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
@@ -68,10 +75,13 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "SGD",
+    "LookupProblem",
     "Machine",
     "PeerLost",
     "Problem",
     "RankMismatch",
+    "RowwiseAdagrad",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -84,6 +94,7 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

@@ -5,7 +5,7 @@ one, or a value of the wrong type raises `ValueError` that names the path ("step
 Nothing is evaluated and nothing is imported by name, so a file from elsewhere can do no more than be refused.
 
 Supported hints: int, float, str, bool, None, unions, tuple[X, ...], tuple[X, Y], Mapping[str, X], Literal, and frozen
-dataclasses. A union of dataclasses is told apart by a "type" key that holds the class name.
+dataclasses. A union of dataclasses is told apart by a "type" key that holds the class name; one of them may go without.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def _load_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
         return None
     classes: dict[str, Any] = {a.__name__: a for a in args if isinstance(a, type) and dataclasses.is_dataclass(a)}
     if isinstance(data, dict) and classes:
-        if len(classes) == 1 and "type" not in data:
-            return load(next(iter(classes.values())), data, where)
+        untold = [c for c in classes.values() if len(classes) == 1 or not getattr(c, "TAGGED", False)]
+        if len(untold) == 1 and "type" not in data:
+            return load(untold[0], data, where)
         _expect(data.get("type") in classes, data.get("type"), f"one of {', '.join(classes)}", f"{where}.type")
         return load(classes[data["type"]], data, where)
     plain = [a for a in args if a is not type(None) and not dataclasses.is_dataclass(a)]

@@ -6,6 +6,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
     all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
     matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
     matmul_all_reduce       a_Mk (columns)       b_kN (rows sharded)     ->  out_MN       all_reduce(a @ b) + bias + residual
+    embedding_bag_all_to_all   bags of M samples, tables by rank         ->  out_mN       all_to_all(embedding_bag(...))
 
 Where rows go all to all, every rank has a whole matmul of its own: M, N and K are a rank's, the same on all, and b is not
 sharded. Shard d of the M rows goes to rank d, which has them from every rank, in the order of ranks (`arrivals`):
@@ -19,9 +20,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
-Op = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul", "matmul_all_reduce"]
+Op = Literal[
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_to_all",
+    "all_to_all_matmul",
+    "matmul_all_reduce",
+    "embedding_bag_all_to_all",
+]
 DType = Literal["bfloat16", "float16", "float32"]
 OPS: tuple[Op, ...] = (
     "all_gather_matmul",
@@ -30,8 +38,11 @@ OPS: tuple[Op, ...] = (
     "all_to_all_matmul",
     "matmul_all_reduce",
 )
+"""Those around a matmul: a Problem each."""
+LOOKUP_OPS: tuple[Op, ...] = ("embedding_bag_all_to_all",)
+"""Those around a lookup: a LookupProblem each."""
 EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
-"""Those whose rows go all to all."""
+"""Those around a matmul whose rows go all to all."""
 REDUCTIONS: tuple[Op, ...] = ("matmul_reduce_scatter", "matmul_all_reduce")
 """Those whose products are summed over ranks: K is sharded."""
 Addend = Literal["bias", "residual"]
@@ -70,6 +81,8 @@ class Problem:
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 
+    KNOWN: ClassVar[tuple[Op, ...]] = OPS
+
     op: Op
     m: int
     n: int
@@ -83,8 +96,8 @@ class Problem:
     addends: tuple[Addend, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"op is {self.op!r}; weft has {', '.join(OPS)}")
+        if self.op not in self.KNOWN:
+            raise ValueError(f"op is {self.op!r}; weft has {', '.join(self.KNOWN)}")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
         if self.reduce_op not in ("sum", "avg"):
@@ -186,3 +199,74 @@ class Problem:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
         flags += "".join(f" +{name}" for name in self.addends)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupProblem(Problem):
+    """Bags of rows, looked up in tables that lie whole on one rank each, pooled, and handed to the ranks of the samples.
+
+    It reads as a product: M samples (the global batch, sharded as `split` gives it) by N columns, those of all ranks' tables
+    side by side in the order of ranks; K rows are added up for each element. `LookupProblem.of` fills these in.
+    k: rows in a bag on average, for predictions alone; bags are as long as each call's offsets say.
+    dims: by rank, the columns of each of its tables. mode: how a bag is pooled.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[tuple[Op, ...]] = LOOKUP_OPS
+
+    op: Op = "embedding_bag_all_to_all"
+    dtype: DType = "float32"
+    dims: tuple[tuple[int, ...], ...] = ()
+    mode: Literal["sum", "mean"] = "sum"
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        batch: int,
+        dims: tuple[tuple[int, ...], ...],
+        pooling: int = 1,
+        mode: Literal["sum", "mean"] = "sum",
+        dtype: DType = "float32",
+    ) -> LookupProblem:
+        """The problem of `batch` samples and tables of these columns, by rank. Raises ValueError as the class does."""
+        widths = tuple(sum(own) for own in dims)
+        return cls(m=batch, n=sum(widths), k=pooling, world_size=len(dims), b_sizes=widths, dims=dims, mode=mode, dtype=dtype)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode not in ("sum", "mean"):
+            raise ValueError(f"mode is {self.mode!r}; use 'sum' or 'mean'")
+        if len(self.dims) != self.world_size or any(dim < 1 for own in self.dims for dim in own):
+            raise ValueError(f"dims is {self.dims}; it must have {self.world_size} entries of whole numbers of at least 1")
+        widths = tuple(sum(own) for own in self.dims)
+        if self.b_sizes != widths or self.n != sum(widths):
+            raise ValueError(
+                f"n is {self.n} and b_sizes {self.b_sizes}; for these dims they must be {sum(widths)} and {widths}"
+            )
+
+    def _check_sizes(self) -> None:
+        """Held against dims."""
+
+    def columns(self, rank: int) -> int:
+        """Columns of the tables on `rank`."""
+        return self.b_sizes[rank]
+
+    def inner(self, rank: int) -> int:
+        return self.k
+
+    def table_columns(self, rank: int) -> tuple[Span1D, ...]:
+        """Of each table on `rank`: its columns, counted from the rank's first."""
+        ends = tuple(accumulate(self.dims[rank]))
+        return tuple((end - dim, end) for dim, end in zip(self.dims[rank], ends, strict=True))
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that the rank with most columns sends to one peer."""
+        low, high = self.shards[0]
+        return (high - low) * max(self.b_sizes) * self.itemsize
+
+    def __str__(self) -> str:
+        tables = sum(map(len, self.dims))
+        sizes = f"M={self.m} N={self.n} K={self.k} in {tables} tables"
+        return f"{self.op} {sizes} {self.mode} {self.dtype} world_size={self.world_size}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.planner.values import Plan
-from weft.problem import Problem
+from weft.problem import LookupProblem, Problem
 from weft.span import Span
 
 
@@ -20,7 +20,7 @@ class SiteRun:
     """
 
     site: str
-    problem: Problem
+    problem: Problem | LookupProblem
     schedule: str
     chunks: int
     max_error: float

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from weft import schedules
-from weft.execute.calls import MatmulCall
+from weft.execute.calls import Call, MatmulCall
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.execute.versions import versions
@@ -30,11 +30,14 @@ from weft.machine import Machine
 from weft.models import Model, Site, decode_sites, sites
 from weft.planner import plan
 from weft.planner.values import Plan
-from weft.problem import ITEMSIZE, OPS, REDUCTIONS, DType, Problem
+from weft.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
 from weft.results import Run, SiteRun, Skipped
+from weft.run_lookups import LookupInputs
 from weft.schedule import Schedule
 from weft.span import Span
 
+Given = tuple[torch.Tensor, torch.Tensor] | LookupInputs
+"""One rank's inputs of a site."""
 Progress = Callable[[str, int, int], None]
 ROUNDS = {"cpu": 3, "cuda": 20}
 _BLOCK = 4096
@@ -102,8 +105,8 @@ def _check_request(*, ranks: int, device: str, tokens: int, op: str | None, sche
         raise ValueError(f"ranks is {ranks}; it must be at least 1")
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}; it must be at least 1")
-    if op is not None and op not in OPS:
-        raise ValueError(f"op is {op!r}; weft has {', '.join(OPS)}")
+    if op is not None and op not in (*OPS, *LOOKUP_OPS):
+        raise ValueError(f"op is {op!r}; weft has {', '.join((*OPS, *LOOKUP_OPS))}")
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype is {dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
     if schedule != "auto":
@@ -155,14 +158,14 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measure
     """One rank's part: draw inputs, check the result, time the schedule against the sequential one."""
     rank = dist.get_rank()
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    a, b = _inputs(problem, rank, seed, on)
-    out = _run(problem, spec, a, b)
+    given = _inputs(problem, rank, seed, on)
+    out = _run(problem, spec, given)
     if spec == "auto":
         spec = _stands_for(problem)
-    error = _error(problem, a, b, out, rank)
-    _round(problem, spec, a, b)
-    rounds = tuple(_round(problem, spec, a, b) for _ in range(ROUNDS[device]))
-    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, a, b))
+    error = _error(problem, given, out, rank)
+    _round(problem, spec, given, on)
+    rounds = tuple(_round(problem, spec, given, on) for _ in range(ROUNDS[device]))
+    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, given))
 
 
 def _stands_for(problem: Problem) -> str:
@@ -171,17 +174,19 @@ def _stands_for(problem: Problem) -> str:
     return next(choice.spec for choice in found if choice.problem == problem)
 
 
-def _round(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor) -> Round:
+def _round(problem: Problem, spec: str, given: Given, on: torch.device) -> Round:
     """Every method once. Where the schedule is the sequential one, its time is both."""
     us: dict[str, float] = {}
     for name in dict.fromkeys(("sequential", spec)):
-        us[name] = _timed(lambda name=name: _run(problem, name, a, b), a.device)  # type: ignore[misc]
-    spans = _spans(problem, "sequential", a, b)
+        us[name] = _timed(lambda name=name: _run(problem, name, given), on)  # type: ignore[misc]
+    spans = _spans(problem, "sequential", given)
     return Round(sequential_us=us["sequential"], overlapped_us=us[spec], sequential_spans=spans)
 
 
-def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's a and b, normally distributed, b scaled so that results are of order one."""
+def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Given:
+    """This rank's a and b, normally distributed, b scaled so that results are of order one; or its tables and bags."""
+    if isinstance(problem, LookupProblem):
+        return LookupInputs.draw(problem, rank, seed, on)
     generator = torch.Generator(device=on).manual_seed((seed * 1009 + rank) % 2**62)
     dtype = getattr(torch, problem.dtype)
     a = torch.randn(problem.a_rows(rank), problem.inner(rank), generator=generator, device=on).to(dtype)
@@ -189,9 +194,15 @@ def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> tuple[t
     return a, b.to(dtype)
 
 
-def _run(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor, spans: list[Span] | None = None) -> torch.Tensor:
-    call = MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
-    return GROUPS.run(dist.group.WORLD.group_name, call)["out"][0]  # type: ignore[union-attr]
+def _run(problem: Problem, spec: str, given: Given, spans: list[Span] | None = None) -> torch.Tensor:
+    return GROUPS.run(dist.group.WORLD.group_name, _call(problem, spec, given, spans))["out"][0]  # type: ignore[union-attr]
+
+
+def _call(problem: Problem, spec: str, given: Given, spans: list[Span] | None) -> Call:
+    if isinstance(given, LookupInputs):
+        return given.call(spec, spans)
+    a, b = given
+    return MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
 
 
 def _timed(work: Callable[[], object], on: torch.device) -> float:
@@ -211,15 +222,18 @@ def _timed(work: Callable[[], object], on: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
-def _spans(problem: Problem, spec: str, a: torch.Tensor, b: torch.Tensor) -> tuple[Span, ...]:
+def _spans(problem: Problem, spec: str, given: Given) -> tuple[Span, ...]:
     found: list[Span] = []
     dist.barrier()
-    _run(problem, spec, a, b, found)
+    _run(problem, spec, given, found)
     return tuple(found)
 
 
-def _error(problem: Problem, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, rank: int) -> float:
+def _error(problem: Problem, given: Given, out: torch.Tensor, rank: int) -> float:
     """Largest difference from the sequential program in float32, relative to the reference's largest element."""
+    if isinstance(given, LookupInputs):
+        return given.error(out, rank)
+    a, b = given
     if problem.op == "all_gather_matmul":
         full = _gathered(problem, a).float()
         rows = slice(0, problem.m)
@@ -299,8 +313,8 @@ def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan)
 
 
 def _gemm_us(spans: list[Span]) -> float:
-    """The matmul alone: the slowest rank's."""
-    return max((s.duration_us for s in spans if s.kind == "gemm"), default=0.0)
+    """The matmul, or the lookup, alone: the slowest rank's."""
+    return max((s.duration_us for s in spans if s.kind in ("gemm", "lookup")), default=0.0)
 
 
 def _collective_us(spans: list[Span]) -> float:

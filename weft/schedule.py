@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from weft.problem import Problem, Span1D
+from weft.problem import LookupProblem, Problem, Span1D
 
 LaneKind = Literal["compute", "copy", "blocks"]
 """compute: kernels on all SMs. copy: a copy engine. blocks: communication blocks on SMs of their own (SM stores)."""
@@ -192,16 +192,46 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Bags:
+    """Bags that are looked up together, of the rank that runs the step: out = their pooled rows.
+
+    bags: rows are samples of the whole batch, columns those of the rank's tables side by side, whole tables only. out may
+    lie on a peer: a store from the kernel. count: raised once all of them are done.
+    """
+
+    bags: Region
+    out: Region
+    count: Flag | None = None
+
+    def __str__(self) -> str:
+        return f"{self.bags} -> {self.out}{_conditions((), self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One kernel: rows of tables, gathered and pooled bag by bag. Its parts are produced in this order, beside each other."""
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[Bags, ...]
+
+    def __str__(self) -> str:
+        rows = sum(part.bags.shape[0] for part in self.parts)
+        more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        return f"lookup {rows}x{self.parts[0].bags.shape[1] if self.parts else 0}{more}"
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """A vendor collective over all ranks. It ends on a rank after every rank has started it.
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
     all_reduce: dst = the sum over ranks of src; dst may be src.
+    all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s.
     """
 
     TAGGED: ClassVar[bool] = True
-    op: Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+    op: Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_to_all_columns"]
     src: Region
     dst: Region
     divide_by: int = 1
@@ -210,7 +240,7 @@ class Collective:
         return f"{self.op} {self.src} -> {self.dst}"
 
 
-Step = Wait | Signal | Copy | Gemm | Reduce | Collective
+Step = Wait | Signal | Copy | Gemm | Reduce | Lookup | Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +280,7 @@ class Schedule:
     A Schedule may be wrong; `weft.check` proves one right.
     """
 
-    problem: Problem
+    problem: Problem | LookupProblem
     name: str
     buffers: tuple[Buffer, ...]
     ranks: tuple[tuple[Lane, ...], ...]
@@ -297,7 +327,7 @@ def advances(step: Step) -> tuple[Flag, ...]:
     """Every flag that a step advances, in order."""
     if isinstance(step, Signal):
         return (step.flag,)
-    if isinstance(step, (Gemm, Reduce)):
+    if isinstance(step, (Gemm, Reduce, Lookup)):
         return tuple(part.count for part in step.parts if part.count is not None)
     return ()
 
@@ -310,6 +340,8 @@ def regions(step: Step) -> tuple[Region, ...]:
         return step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))
     if isinstance(step, Reduce):
         return tuple(region for part in step.parts for region in (*part.srcs, part.out))
+    if isinstance(step, Lookup):
+        return tuple(region for part in step.parts for region in (part.bags, part.out))
     return ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Region, Schedule, Signal, Step, Wait
 from weft.span import Kind, Span
 
 KINDS: dict[type, Kind] = {
@@ -11,6 +11,7 @@ KINDS: dict[type, Kind] = {
     Copy: "copy",
     Gemm: "gemm",
     Reduce: "reduce",
+    Lookup: "lookup",
     Collective: "collective",
 }
 
@@ -36,7 +37,7 @@ def region_bytes(schedule: Schedule, region: Region) -> int:
 
 def label(rank: int, step: Step) -> str:
     """A short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
-    if isinstance(step, (Gemm, Reduce)):
+    if isinstance(step, (Gemm, Reduce, Lookup)):
         return str(step)
     if isinstance(step, Collective):
         return step.op
@@ -74,6 +75,8 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
         return size(step.b) + added + sum(size(part.a) + times * size(part.out) for part in step.parts)
     if isinstance(step, Reduce):
         return sum(size(part.out) + sum(map(size, part.srcs)) for part in step.parts)
+    if isinstance(step, Lookup):
+        return sum((schedule.problem.k + 1) * size(part.out) for part in step.parts)
     if isinstance(step, Collective):
         passes = 2 if step.op == "all_reduce" else 1
         return passes * collective_shard_bytes(schedule, step) * (schedule.problem.world_size - 1)
@@ -85,4 +88,6 @@ def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
     which is a reduce_scatter and an all_gather, a rank's part of all rows."""
     if step.op in ("all_to_all", "all_reduce"):
         return -(-region_bytes(schedule, step.dst) // schedule.problem.world_size)
+    if step.op == "all_to_all_columns":
+        return schedule.problem.shard_bytes
     return region_bytes(schedule, step.src if step.op == "all_gather" else step.dst)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.schedule import Flag, Gemm, Part, Reduce, Region, Sum, Wait
+from weft.schedule import Bags, Flag, Gemm, Lookup, Part, Reduce, Region, Sum, Wait
 
 GPU = torch.device("cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, this machine has none")]
@@ -145,3 +145,58 @@ def test_words() -> None:
     never = Phase(waits=[(at[1], 7), (at[3], 1)], lowers=[(at[5], 0)])  # it gives up, and goes on
     do_words(words_table([first, never], GPU), tries=1000)
     assert words.tolist() == [0, 7, 8, 0, 3, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mean", [False, True])
+def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
+    """Odd and wide columns, bags of none and of many, indices that no table has; then the rows' gradients."""
+    from weft.kernels.lookup import Target, lookup, lookup_tables
+    from weft.kernels.places import places_of, sort_indices
+    from weft.kernels.update import update, weight_gradients
+
+    torch.manual_seed(0)
+    dims, batch, rows = (92, 7, 1500), 37, (50, 3, 400)
+    tables = [torch.randn(r, d, device=GPU, dtype=dtype) for r, d in zip(rows, dims, strict=True)]
+    lengths = torch.randint(0, 30, (3 * batch,), device=GPU)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    held = [int(part.sum()) for part in lengths.split(batch)]
+    drawn = [torch.randint(-1, r + 1, (count,), device=GPU) for r, count in zip(rows, held, strict=True)]
+    indices = torch.cat(drawn)
+    columns = [(0, 92), (92, 99), (99, 1599)]
+    out = torch.full((batch, 1599), torch.nan, device=GPU, dtype=dtype)
+    words = torch.zeros(1, device=GPU, dtype=torch.int32)
+    whole = Region("bags", 0, (0, batch), (0, 1599))
+    plan = lookup_tables(
+        Lookup((Bags(whole, whole, Flag("made", 0)),)),
+        tables,
+        columns=columns,
+        batch=batch,
+        device=GPU,
+        target=lambda _: Target(0, out.stride(0) * out.element_size(), True),
+        count_address=lambda _: words.data_ptr(),
+    )
+    lookup(plan, indices, offsets, None, mean=mean, dtype=dtype, out=out, sms=7)
+    assert int(words) == plan.tiles
+    places = places_of(indices, offsets, None, rows, mean=mean)
+    grad = torch.randn(batch, 1599, device=GPU, dtype=dtype)
+    found = sort_indices(indices, places, rows, batch)
+    base = torch.zeros(16 * 1024 * 1024, device=GPU, dtype=torch.uint8).view(dtype)
+    sizes = [-(-t.numel() // 8) * 8 for t in tables]
+    grads = [part[: t.numel()].view(t.shape) for part, t in zip(base[: sum(sizes)].split(sizes), tables, strict=True)]
+    update("gradient", grad, found, grads, base=base, sms=7)
+    factors = weight_gradients(grad, indices, places, tables, sms=7)
+    assert bool((factors[~places.counts] == 0).all())
+    for at, (table, (low, high)) in enumerate(zip(tables, columns, strict=True)):
+        own = places.counts & (places.bag // batch == at)
+        sample, row = places.bag[own] % batch, indices[own]
+        weight = places.factor[own].double()[:, None]
+        pooled = torch.zeros(batch, high - low, device=GPU, dtype=torch.float64).index_add_(
+            0, sample, table[row].double() * weight
+        )
+        reduced = torch.zeros(table.shape, device=GPU, dtype=torch.float64)
+        reduced.index_add_(0, row, grad[sample, low:high].double() * weight)
+        for mine, wanted in ((out[:, low:high], pooled), (grads[at], reduced)):
+            assert (mine.double() - wanted).abs().max() <= 2 * wanted.abs().max() * torch.finfo(dtype).eps + 1e-5
+        product = (grad[sample, low:high].double() * table[row].double()).sum(1)
+        torch.testing.assert_close(factors[own].double(), product, atol=1e-3, rtol=1e-4)

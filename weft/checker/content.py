@@ -2,7 +2,7 @@
 
 A content says what element (i, j) of its buffer holds, by displacement, so that cutting a rectangle changes nothing:
 
-    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" likewise
+    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" likewise; "P", what a lookup pools
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("?", why)                  something that no result may hold
 

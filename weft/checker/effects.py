@@ -18,7 +18,7 @@ from operator import or_
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
-from weft.problem import EXCHANGES, Span1D
+from weft.problem import EXCHANGES, LOOKUP_OPS, Span1D
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
@@ -40,6 +40,8 @@ class Effects:
     def _input(self, name: str, rank: int) -> Content:
         """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
         other, and all ranks' b side by side."""
+        if name == "bags":
+            return ("P", 0, self._first_column(rank))
         if self.problem.op in EXCHANGES:
             return ("A", rank * self.problem.m, 0) if name == "a" else ("B", 0, rank * self.problem.n)
         if self.problem.op == "all_gather_matmul":
@@ -51,7 +53,7 @@ class Effects:
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
 
     def _first_column(self, rank: int) -> int:
-        if self.problem.op != "all_gather_matmul":
+        if self.problem.op not in ("all_gather_matmul", *LOOKUP_OPS):
             return 0
         return sum(self.problem.columns(r) for r in range(rank))
 
@@ -129,20 +131,33 @@ class Effects:
                 if action.reads:
                     landed += moved(cells, action.reads[0][1], (dst[0] + low, dst[0] + high, dst[2], dst[3]))
             return landed
-        low, high = self.problem.shards[rank]
-        if actions[rank].do is Do.ADD and dst[1] - dst[0] == self.problem.m:  # an all-reduce, or the shard is the whole
-            low, high = 0, self.problem.m
-        parts = []
-        for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
-            src = action.reads[0][1]
-            own = (src[0] + low, src[0] + high, src[2], src[3])
-            cut = [(common, content) for rect, content in cells if (common := overlap(rect, own))]
-            first, last = self.problem.arrivals(src_rank, rank)
-            exchanged = (dst[0] + first, dst[0] + last, dst[2], dst[3])
-            parts.append(moved(cut, own, exchanged if actions[rank].do is Do.EXCHANGE else dst))
         if actions[rank].do is Do.EXCHANGE:
-            return [cell for cells in parts for cell in cells]
+            return self._exchanged(actions, found, rank, dst)
+        # Of an all-reduce all rows; so are they where one shard is the whole.
+        whole = dst[1] - dst[0] == self.problem.m
+        low, high = (0, self.problem.m) if whole else self.problem.shards[rank]
+        parts = []
+        for action, cells in zip(actions, found, strict=True):
+            own, cut = _rows_of(action, cells, low, high)
+            parts.append(moved(cut, own, dst))
         return divided(total(parts), actions[rank].divide_by)
+
+    def _exchanged(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
+        """The shard of `rank` of every rank: below each other, or a lookup's columns side by side."""
+        landed: Cells = []
+        for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
+            if action.reads:
+                own, cut = _rows_of(action, cells, *self.problem.shards[rank])
+                landed += moved(cut, own, self._landing(src_rank, rank, own, dst))
+        return landed
+
+    def _landing(self, src_rank: int, rank: int, own: Rect, dst: Rect) -> Rect:
+        """Where on `rank` the rows `own` of `src_rank` land."""
+        if self.problem.op in LOOKUP_OPS:
+            left = dst[2] + self._first_column(src_rank)
+            return dst[0], dst[1], left, left + own[3] - own[2]
+        first, last = self.problem.arrivals(src_rank, rank)
+        return dst[0] + first, dst[0] + last, dst[2], dst[3]
 
     def check_outputs(self, rank: int) -> None:
         """The caller of `rank` finds the whole result, and nothing else."""
@@ -156,6 +171,8 @@ class Effects:
         problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
         if problem.op in EXCHANGES:
             return [self._arrived(name, src_rank, rank) for src_rank in range(problem.world_size)]
+        if problem.op in LOOKUP_OPS:
+            return [(rows, ("P", problem.shards[rank][0], 0))]
         if name == "gathered":
             return [(rows, ("A", 0, 0))]
         every_k = ((0, problem.k),)
@@ -202,6 +219,13 @@ class Effects:
         they = self.program.where(*other[:4]) + (" of the call before" if other[4] < at[4] else "")
         verb = "writes" if conflict.wrote else "reads"
         return ScheduleError(f"{where}: it touches {region}, which {they} {verb}; nothing orders the two")
+
+
+def _rows_of(action: Action, cells: Cells, low: int, high: int) -> tuple[Rect, Cells]:
+    """Of what a rank gives to a collective, the rows [low, high): where they lie, and what they hold."""
+    src = action.reads[0][1]
+    own = (src[0] + low, src[0] + high, src[2], src[3])
+    return own, [(common, content) for rect, content in cells if (common := overlap(rect, own))]
 
 
 def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:

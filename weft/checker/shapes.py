@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
-from weft.problem import Problem
-from weft.schedule import Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
+from weft.problem import LookupProblem, Problem
+from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,6 +37,11 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     """Kind and extents by rank of the buffers that belong to the caller."""
     each = range(problem.world_size)
     k, columns = tuple(problem.inner(r) for r in each), tuple(problem.columns(r) for r in each)
+    if isinstance(problem, LookupProblem):
+        return {
+            "bags": ("input", (tuple(problem.m for _ in each), columns)),
+            "out": ("output", (tuple(problem.out_rows(r) for r in each), tuple(problem.n for _ in each))),
+        }
     found: dict[str, tuple[str, Shape]] = {
         "a": ("input", (tuple(problem.a_rows(r) for r in each), k)),
         "b": ("input", (k, columns)),
@@ -108,18 +113,30 @@ def fused_fault(lane: Lane) -> str:
     return ""
 
 
+def bags_fault(part: Bags, problem: Problem, rank: int) -> str:
+    """Bags of whole tables, into a rectangle of their shape."""
+    if not isinstance(problem, LookupProblem) or part.bags.buffer != "bags":
+        return f"{part.bags} holds no bags; a lookup reads buffer bags of a lookup's problem"
+    if part.bags.shape != part.out.shape:
+        return f"{part.bags} has shape {part.bags.shape}, but it is looked up into {part.out} of shape {part.out.shape}"
+    borders = {0, *(end for _, end in problem.table_columns(rank))}
+    if not borders.issuperset(part.bags.cols):
+        return f"{part.bags} cuts a table; the tables of rank {rank} end at columns {sorted(borders)}"
+    return ""
+
+
 def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
-    """Rows are cut by the problem's shards; columns are the same on both sides."""
+    """Rows are cut by the problem's shards; columns are the same on both sides, or a rank's and all."""
     low, high = problem.shards[rank]
-    full, part = problem.m, high - low
-    rows = {
-        "all_gather": (part, full),
-        "reduce_scatter": (full, part),
-        "all_reduce": (full, full),
-        "all_to_all": (full, problem.world_size * part),
+    full, part, cols = problem.m, high - low, step.src.shape[1]
+    shapes = {
+        "all_gather": ((part, cols), (full, cols)),
+        "reduce_scatter": ((full, cols), (part, cols)),
+        "all_reduce": ((full, cols), (full, cols)),
+        "all_to_all": ((full, cols), (problem.world_size * part, cols)),
+        "all_to_all_columns": ((full, problem.columns(rank)), (part, problem.n)),
     }
-    for region, height in zip((step.src, step.dst), rows[step.op], strict=True):
-        shape = height, step.src.shape[1]
+    for region, shape in zip((step.src, step.dst), shapes[step.op], strict=True):
         if region.shape != shape:
             return f"{region} has shape {region.shape}; {step.op} on rank {rank} needs {shape}"
     if step.divide_by != 1 and step.op != "reduce_scatter":
@@ -136,8 +153,13 @@ def check_collectives(schedule: Schedule) -> None:
             names = ", ".join(u.name for u in users)
             raise ScheduleError(f"rank {rank} has collectives on lanes {names}; one lane must run them all")
         steps = [s for lane in users for s in lane.steps if isinstance(s, Collective)]
-        mine: list[tuple[str, int, int]] = [(s.op, s.src.shape[1], s.divide_by) for s in steps]
+        mine: list[tuple[str, int, int]] = [(s.op, _common_columns(s), s.divide_by) for s in steps]
         first = mine if rank == 0 else first
         if mine != first:
             theirs, ours = ([f"{op} of {cols} columns" for op, cols, _ in ops] for ops in (first, mine))
             raise ScheduleError(f"rank {rank} runs collectives {ours}, rank 0 runs {theirs}; all ranks need the same, in order")
+
+
+def _common_columns(step: Collective) -> int:
+    """The columns in which ranks must agree: those of the result where each gives its own."""
+    return step.dst.shape[1] if step.op == "all_to_all_columns" else step.src.shape[1]

@@ -10,11 +10,42 @@ from itertools import pairwise
 from typing import NoReturn
 
 from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
-from weft.checker.shapes import check_buffers, check_collectives, collective_fault, fused_fault, gemm_fault, sum_fault
-from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.checker.shapes import (
+    bags_fault,
+    check_buffers,
+    check_collectives,
+    collective_fault,
+    fused_fault,
+    gemm_fault,
+    sum_fault,
+)
+from weft.schedule import (
+    Bags,
+    Buffer,
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Lookup,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+)
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE = Do
-_COLLECTS = {"all_gather": _COPY, "reduce_scatter": _ADD, "all_reduce": _ADD, "all_to_all": _EXCHANGE}
+_COLLECTS = {
+    "all_gather": _COPY,
+    "reduce_scatter": _ADD,
+    "all_reduce": _ADD,
+    "all_to_all": _EXCHANGE,
+    "all_to_all_columns": _EXCHANGE,
+}
 
 
 def compile_schedule(schedule: Schedule) -> Program:
@@ -83,12 +114,19 @@ class _Compiler:
         on_sms = self.lane.kind == "compute"
         if kind is Collective:
             return Op(_COLLECTIVE, actions=(self.collective(step),), needs_sms=on_sms)  # type: ignore[arg-type]
-        actions = self.gemm(step) if isinstance(step, Gemm) else self.reduce(step)  # type: ignore[arg-type]
+        actions = self.kernel(step)  # type: ignore[arg-type]
         counts = [a.counts for a in actions if a.counts >= 0]
         if len(counts) > len(set(counts)):
             twice = next(self.flags[c] for c in counts if counts.count(c) > 1)
             self.fail(f"{twice} is counted by two parts of one kernel, whose order is open; give each part its own flag")
         return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions))
+
+    def kernel(self, step: Gemm | Reduce | Lookup) -> tuple[Action, ...]:
+        if isinstance(step, Gemm):
+            return self.gemm(step)
+        if isinstance(step, Reduce):
+            return self.reduce(step)
+        return tuple([self.bags(part) for part in step.parts])
 
     def number(self, flag: Flag) -> int:
         known = self.numbers.get(flag)
@@ -211,6 +249,13 @@ class _Compiler:
         if fault:
             self.fail(fault)
         return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
+
+    def bags(self, part: Bags) -> Action:
+        bags, out = self.access(part.bags, remote=False), self.access(part.out, write=True)
+        fault = bags_fault(part, self.problem, self.rank)
+        if fault:
+            self.fail(fault)
+        return self.action(_COPY, (bags,), out, (), part.count)
 
     def collective(self, step: Collective) -> Action:
         src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)

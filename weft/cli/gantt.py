@@ -15,6 +15,7 @@ MARKS: dict[Kind, tuple[str, str]] = {
     "copy": ("=", "cyan"),
     "reduce": ("+", "blue"),
     "gemm": ("#", "green"),
+    "lookup": ("%", "green"),
 }
 """Mark and colour by kind; what stands later is drawn over what stands earlier."""
 

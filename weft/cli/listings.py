@@ -10,7 +10,7 @@ import typer
 
 from weft import codec
 from weft.cli import choices, output
-from weft.problem import Problem
+from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
 
 if TYPE_CHECKING:
     from weft.machine import Machine
@@ -30,7 +30,7 @@ def schedules(
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     asked = next(iter(FAMILIES[name or NAMES[0]].builders)) if op is None else choices.choose_op(op)
-    problem = Problem(op=asked, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
+    problem = _example(asked)
     if name is not None:
         check_op(name, problem.op)
     out = output.console()
@@ -46,6 +46,12 @@ def schedules(
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank; >=0 waits for the calls before.")
     out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
     out.print("Use one by weft run --schedule NAME or NAME:CHUNKS.")
+
+
+def _example(op: Op) -> Problem:
+    if op in LOOKUP_OPS:
+        return LookupProblem.of(batch=12, dims=((4,),) * EXAMPLE_RANKS)
+    return Problem(op=op, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
 
 
 def machines(

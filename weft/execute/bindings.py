@@ -29,9 +29,13 @@ class Where:
 
 @dataclass(slots=True)
 class Bindings:
-    """The tensors of one call: by (buffer, rank), the matrices side by side that make up the buffer."""
+    """The tensors of one call: by (buffer, rank), the matrices side by side that make up the buffer.
+
+    loose: inputs that are no buffer of the schedule, by name; a lookup's tables and indices.
+    """
 
     tensors: dict[tuple[str, int], Columns] = field(default_factory=dict)
+    loose: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
 
     def bind(self, buffer: str, rank: int, *matrices: torch.Tensor) -> None:
         columns, at = [], 0

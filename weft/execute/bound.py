@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weft.execute.bindings import Bindings, Where
-from weft.schedule import Collective, Flag, Schedule, Wait, advances, regions
+from weft.problem import LookupProblem
+from weft.schedule import Collective, Flag, Lookup, Schedule, Wait, advances, regions
 from weft.span import Span
 from weft.team import Team
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Inputs = Mapping[str, Sequence[torch.Tensor]]
-"""Input buffers by name: matrices side by side."""
+"""Input buffers by name: matrices side by side. And the tensors that stand for one, by names of their own."""
 Outputs = dict[str, list[torch.Tensor]]
 """Output buffers by name: matrices side by side."""
 _ALIGN = 256
@@ -76,6 +77,10 @@ class Space(Protocol):
         """Blocks that such a kernel may have: all of them run at once."""
         ...
 
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        """Whether lookups of this dtype run as kernels here. The same on every rank."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -102,6 +107,8 @@ class BoundProgram(ABC):
         self._growth: dict[Flag, int] = {}
         if space.runs_kernels(self.dtype):
             self._add_kernels()
+        if any(isinstance(step, Lookup) for _, _, _, step in schedule) and space.runs_lookups(self.dtype):
+            self._add_lookups()
 
     def _add_exchanges(self, space: Space) -> None:
         # As below: imported where it is needed, since it needs Triton.
@@ -128,6 +135,17 @@ class BoundProgram(ABC):
             kernel = fused_step(step, where, device, self) if rank == self.rank and not inside else None
             if kernel is not None:
                 self.kernels[id(step)] = kernel
+
+    def _add_lookups(self) -> None:
+        from weft.execute.lookups import FusedLookup, lookup_growth
+
+        problem = self.schedule.problem
+        assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+        self._growth |= lookup_growth(self.schedule)
+        for rank, lane, position, step in self.schedule:
+            if rank == self.rank and isinstance(step, Lookup):
+                where = Where(rank, lane.name, position, step)
+                self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem)
 
     def growth_of(self, flag: Flag) -> int:
         """How far one advance moves a flag's word: kernels count tiles."""
@@ -181,7 +199,7 @@ class BoundProgram(ABC):
         """This call's outputs: `out` as one matrix for each b."""
         outputs = {}
         for buffer in self._outputs:
-            several = buffer.name == "out" and len(inputs["b"]) > 1
+            several = buffer.name == "out" and len(inputs.get("b", ())) > 1
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
             outputs[buffer.name] = [torch.empty(rows, width, dtype=self.dtype, device=self._space.device) for width in widths]
@@ -192,7 +210,10 @@ class BoundProgram(ABC):
         bindings = self.own_bindings()
         for tensors in (inputs, outputs):
             for name, matrices in tensors.items():
-                bindings.bind(name, self.rank, *matrices)
+                if name in self.schedule.buffer:
+                    bindings.bind(name, self.rank, *matrices)
+                else:
+                    bindings.loose[name] = matrices
         return bindings
 
     def own_bindings(self) -> Bindings:

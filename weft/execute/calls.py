@@ -2,6 +2,7 @@
 
 Call         what GroupState needs of any operator's call
 MatmulCall   a matmul and a collective
+LookupCall   embedding tables and an exchange
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 import torch
 
 from weft.execute.bound import Inputs
-from weft.problem import EXCHANGES, REDUCTIONS, Op, Problem, split
+from weft.problem import EXCHANGES, REDUCTIONS, DType, LookupProblem, Op, Problem, split
 from weft.span import Span
 from weft.version import __version__
 
@@ -126,3 +128,65 @@ class MatmulCall(Call):
             b_sizes=() if regular else shares,
             addends=tuple(self.extras),  # type: ignore[arg-type]
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class LookupCall(Call):
+    """dims: by rank, the columns of its tables. indices, offsets, weights: as weft.kernels.lookup.lookup has them. pooling:
+    rows in a bag that predictions reckon with."""
+
+    tables: Sequence[torch.Tensor]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    batch: int
+    dims: tuple[tuple[int, ...], ...]
+    mode: Literal["sum", "mean"]
+    dtype: torch.dtype
+    pooling: int
+
+    @property
+    def inputs(self) -> Inputs:
+        found = {"tables": self.tables, "indices": (self.indices,), "offsets": (self.offsets,)}
+        return found if self.weights is None else {**found, "weights": (self.weights,)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def share(self) -> int:
+        """Ranks differ in nothing that is not in `dims`."""
+        return 0
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        fixed = (self.op, self.batch, self.dims, self.mode, self.dtype, self.pooling, self.schedule)
+        return (*fixed, self.device, self.weights is None)
+
+    def describe(self) -> str:
+        lines = (
+            f"op: {self.op}",
+            f"batch: {self.batch}",
+            *(f"dims of rank {rank}: {_dims(own)}" for rank, own in enumerate(self.dims)),
+            f"mode: {self.mode}",
+            f"pooling: {self.pooling}",
+            f"dtype: {self.dtype}",
+            f"per_sample_weights: {'no' if self.weights is None else 'yes'}",
+            f"device: {self.device.type}",
+            f"schedule: {self.schedule}",
+            f"weft: {__version__}",
+        )
+        return "\n".join(lines)
+
+    def problem(self, shares: tuple[int, ...]) -> Problem:
+        dtype: DType = str(self.dtype).removeprefix("torch.")  # type: ignore[assignment]
+        return LookupProblem.of(batch=self.batch, dims=self.dims, pooling=self.pooling, mode=self.mode, dtype=dtype)
+
+
+def _dims(own: tuple[int, ...]) -> str:
+    """
+    >>> _dims((128, 128, 64))
+    '2 x 128, 1 x 64'
+    """
+    return ", ".join(f"{len(list(same))} x {dim}" for dim, same in groupby(own)) or "no tables"

@@ -81,7 +81,7 @@ class CudaProgram(BoundProgram):
             capture_stream(space.device), lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs))
         )
         self._vendors = {
-            id(step): Vendor(self.team.group, step, schedule.problem.shards, self.dtype, space.device)
+            id(step): Vendor(self.team.group, step, schedule.problem, self.dtype, space.device)
             for rank, _, _, step in schedule
             if rank == self.rank and isinstance(step, Collective)
         }
@@ -176,7 +176,7 @@ class CudaProgram(BoundProgram):
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
-        return tensor if name == "b" else tensor.contiguous()
+        return tensor if name in ("b", "tables") else tensor.contiguous()
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         if out.dtype == a.dtype and not accumulate:

@@ -83,6 +83,9 @@ class CudaSpace:
     def blocks(self) -> int:
         return self.sms
 
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        return True
+
     def settle(self) -> None:
         """Wait until every rank's GPU has ended all its work. Collective."""
         torch.cuda.synchronize(self.device)

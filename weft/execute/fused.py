@@ -20,7 +20,7 @@ from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import blocks_for, tiles_of
-from weft.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
+from weft.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
 
 
 def is_fused(step: Step) -> bool:
@@ -71,7 +71,7 @@ class FlagWords(Protocol):
 class FusedStep(ABC):
     """One step of one rank as a kernel, ready to launch call after call."""
 
-    step: Gemm | Reduce
+    step: Gemm | Reduce | Lookup
 
     def __init__(self, where: Where, device: torch.device, flags: FlagWords) -> None:
         self._where, self._device, self._flags = where, device, flags

@@ -30,7 +30,7 @@ from weft.execute.bindings import Bindings, Where
 from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Schedule, Wait, waits
+from weft.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, Wait, waits
 from weft.span import Span
 from weft.team import Team
 from weft.work import span
@@ -101,6 +101,10 @@ class HostSpace:
     @property
     def blocks(self) -> int:
         return _INTERPRETED_BLOCKS
+
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        """Nothing is multiplied as a matrix, so the interpreter has float32, too."""
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
 
     def reserve(self, nbytes: int) -> None:
         """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
@@ -202,7 +206,7 @@ class HostProgram(BoundProgram, Device):
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         self._program.run(self.epoch, self.bind(inputs, outputs))
 
-    def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
+    def fused(self, step: Gemm | Reduce | Lookup, bindings: Bindings, epoch: int, where: Where) -> bool:
         kernel = self.kernels.get(id(step))
         if kernel is None or not kernel.runs(bindings):
             return False
@@ -246,7 +250,10 @@ class HostProgram(BoundProgram, Device):
         staged[self.rank].copy_(src)
         self._meet(where)
         mine = self.schedule.problem.shards
-        if step.op == "all_gather":
+        if step.op == "all_to_all_columns":
+            for cols, pooled in zip(self.schedule.problem.b_shards, staged, strict=True):
+                dst[:, slice(*cols)].copy_(pooled[slice(*mine[self.rank])])
+        elif step.op == "all_gather":
             for (low, high), shard in zip(mine, staged, strict=True):
                 dst[low:high].copy_(shard)
         elif step.op == "all_to_all":
@@ -263,9 +270,11 @@ class HostProgram(BoundProgram, Device):
 
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
         """Where a rank puts its source: its own shard's rows for an all-gather, else all rows."""
-        low, high = self.schedule.problem.shards[rank]
+        problem = self.schedule.problem
+        low, high = problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
-        return self.symmetric(rank, self.layout.staging, rows, step.src.shape[1], self.dtype)
+        cols = problem.columns(rank) if step.op == "all_to_all_columns" else step.src.shape[1]
+        return self.symmetric(rank, self.layout.staging, rows, cols, self.dtype)
 
     def _meet(self, where: Where) -> None:
         """Wait until every rank is here: a barrier on a word of each."""

@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 
 from weft.execute.arithmetic import Sliced, add_up, groups, multiply
+from weft.execute.bags import look_up
 from weft.execute.bindings import Bindings, Where
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Schedule, Signal, Step, Wait, advances
+from weft.problem import LookupProblem
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Lookup, Part, Reduce, Schedule, Signal, Step, Wait, advances
 
 
 class Device(Protocol):
@@ -32,7 +34,7 @@ class Device(Protocol):
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
 
-    def fused(self, step: Gemm | Reduce, bindings: Bindings, epoch: int, where: Where) -> bool:
+    def fused(self, step: Gemm | Reduce | Lookup, bindings: Bindings, epoch: int, where: Where) -> bool:
         """Run a step as one kernel, gates and counts included; False if this device multiplies it part by part."""
         ...
 
@@ -122,6 +124,8 @@ class _LaneRun:
             self._gemm(step, where)
         elif isinstance(step, Reduce):
             self._reduce(step, where)
+        elif isinstance(step, Lookup):
+            self._lookup(step, where)
         else:
             self._collective(step, where)
 
@@ -164,6 +168,18 @@ class _LaneRun:
             for gate in part.gates:
                 self._wait(gate, where)
             add_up(self.bindings, part, step.divide_by)
+            if part.count is not None:
+                self._advance(where, counts)
+                counts += 1
+
+    def _lookup(self, step: Lookup, where: Where) -> None:
+        if self.device.fused(step, self.bindings, self.epoch, where):
+            return
+        problem = self.program.schedule.problem
+        assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+        counts = 0
+        for part in step.parts:
+            look_up(self.bindings, part.bags, part.out, problem)
             if part.count is not None:
                 self._advance(where, counts)
                 counts += 1

@@ -73,11 +73,13 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _addresses(inputs: Inputs, outputs: Outputs) -> Addresses:
-    """Where the tensors lie, and how b does: all others are contiguous."""
+    """Where the tensors lie, and how b does: all others are contiguous. How long vectors are: no schedule says it."""
     found: list[int] = []
     for name, tensors in inputs.items():
         for tensor in tensors:
             found += (tensor.data_ptr(), *tensor.stride()) if name == "b" else (tensor.data_ptr(),)
+            if tensor.dim() == 1:
+                found.append(tensor.numel())
     for matrices in outputs.values():
         found += [matrix.data_ptr() for matrix in matrices]
     return tuple(found)

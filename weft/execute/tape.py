@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from weft.execute.arithmetic import Sliced, add_up, groups, multiply
 from weft.execute.bindings import Bindings, Where
 from weft.execute.driver import Word
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Signal, Step, Wait, waits
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Lookup, Part, Reduce, Region, Signal, Step, Wait, waits
 
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
@@ -95,6 +95,7 @@ class Tape:
         elif isinstance(step, Gemm):
             yield from self._matmuls(step, where)
         else:
+            assert not isinstance(step, Lookup), "a lookup runs as a kernel"
             yield from self._sums(step, where)
 
     def _pass(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[Words]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.problem import Span1D
+from weft.problem import Problem
 from weft.schedule import Collective, Region
 
 LARGEST_BYTES = 32 << 20
@@ -62,9 +62,10 @@ class Vendor:
     """One collective step of one program. windows: where its source and destination lie if it is registered."""
 
     def __init__(
-        self, group: dist.ProcessGroup, step: Collective, shards: tuple[Span1D, ...], dtype: torch.dtype, device: torch.device
+        self, group: dist.ProcessGroup, step: Collective, problem: Problem, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._group, self._step, self._shards, self._dtype, self._device = group, step, shards, dtype, device
+        self._group, self._step, self._problem, self._dtype, self._device = group, step, problem, dtype, device
+        self._shards = shards = problem.shards
         self._longest = shards[0][1] - shards[0][0]
         self._even = all(high - low == self._longest for low, high in shards)
         self._op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
@@ -75,6 +76,8 @@ class Vendor:
         gather = self._step.op == "all_gather"
         if self._step.op == "all_to_all":
             self._exchange(src, dst)
+        elif self._step.op == "all_to_all_columns":
+            self._exchange_columns(src, dst)
         elif self.windows is None:
             self._plain(src, dst)
         elif gather:
@@ -158,6 +161,16 @@ class Vendor:
         low, high = self._shards[self._group.rank()]
         sent, received = [last - first for first, last in self._shards], [high - low] * len(self._shards)
         dist.all_to_all_single(dst, src.contiguous(), received, sent, group=self._group)
+
+    def _exchange_columns(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """What comes from each rank is a block of its columns, laid side by side."""
+        columns = [self._problem.columns(rank) for rank in range(self._problem.world_size)]
+        gives = [(high - low) * src.shape[1] for low, high in self._shards]
+        takes = [dst.shape[0] * width for width in columns]
+        landed = src.new_empty(sum(takes))
+        dist.all_to_all_single(landed, src.contiguous().view(-1), takes, gives, group=self._group)
+        blocks = zip(torch.split(landed, takes), columns, strict=True)
+        torch.cat([block.view(dst.shape[0], width) for block, width in blocks], 1, out=dst)
 
     def _gather_uneven(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         longest = self._longest

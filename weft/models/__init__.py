@@ -16,7 +16,7 @@ once for each expert that a token visits, in equal shares for all ranks (a capac
     expert dispatch + gate/up   all_to_all_matmul   2 * expert_intermediate   hidden
     expert down + combine       matmul_all_to_all   hidden                    expert_intermediate
 
-Embedding tables move data all to all; their site is listed as skipped, with the operator that it needs.
+Embedding tables are spread over ranks, whole, as `split` deals them: embedding_bag_all_to_all, where a token is a sample.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 from weft import codec
 from weft.models.config import read_config
 from weft.models.values import Model
-from weft.problem import EXCHANGES, DType, Op, Problem
+from weft.problem import EXCHANGES, DType, LookupProblem, Op, Problem, split
 
 if TYPE_CHECKING:
     from weft.results import Skipped
 
-__all__ = ["Model", "Site", "decode_sites", "load_model", "preset_names", "sites"]
+__all__ = ["LookupSite", "Model", "Site", "decode_sites", "load_model", "preset_names", "sites"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,18 @@ class Site:
         return f"{self.name}: {self.op} N={self.n} K={self.k}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LookupSite(Site):
+    """Embedding tables, `n` columns in all, and bags of `k` rows on average. dims: columns of each table."""
+
+    dims: tuple[int, ...]
+
+    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
+        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does."""
+        dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
+        return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
+
+
 def sites(model: Model) -> tuple[Site | Skipped, ...]:
     """Every distributed site of one layer, in the order in which a forward pass meets them.
 
@@ -67,7 +79,7 @@ def sites(model: Model) -> tuple[Site | Skipped, ...]:
     """
     found: list[Site | Skipped] = []
     if model.tables:
-        found.append(_skipped("embedding + All-to-All", "embedding_bag_all_to_all"))
+        found.append(_lookup(model))
     if model.heads:
         found += _attention(model)
     if model.intermediate:
@@ -117,11 +129,10 @@ def _unknown(name: str) -> str:
     return f"model is {name!r}{hint} weft knows {', '.join(preset_names())}, or takes the path of a Hugging Face config.json"
 
 
-def _skipped(site: str, op: str) -> Skipped:
-    # Put off, since results bring the planner and its packages along: `weft doctor` has to start without them.
-    from weft.results import Skipped
-
-    return Skipped(site=site, reason=f"needs {op}, which weft does not have yet")
+def _lookup(model: Model) -> LookupSite:
+    dims = (model.embedding_dim,) * model.tables
+    pooling = round(sum(model.pooling) / len(model.pooling)) if model.pooling else 1
+    return LookupSite(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
 
 
 def _attention(model: Model) -> list[Site]:

@@ -76,7 +76,7 @@ def _model(path: Path, config: dict[str, Any], notes: tuple[str, ...]) -> Model:
     )
 
 
-def _sizes(config: dict[str, Any], family: str | None) -> dict[str, int]:
+def _sizes(config: dict[str, Any], family: str | None) -> dict[str, Any]:
     hidden, heads = _first(config, HIDDEN), _first(config, HEADS)
     width = _first(config, INTERMEDIATE)
     if width is None and hidden is not None and family in FOUR_TIMES:

@@ -12,7 +12,8 @@ class Model:
     source: where the numbers are from. hidden: width of the residual stream. heads, kv_heads, head_dim: of attention.
     intermediate: width of the dense MLP, or of the shared expert of a model with experts. gated: the MLP multiplies two
     projections up (SwiGLU and its like). experts, experts_per_token, expert_intermediate: of a mixture of experts.
-    tables, embedding_dim: of a recommendation model. notes: how the sizes were read, where that was not plain.
+    tables, embedding_dim: of a recommendation model; pooling: rows that a sample looks up, by table. notes: how the sizes were
+    read, where that was not plain.
     Raises ValueError for a negative size, or heads that kv_heads does not divide.
     """
 
@@ -30,6 +31,7 @@ class Model:
     expert_intermediate: int = 0
     tables: int = 0
     embedding_dim: int = 0
+    pooling: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -37,6 +39,8 @@ class Model:
             value = getattr(self, field.name)
             if isinstance(value, int) and value < 0:
                 raise ValueError(f"{field.name} is {value}; it must not be negative")
+        if self.pooling and (len(self.pooling) != self.tables or min(self.pooling) < 0):
+            raise ValueError(f"pooling is {self.pooling}; it must have a count of at least 0 for each of {self.tables} tables")
         if self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"kv_heads is {self.kv_heads}; it must divide the {self.heads} heads")
 

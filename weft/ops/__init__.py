@@ -7,6 +7,7 @@ moves (RankMismatch shows the difference).
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
     all_reduce.py        matmul_all_reduce
     all_to_all.py        matmul_all_to_all, all_to_all_matmul            ragged.py   of these two, what splits add
+    embedding.py         embedding_bag_all_to_all                        optimizers.py   for its backward
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from weft.execute.trial import Choice
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.checks import group_of
+from weft.ops.embedding import embedding_bag_all_to_all
+from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 
 __all__ = [
+    "SGD",
+    "RowwiseAdagrad",
     "all_gather_matmul",
     "all_to_all_matmul",
     "choices",
     "close",
+    "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from weft.machine import Machine
 from weft.planner.values import Candidate
-from weft.problem import Problem
-from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, Signal, Wait
+from weft.problem import LOOKUP_OPS, Problem
+from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
 from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 
 BALANCED = 1.1
@@ -67,8 +67,9 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
 
 
 def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
-    collective = COLLECTIVES[problem.op].replace("_", "-")
-    times = f"the GEMM alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
+    kernel = "lookup" if problem.op in LOOKUP_OPS else "GEMM"
+    collective = COLLECTIVES[problem.op].removesuffix("_columns").replace("_", "-")
+    times = f"the {kernel} alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"
     return f"{'Computation' if computation_us > communication_us else 'Communication'}-bound: {times}"
@@ -122,7 +123,7 @@ def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
         for position, step in enumerate(lane.steps)
         if not any(low < position < high for low, high in lane.fused)
     )
-    kernels = kinds[Gemm] + kinds[Reduce] + kinds[Collective]
+    kernels = kinds[Gemm] + kinds[Lookup] + kinds[Reduce] + kinds[Collective]
     flags = kinds[Wait] + kinds[Signal]
     us = kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us
     return _Fixed(kernels, kinds[Copy], flags, us)

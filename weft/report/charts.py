@@ -21,6 +21,7 @@ Figure = dict[str, Any]
 # Told apart by people who do not see all colours (Okabe and Ito's set), and by lightness on white and on black.
 KIND_COLOURS: dict[str, str] = {
     "gemm": "#0072b2",
+    "lookup": "#56b4e9",
     "copy": "#e69f00",
     "reduce": "#009e73",
     "collective": "#cc79a7",

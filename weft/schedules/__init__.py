@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.problem import OPS, Op, Problem
+from weft.problem import LOOKUP_OPS, OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_matmul as dispatch
+from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
@@ -40,10 +41,17 @@ class Family:
 
 
 def _family(
-    name: str, words: str, source: str, gather: Build, scatter: Build | None, *others: Build | None, chunked: bool = True
+    name: str,
+    words: str,
+    source: str,
+    gather: Build,
+    scatter: Build | None,
+    *others: Build | None,
+    lookup: Build | None = None,
+    chunked: bool = True,
 ) -> Family:
-    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce."""
-    found = zip(OPS, (gather, scatter, *others), strict=False)
+    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all."""
+    found = [*zip(OPS, (gather, scatter, *others), strict=False), *zip(LOOKUP_OPS, (lookup,), strict=True)]
     builders = {op: build for op, build in found if build is not None}
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
@@ -88,6 +96,7 @@ FAMILIES: dict[str, Family] = {
             _plain(combine.sequential),
             _plain(dispatch.sequential),
             _plain(ar.sequential),
+            lookup=_plain(bags.sequential),
             chunked=False,
         ),
         _family(
@@ -159,6 +168,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(ag.ring),
             rs.counted,
             combine.counted,
+            lookup=_one_lane(bags.counted),
         ),
         _family(
             "direct_store",
@@ -168,6 +178,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(rs.stored, pull=False)),
             _one_lane(partial(combine.counted, stored=True)),
             _one_lane(partial(dispatch.gated, blocks=True)),
+            lookup=_one_lane(bags.stored),
         ),
         _family(
             "flag_gated_2d",

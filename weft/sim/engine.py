@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.machine import Machine
-from weft.schedule import Copy, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait
-from weft.sim import kernels, transfers
+from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, Signal, Step, Wait
+from weft.sim import kernels, lookups, transfers
 from weft.sim.network import Resource, Usage
 from weft.sim.world import Process, Recorder, World, ns
 from weft.span import Span
@@ -104,5 +104,7 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
         yield from kernels.gemm(world, rank, step)
     elif isinstance(step, Reduce):
         yield from kernels.reduce(world, rank, step)
+    elif isinstance(step, Lookup):
+        yield from lookups.lookup(world, rank, step)
     else:
         yield from transfers.collective(world, rank, step)

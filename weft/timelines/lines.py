@@ -10,7 +10,23 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait, advances
+from weft.schedule import (
+    Bags,
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lookup,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+    advances,
+)
 
 Column = tuple[int, str]
 """Rank and lane."""
@@ -146,12 +162,12 @@ def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> l
     return found
 
 
-def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce) -> list[Line]:
+def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce | Lookup) -> list[Line]:
     """A line for a kernel of one part; else a heading, and a line for each part."""
     parts = [
         _part(schedule, column[0], part, "=" if isinstance(step, Gemm) and step.accumulate else "-") for part in step.parts
     ]
-    name = "gemm" if isinstance(step, Gemm) else "reduce"
+    name = type(step).__name__.lower()
     if len(parts) == 1:
         text, waits, signals = parts[0]
         return [Line(column, f"{name} {text}", waits, signals)]
@@ -159,14 +175,17 @@ def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce) -> list[Lin
     return [Line(column, str(step)), *lines]
 
 
-def _part(schedule: Schedule, rank: int, part: Part | Sum, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+def _part(schedule: Schedule, rank: int, part: Part | Sum | Bags, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+    counts = (part.count,) if part.count else ()
+    if isinstance(part, Bags):
+        return f"{_region(schedule, rank, part.bags)} {dash}> {_region(schedule, rank, part.out)}", (), counts
     alone = (part.a,) if isinstance(part, Part) else part.srcs if len(part.srcs) == 1 else ()
     summed = part.adds if isinstance(part, Part) else () if alone else part.srcs
     names = dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in summed)
     inner = tuple(column for column, _ in part.inner) if isinstance(part, Part) else ()
     src = " + ".join([*(_region(schedule, rank, region, inner) for region in alone), *names])
     text = f"{src} {dash}> {_region(schedule, rank, part.out)}"
-    return text, part.waits, (part.count,) if part.count else ()
+    return text, part.waits, counts
 
 
 def words(wait: Wait) -> str:

@@ -1,0 +1,125 @@
+"""embedding_bag_all_to_all on real ranks: every schedule, what bags and tables may be, its gradients, and its errors."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from embedding_work import SPECS, Case, cases, check, check_bad_index, draw, expected
+
+import weft
+from weft.errors import RankMismatch
+from weft.execute import bags
+from weft.execute.bindings import Bindings
+
+pytestmark = pytest.mark.ranks
+
+
+def _every_schedule(dtype: torch.dtype) -> None:
+    for turn, case in enumerate(cases(dist.get_world_size())):
+        for spec in SPECS:
+            check(replace(case, dtype=dtype), spec, turn)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_schedule_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
+    ranks(world_size).run(_every_schedule, dtype)
+
+
+def _new_data_each_call(delay: str) -> None:
+    """Many calls in a row, new data each, while one rank is late, or its copies are: buffers and flags are used again early
+    and late."""
+    case, slow = Case(dims=((8, 4),) * 3), dist.get_rank() == 1
+    view, pool = Bindings.pieces, bags.pool
+    try:
+        if delay == "transport" and slow:
+            Bindings.pieces = lambda self, region: (time.sleep(0.001), view(self, region))[1]  # type: ignore[method-assign]
+        if delay == "lookup" and slow:
+            bags.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
+        for call in range(6):
+            for spec in SPECS[::2]:
+                check(case, spec, call)
+    finally:
+        Bindings.pieces, bags.pool = view, pool  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("delay", ["nothing", "lookup", "transport"])
+def test_calls_in_a_row_with_a_slow_rank(ranks: RankFixture, delay: str) -> None:
+    ranks(3).run(_new_data_each_call, delay)
+
+
+def _ten_thousand() -> None:
+    check(Case(dims=((8,), (16,)), batch=4, lengths=(0, 10_000), exact=True), "direct_store:1", 0)
+
+
+def test_bags_of_none_and_of_ten_thousand(ranks: RankFixture) -> None:
+    ranks(2).run(_ten_thousand)
+
+
+def _lengths_and_inference() -> None:
+    case = Case(dims=((8, 4),) * 2)
+    drawn = draw(case, 0, dist.get_rank())
+    for offsets, lengths in ((drawn.offsets, None), (None, drawn.offsets.diff())):
+        with torch.inference_mode():
+            out = weft.embedding_bag_all_to_all(drawn.indices, offsets, drawn.tables, lengths=lengths, schedule="auto")
+        torch.testing.assert_close(out, expected(case, 0, dist.get_rank()).float())
+
+
+def test_lengths_in_place_of_offsets_and_auto(ranks: RankFixture) -> None:
+    ranks(2).run(_lengths_and_inference)
+
+
+@pytest.mark.parametrize("index", [-1, 40, 2**40])
+def test_an_index_out_of_range_is_named_and_adds_nothing(ranks: RankFixture, index: int) -> None:
+    ranks(2).run(check_bad_index, index)
+
+
+def _mistakes() -> None:
+    drawn = draw(Case(dims=((8, 4),) * 2), 0, dist.get_rank())
+    indices, offsets, tables = drawn.indices, drawn.offsets, drawn.tables
+    call = weft.embedding_bag_all_to_all
+    optimizer, weights = weft.SGD(lr=0.1), torch.ones(indices.shape)
+    for says, arguments, options in (
+        ("indices is .* of torch.float32; it must be a vector of int32 or int64", (indices.float(), offsets, tables), {}),
+        ("offsets and lengths: pass one of them", (indices, offsets, tables), {"lengths": offsets}),
+        ("there are 21 bags for 2 tables; every table needs one for each of 10", (indices, offsets[1:], tables), {}),
+        ("mode is 'max'; use 'sum' or 'mean'", (indices, offsets, tables), {"mode": "max"}),
+        (
+            "per_sample_weights goes with mode='sum'",
+            (indices, offsets, tables),
+            {"mode": "mean", "per_sample_weights": weights},
+        ),
+        ("dims... is .4,., but the tables of rank . have dims .8, 4.", (indices, offsets, tables), {"dims": ((4,), (4,))}),
+        ("tables.1. is torch.float16 on cpu", (indices, offsets, [tables[0], tables[1].half()]), {}),
+        ("batch is None; a rank without tables", (indices, offsets, []), {"dtype": torch.float32}),
+        (
+            "schedule is 'flag_gated', which is for .* alone; embedding_bag_all_to_all has",
+            (indices, offsets, tables),
+            {"schedule": "flag_gated"},
+        ),
+        ("let all of them require a gradient", (indices, offsets, tables), {"optimizer": optimizer}),
+        (
+            "sparse is True, and there is an optimizer",
+            (indices, offsets, tables),
+            {"optimizer": optimizer, "sparse": True},
+        ),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call(*arguments, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lr is -1; it must be"):
+        weft.SGD(lr=-1)
+    if dist.get_rank():
+        tables = tables[:1]
+        offsets = offsets[: len(offsets) // 2 + 1]
+    with pytest.raises(RankMismatch, match=r"dims of rank 0: rank . has 1 x 8.* has 1 x 8, 1 x 4|dims of rank 0"):
+        call(indices, offsets, tables, schedule="sequential")
+    weft.close()
+
+
+def test_mistakes_are_named(ranks: RankFixture) -> None:
+    ranks(2).run(_mistakes)

@@ -1,0 +1,112 @@
+"""The backward of embedding_bag_all_to_all on real ranks: gradients, optimizers that are applied at once, torch.compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from embedding_backward import check_gradients, check_optimizer, flow, looked_up, ready
+from embedding_work import SPECS, Case
+
+import weft
+
+pytestmark = pytest.mark.ranks
+
+
+def _gradients() -> None:
+    plain = Case(dims=((8, 4),) * 3)
+    uneven = Case(dims=((8,), (8, 12, 92), ()), batch=7)
+    for turn, spec in enumerate(SPECS[::2]):
+        check_gradients(plain, spec, turn)
+        check_gradients(replace(uneven, weighted=True, index=torch.int32, spare=4), spec, turn)
+        check_gradients(replace(uneven, mode="mean", dtype=torch.bfloat16), spec, turn)
+        check_gradients(replace(uneven, mode="mean"), spec, turn, sparse=True)
+        check_gradients(replace(plain, lengths=(0,)), spec, turn)
+        for kind in ("sgd", "adagrad"):
+            check_optimizer(plain, spec, turn, kind)
+            check_optimizer(replace(uneven, weighted=True), spec, turn, kind)
+
+
+def test_backward(ranks: RankFixture) -> None:
+    ranks(3).run(_gradients)
+
+
+def _compiled() -> None:
+    """The whole graph, forward and backward, with batches of new lengths."""
+    case = Case(dims=((8, 4), (92,)))
+
+    def step(tables: list[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        options = {"dims": case.dims, "schedule": "direct_store:1"}
+        return weft.embedding_bag_all_to_all(indices, offsets, tables, per_sample_weights=weights, **options).sin()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seed in range(3):
+        drawn, again = (ready(replace(case, weighted=True), seed) for _ in range(2))
+        for way, one in ((step, drawn), (compiled, again)):
+            way(one.tables, one.indices, one.offsets, one.weights).sum().backward()  # type: ignore[operator]
+        for mine, theirs in zip((*drawn.tables, drawn.weights), (*again.tables, again.weights), strict=True):
+            assert mine is not None
+            assert theirs is not None
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_compiled_whole(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled)
+
+
+def _compiled_optimizer() -> None:
+    """The tables are updated by the compiled backward as by the plain one."""
+    case = Case(dims=((8, 4), (92,)))
+
+    def step(tables: list[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, optimizer: object) -> torch.Tensor:
+        options = {"dims": case.dims, "schedule": "direct_store:1", "optimizer": optimizer}
+        return weft.embedding_bag_all_to_all(indices, offsets, tables, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found = []
+    for way in (step, compiled):
+        drawn, optimizer = ready(case, 0), weft.RowwiseAdagrad(lr=0.1)
+        optimizer.states_of(drawn.tables)
+        for _ in range(2):
+            way(drawn.tables, drawn.indices, drawn.offsets, optimizer).backward(flow(case, 0, dist.get_rank()))
+        found.append([*drawn.tables, *optimizer.states])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_compiled_with_an_optimizer(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled_optimizer)
+
+
+def _two_lookups_before_one_backward() -> None:
+    """Each backward changes the tables; the other one's lookup has been, and needs them no more."""
+    case = Case(dims=((8, 4),) * 2)
+    drawn, optimizer = ready(case, 0), weft.SGD(lr=0.1)
+    options = {"optimizer": optimizer, "schedule": "direct_store:1"}
+    outs = [weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, **options) for _ in range(2)]
+    sum(outs).backward(flow(case, 0, dist.get_rank()))
+    again = ready(case, 0)
+    for _ in range(2):
+        looked_up(case, 0, again, **options)
+    for mine, theirs in zip(drawn.tables, again.tables, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_two_lookups_before_one_backward(ranks: RankFixture) -> None:
+    ranks(2).run(_two_lookups_before_one_backward)
+
+
+def _fake() -> None:
+    drawn = ready(Case(dims=((8, 4), (92,)), weighted=True), 0)
+    rank = dist.get_rank()
+    site = (dist.group.WORLD.group_name, rank, [2, 1], [8, 4, 92], 11, "sum")  # type: ignore[union-attr]
+    rest = (torch.float32, "sequential", 1, False, False, "", 0.0, 0.0)
+    arguments = (drawn.tables, drawn.indices, drawn.offsets, drawn.weights, None, [], *site, *rest)
+    torch.library.opcheck(torch.ops.weft.embedding_bag_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_fakes_have_the_shapes_of_results(ranks: RankFixture) -> None:
+    ranks(2).run(_fake)

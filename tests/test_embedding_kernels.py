@@ -1,0 +1,74 @@
+"""The kernels of embedding_bag_all_to_all, interpreted on the CPU across rank processes: lookups, and what backward does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from embedding_backward import check_gradients, check_optimizer
+from embedding_work import Case, cases, check, check_bad_index
+
+from weft.execute.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        yield pool
+
+
+def _lookups() -> int:
+    """Every family, every option; how often the kernel ran."""
+    from weft.execute.lookups import FusedLookup
+
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    launches, launch = 0, FusedLookup.launch
+
+    def counted(self: FusedLookup, *arguments: object, **options: object) -> None:
+        nonlocal launches
+        launches += 1
+        launch(self, *arguments, **options)  # type: ignore[arg-type]
+
+    FusedLookup.launch = counted  # type: ignore[method-assign]
+    try:
+        wide = Case(dims=((1100, 8),) * dist.get_world_size(), batch=5)
+        for turn, case in enumerate((*cases(dist.get_world_size()), wide)):
+            specs = ("sequential", "track_and_trigger:2", "direct_store:2")
+            for call, spec in enumerate(specs if turn < 2 else specs[-1:] * 2):
+                dtype = torch.float16 if turn % 2 else torch.float32
+                check(replace(case, dtype=dtype), spec, 10 * turn + call)
+    finally:
+        FusedLookup.launch = launch  # type: ignore[method-assign]
+    return launches
+
+
+def test_every_family_runs_as_a_kernel(interpreted: Ranks) -> None:
+    for launches in interpreted.run(_lookups):
+        assert launches == 2 * 3 + 5 * 2
+
+
+def _backward() -> None:
+    size = dist.get_world_size()
+    uneven = tuple((8, 12, 92)[: 1 + rank % 3] for rank in range(size))
+    for turn, dtype in enumerate((torch.float32, torch.float16)[: 4 // size]):
+        check_gradients(Case(dims=uneven, weighted=True, spare=3, dtype=dtype), "direct_store:1", turn)
+        check_gradients(Case(dims=uneven, mode="mean", index=torch.int32, dtype=dtype), "direct_store:1", turn)
+        for kind in ("sgd", "adagrad"):
+            check_optimizer(Case(dims=uneven, dtype=dtype), "direct_store:1", turn, kind)
+
+
+def test_gradients_and_optimizers_as_kernels(interpreted: Ranks) -> None:
+    interpreted.run(_backward)
+
+
+def test_an_index_out_of_range_as_a_kernel_sees_it(interpreted: Ranks) -> None:
+    if interpreted.world_size == 2:
+        interpreted.run(check_bad_index, 40)
+        interpreted.run(check_bad_index, -(2**40))
