@@ -216,7 +216,7 @@ def measured(name: str, tile: tuple[int, int, int], groups: Mapping[bool, dist.P
         "gemm": lambda: alone(lambda: work.gemm(work.own), compute),
         "collective": lambda: alone(lambda: work.collective(False), compute),
     }
-    methods |= {point: lambda point=point: overlapped(work, point, streams, compute) for point in work.points()}  # type: ignore[misc]
+    methods |= {point: lambda point=point: overlapped(work, point, streams, compute) for point in work.points()}
     found: dict[Any, list[Times]] = {method: [] for method in methods}
     for _ in range(rounds):
         for method, run in methods.items():
