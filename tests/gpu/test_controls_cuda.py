@@ -317,16 +317,20 @@ def _slower(few: dist.ProcessGroup) -> None:
     assert times["2"] > 1.5 * times["own"]
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")
-def test_groups_with_their_own_number_of_blocks() -> None:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    if GPUS < 2:
+        pytest.skip(f"needs two or more GPUs, this machine has {GPUS}")
     with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": "30"}) as ranks:
-        ranks.run(_groups)
+        yield ranks
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")
-def test_lanes_have_the_priority_of_their_context() -> None:
-    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": "30"}) as ranks:
-        assert ranks.run(_lanes) == [True, True]
+def test_groups_with_their_own_number_of_blocks(pool: Ranks) -> None:
+    pool.run(_groups)
+
+
+def test_lanes_have_the_priority_of_their_context(pool: Ranks) -> None:
+    assert pool.run(_lanes) == [True, True]
 
 
 def _lanes() -> bool:

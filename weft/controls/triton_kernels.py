@@ -51,7 +51,7 @@ def capped(compiled: Any, cap: Cap) -> Any:
     padded = copy.copy(compiled)
     padded.metadata = compiled.metadata._replace(shared=usage.shared_bytes + padding)
     padded.packed_metadata = make_backend(compiled.metadata.target).pack_metadata(padded.metadata)
-    padded.module = padded.function = None
+    padded.module = None
     padded._init_handles()
     return padded
 
