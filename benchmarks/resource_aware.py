@@ -4,8 +4,8 @@ Protocol: that of resource-aware overlap (arXiv 2606.09200), four GPUs. Two stre
 beside GEMM_i+1. Workloads: a GEMM of 8192 x 8192 x 8192 (cb) or 8192 x 57344 x 8192 (mb: M, N, K), with an all-reduce (ar) or
 an all-to-all (a2a) of 896 MB. GEMMs are Triton kernels with tiles of 64 x 64 x 32 and 64 x 64 x 64, float16. For each, every
 residency that shared memory can cap it at, communication priority off and on; the tile's own residency without priority is
-the plain overlap. The first third of the iterations is warm-up. A time is that from the end of one collective to the end of
-the last, by iterations: the tail, where nothing is left to overlap, does not count. All points take turns round by round;
+the plain overlap. The first third of the iterations is warm-up. A time is that from the end of the warm-up's last collective to the end
+of the last one, by iterations; one GEMM more keeps that one company, and does not count. All points take turns round by round;
 medians, slowest rank.
 
     compute  | GEMM_0 |e GEMM_1 |e GEMM_2 |e ...
@@ -156,12 +156,13 @@ def marked(marks: Marks, stream: torch.cuda.Stream, work: Callable[[], None]) ->
 
 
 def overlapped(work: Workload, point: Point, streams: Mapping[bool, torch.cuda.Stream], compute: torch.cuda.Stream) -> Times:
-    """GEMM_i, an event, collective_i beside GEMM_i+1."""
+    """GEMM_i, an event, collective_i beside GEMM_i+1, also the last."""
     comm, gemms, collectives = streams[point.priority], Marks(), Marks()
     for _ in range(ITERATIONS):
         marked(gemms, compute, lambda: work.gemm(point.blocks_per_sm))
         comm.wait_event(gemms[-1][1])
         marked(collectives, comm, lambda: work.collective(point.priority))
+    marked(gemms, compute, lambda: work.gemm(point.blocks_per_sm))
     return read(gemms, collectives)
 
 
