@@ -4,9 +4,9 @@ Protocol: that of resource-aware overlap (arXiv 2606.09200), four GPUs. Two stre
 beside GEMM_i+1. Workloads: a GEMM of 8192 x 8192 x 8192 (cb) or 8192 x 57344 x 8192 (mb: M, N, K), with an all-reduce (ar) or
 an all-to-all (a2a) of 896 MB. GEMMs are Triton kernels with tiles of 64 x 64 x 32 and 64 x 64 x 64, float16. For each, every
 residency that shared memory can cap it at, communication priority off and on; the tile's own residency without priority is
-the plain overlap. The first third of the iterations is warm-up. A time is that from the end of the warm-up's last collective to the end
-of the last one, by iterations; one GEMM more keeps that one company, and does not count. All points take turns round by round;
-medians, slowest rank.
+the plain overlap. The first third of the iterations is warm-up. A time is that from the end of the warm-up's last collective
+to the end of the last one, by iterations; one GEMM more keeps that one company, and does not count. All points take turns round
+by round; medians, slowest rank.
 
     compute  | GEMM_0 |e GEMM_1 |e GEMM_2 |e ...
     comm              |~> collective_0 |  ~> collective_1 | ...

@@ -159,9 +159,10 @@ class Green:
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int]] = []
+        self.unit = 8
 
     def _resource(self, sms: int) -> Any:
-        return SimpleNamespace(sm=SimpleNamespace(smCount=sms, smCoscheduledAlignment=8, minSmPartitionSize=8))
+        return SimpleNamespace(sm=SimpleNamespace(smCount=sms, smCoscheduledAlignment=self.unit, minSmPartitionSize=8))
 
     def cuDeviceGet(self, index: int) -> tuple[int, int]:
         return 0, index
@@ -196,6 +197,9 @@ def test_partitions_are_rounded_down_and_made_once(blas: Blas, monkeypatch: pyte
     assert api.made == [(120, 0), (120, 0), (8, 0), (SMS, 0), (120, -3)]
     with pytest.raises(ValueError, match="sms is 7; a part of this device has 8 SMs or more, in steps of 8"):
         sm_partition(7)
+    api.unit = 0
+    with pytest.raises(ValueError, match="do not say how SMs can be parted; those of CUDA 13 do"):
+        sm_partition(64)
     budget._partition.cache_clear()
 
 

@@ -242,6 +242,18 @@ def test_what_torch_compiles_is_capped_while_it_is_called(driver: Driver, loads:
     assert wide._cached_launcher is wide.launchers[0]
 
 
+def test_a_kernel_that_torch_launches_itself_is_copied_not_loaded_twice(driver: Driver) -> None:
+    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+
+    compiled = _launch(_copy_kernel)
+    compiled._cubin_path = "copy.cubin"
+    kernel: Any = StaticallyLaunchedCudaKernel(compiled)
+    kernel.function, kernel.n_regs, kernel.cubin_path = 5, REGISTERS, None
+    padded = inductor._capped_static(kernel, inductor.Cap(blocks_per_sm=2))
+    assert (padded.shared, padded.function, padded.name, padded.arg_tys) == (76928, None, kernel.name, kernel.arg_tys)
+    assert (kernel.shared, kernel.function) == (0, 5)
+
+
 def test_caps_of_compiled_functions_nest_and_stay_in_their_thread(driver: Driver, loads: list[str]) -> None:
     import threading
 
