@@ -289,6 +289,8 @@ def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="eager")
     options.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas (%(default)s)")
     arguments = options.parse_args()
+    if arguments.modes != "eager":
+        raise ValueError(f"--modes {arguments.modes!r}: streams that run into each other are measured as they run; use eager")
     unknown = set(arguments.workloads.split(",")) - set(WORKLOADS)
     if unknown:
         raise ValueError(f"--workloads has {sorted(unknown)}; use {', '.join(WORKLOADS)}")

@@ -24,7 +24,7 @@ class Driver:
     def __init__(self) -> None:
         self.loaded: list[int] = []
         self.launched: list[tuple[Any, ...]] = []
-        self.utils = self
+        self.utils, self.target = self, GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -33,7 +33,7 @@ class Driver:
         return STREAM
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self.target
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": DEVICES["H200"].shared_block_bytes}
@@ -83,6 +83,17 @@ def test_a_triton_kernel_is_loaded_and_launched_with_more_shared_memory(driver: 
     assert function == compiled.function
     assert driver.loaded == ([0, shared] if shared else [0])
     assert occupancy(compiled).blocks == wanted
+
+
+def test_on_amd_it_is_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 work-groups of 4 wavefronts fit for their registers; a third of LDS, and a unit of 512 B more, lets 2 in."""
+    driver.target = GPUTarget("hip", "gfx90a", 64)
+    for module in (triton_kernels, shaping):
+        monkeypatch.setattr(module, "this_device", lambda: DEVICES["MI250X"])
+    assert occupancy(_launch(_copy_kernel)).blocks == 8
+    compiled = _launch(shape(_copy_kernel, blocks_per_sm=2))
+    assert driver.launched[-1][3] == (4, 1, 43 * 512)
+    assert occupancy(compiled).blocks == 2
 
 
 def test_the_original_is_as_it_was(driver: Driver) -> None:
