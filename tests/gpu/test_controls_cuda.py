@@ -33,7 +33,8 @@ def _residents_kernel(now_ptr, peak_ptr, spin_ns, LANES: tl.constexpr):
     at = tl.extra.cuda.globaltimer()
     while at < end:
         at = tl.extra.cuda.globaltimer()
-    tl.atomic_add(now_ptr + sm, -1)
+    # Its answer is used, so that a block does not end, and the next one begin, before the count has gone down.
+    tl.atomic_max(peak_ptr + sm, tl.atomic_add(now_ptr + sm, -1))
 
 
 @triton.jit
