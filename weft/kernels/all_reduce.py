@@ -97,6 +97,7 @@ class Plan:
     tiling: Tiling
     pieces: int
     width: int
+    split: bool = False
 
     @property
     def row_tiles(self) -> int:
@@ -105,12 +106,14 @@ class Plan:
     @property
     def count(self) -> int:
         """Tiles."""
-        return self.row_tiles * -(-self.width // (self.tiling.n // self.pieces))
+        cols = -(-self.width // (self.tiling.n // self.pieces))
+        return self.row_tiles * (cols + cols % 2 if self.split else cols)
 
     @property
     def regions(self) -> int:
         """Of a tile, in one copy: a source's piece each, then an owner's sum each."""
-        return self.problem.world_size + (0 if self.one_hop else self.pieces)
+        halves = self.pieces * 4 // self.problem.itemsize if self.split else 0
+        return self.problem.world_size + (0 if self.one_hop else self.pieces) + halves
 
     @property
     def region_bytes(self) -> int:
@@ -134,6 +137,7 @@ def plan(
     device: torch.device,
     sms: int,
     shape: Tiling | None = None,
+    halves: bool = False,
 ) -> Plan:
     """Lay the tiles out: the same on every rank. columns: those that each rank sums, by rank, as weft.problem.split cuts them; of
     no use if one_hop. sms: of the GPU; blocks, where interpreted. shape: of the tiles; default, what `tiling` takes."""
@@ -141,7 +145,7 @@ def plan(
     pieces = 1 if one_hop else triton.next_power_of_2(problem.world_size)
     width = problem.n if one_hop else columns[0][1]
     shape = shape or tiling(problem, width, pieces, device, sms)
-    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width)
+    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width, split=halves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +232,7 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "PIECES": layout.pieces,
         "REGIONS": layout.regions,
         "TWO_HOPS": not layout.one_hop,
+        "SPLIT": layout.split,
         "MULTIPLY": layout.multiply,
         "BIAS": bias,
         "RESIDUAL": residual,
@@ -235,7 +240,7 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
-        "ALIGN": math.gcd(16, layout.width, shape.n // layout.pieces),
+        "ALIGN": math.gcd(16, layout.width, layout.problem.n, shape.n // layout.pieces),
     }
 
 
@@ -245,7 +250,8 @@ def _columns(tile, owner, width, n, COUNT: tl.constexpr, PIECE: tl.constexpr, AL
     index = tl.arange(0, COUNT)
     inner = tile * PIECE + index % PIECE
     cols = tl.multiple_of((owner + index // PIECE) * width + inner, ALIGN)
-    return cols, (inner < width) & (cols < n)
+    # ALIGN divides width and n, so that no access of ALIGN columns is torn.
+    return cols, tl.max_constancy((inner < width) & (cols < n), ALIGN)
 
 
 @triton.jit
@@ -268,12 +274,37 @@ def _product(
     return total
 
 
+@triton.jit
+def _products(
+    a_ptr, b_ptr, rows, cols, there, other_cols, other_there, m, low, high, stride_am, stride_bk, stride_bn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Two tiles of the columns [low, high) of a by those rows of b."""
+    inner = low + tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :]
+    b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
+    o_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + other_cols[None, :].to(tl.int64) * stride_bn
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in tl.range(low, high, BLOCK_K, num_stages=STAGES):
+        left = tl.arange(0, BLOCK_K) < high - first
+        a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
+        o = tl.load(o_ptrs, mask=left[:, None] & other_there[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        other = tl.dot(a, o, other, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K * stride_bk
+        o_ptrs += BLOCK_K * stride_bk
+    return total, other
+
+
 @triton.jit(do_not_specialize=["m", "width", "tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
     a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
     m, n, k, stride_am, stride_bk, stride_bn, width, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
-    TWO_HOPS: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TWO_HOPS: tl.constexpr, SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     PIECE: tl.constexpr = BLOCK_N // PIECES
@@ -293,7 +324,24 @@ def _all_reduce_kernel(
         rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         cols, there = _columns(tile // row_tiles, 0, width, n, BLOCK_N, PIECE, ALIGN)
         mask = (rows < m)[:, None] & there[None, :]
-        if MULTIPLY:
+        if SPLIT:
+            half = tile // row_tiles % 2
+            other_cols, other_there = _columns(tile // row_tiles + 1 - 2 * half, 0, width, n, BLOCK_N, PIECE, ALIGN)
+            low = half * (tl.cdiv(tl.cdiv(k, 2), BLOCK_K) * BLOCK_K)
+            total, other = _products(
+                a_ptr, b_ptr, rows, cols, there, other_cols, other_there, m, low, tl.where(half == 0, tl.minimum(k, tl.cdiv(tl.cdiv(k, 2), BLOCK_K) * BLOCK_K), k), stride_am, stride_bk, stride_bn,
+                BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+            if live != 0:
+                theirs = at + (1 - 2 * half) * row_tiles * (4 * REGIONS * REGION) + 4 * REGION * (WORLD + PIECES)
+                whole = row * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                tl.store(place(boxes_ptr, rank, here + theirs) + whole, as_words(other, BLOCK_M, BLOCK_N), mask=(rows < m)[:, None] & (whole >= 0))
+                total += received(
+                    place(boxes_ptr, rank, here + at + 4 * REGION * (WORLD + PIECES)), whole, (rows < m)[:, None] & (whole >= 0),
+                    tries, abort_ptr, status_ptr, tile * REGIONS + WORLD + PIECES, call,
+                    1, 0, tl.float32, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+        elif MULTIPLY:
             total = _product(
                 a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
             )
