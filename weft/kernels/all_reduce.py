@@ -38,6 +38,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
@@ -98,6 +99,7 @@ class Plan:
     pieces: int
     width: int
     split: bool = False
+    early: bool = False
 
     @property
     def row_tiles(self) -> int:
@@ -138,6 +140,7 @@ def plan(
     sms: int,
     shape: Tiling | None = None,
     halves: bool = False,
+    early: bool = False,
 ) -> Plan:
     """Lay the tiles out: the same on every rank. columns: those that each rank sums, by rank, as weft.problem.split cuts them; of
     no use if one_hop. sms: of the GPU; blocks, where interpreted. shape: of the tiles; default, what `tiling` takes."""
@@ -145,7 +148,7 @@ def plan(
     pieces = 1 if one_hop else triton.next_power_of_2(problem.world_size)
     width = problem.n if one_hop else columns[0][1]
     shape = shape or tiling(problem, width, pieces, device, sms)
-    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width, split=halves)
+    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width, split=halves, early=early)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +223,7 @@ def all_reduce(
         key=key,
         stream=stream,
         num_warps=shape.warps,
+        **({"launch_pdl": True} if layout.early else {}),
     )
 
 
@@ -241,6 +245,7 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
         "ALIGN": math.gcd(16, layout.width, layout.problem.n, shape.n // layout.pieces),
+        "EARLY": layout.early,
     }
 
 
@@ -305,8 +310,10 @@ def _all_reduce_kernel(
     m, n, k, stride_am, stride_bk, stride_bn, width, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     PIECE: tl.constexpr = BLOCK_N // PIECES
     WIDTH: tl.constexpr = BLOCK_N // PER_WORD
     PART: tl.constexpr = WIDTH // PIECES
