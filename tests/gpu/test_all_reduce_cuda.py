@@ -87,7 +87,7 @@ class _Site:
 
 
 def _graphs(m: int, name: str, late: bool) -> None:
-    """A graph replayed a thousand times with new data, between eager calls of the same program; late: each rank in turn, by 5 ms."""
+    """A graph replayed a thousand times with new data, between eager calls; late: each rank in turn, by 5 ms."""
     faulthandler.dump_traceback_later(90, exit=True)
     site = _Site(m, 1024, 512, transposed=True)
     site.refill()
