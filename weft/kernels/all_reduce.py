@@ -319,15 +319,14 @@ def _all_reduce_kernel(
     PART: tl.constexpr = WIDTH // PIECES
     REGION: tl.constexpr = BLOCK_M * PART
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(epochs_ptr + block) + 1
     copy_bytes = tl.cast(tiles, tl.int64) * (4 * REGIONS * REGION)
-    here, before = call % 3 * copy_bytes, (call + 2) % 3 * copy_bytes
     row_tiles = tl.cdiv(m, BLOCK_M)
     row, word = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
-        if live != 0:
-            clear(place(boxes_ptr, rank, before + at), REGIONS, REGION)
+        # Asked for now and used after the product, which so starts at once and hides a miss; the block's own, but not to be
+        # hoisted. Every box's address is in the same lines of the cache.
+        calls, mine = tl.load(epochs_ptr + tile % blocks), tl.load(boxes_ptr + rank)
         rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
         cols, there = _columns(tile // row_tiles, 0, width, n, BLOCK_N, PIECE, ALIGN)
         mask = (rows < m)[:, None] & there[None, :]
@@ -339,13 +338,14 @@ def _all_reduce_kernel(
                 a_ptr, b_ptr, rows, cols, there, other_cols, other_there, m, low, tl.where(half == 0, tl.minimum(k, tl.cdiv(tl.cdiv(k, 2), BLOCK_K) * BLOCK_K), k), stride_am, stride_bk, stride_bn,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
+            here = (calls + 1) % 3 * copy_bytes
             if live != 0:
                 theirs = at + (1 - 2 * half) * row_tiles * (4 * REGIONS * REGION) + 4 * REGION * (WORLD + PIECES)
                 whole = row * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
                 tl.store(place(boxes_ptr, rank, here + theirs) + whole, as_words(other, BLOCK_M, BLOCK_N), mask=(rows < m)[:, None] & (whole >= 0))
                 total += received(
                     place(boxes_ptr, rank, here + at + 4 * REGION * (WORLD + PIECES)), whole, (rows < m)[:, None] & (whole >= 0),
-                    tries, abort_ptr, status_ptr, tile * REGIONS + WORLD + PIECES, call,
+                    tries, abort_ptr, status_ptr, tile * REGIONS + WORLD + PIECES, calls + 1,
                     1, 0, tl.float32, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         elif MULTIPLY:
@@ -355,12 +355,16 @@ def _all_reduce_kernel(
         else:
             total = tl.load(partial_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if live != 0:
+            here, before = (calls + 1) % 3 * copy_bytes, calls % 3 * copy_bytes
             words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
             for step in tl.static_range(1, WORLD + 1):
                 peer = (rank + step) % WORLD
                 its = (rows < m)[:, None] & ((word // PART == peer) | (not TWO_HOPS))
                 box = place(boxes_ptr, peer, here + at + 4 * REGION * rank)
                 tl.store(box + (row * PART + word % PART), words, mask=its)
+            clear(tl.multiple_of((mine + before + at).to(tl.pointer_type(tl.int32)), 16), REGIONS, REGION)
+    call = tl.load(epochs_ptr + block) + 1
+    here = call % 3 * copy_bytes
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
         rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
