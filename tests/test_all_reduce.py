@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -137,6 +138,21 @@ def test_the_kernel(interpreted: Ranks, name: str) -> None:
     assert set(interpreted.run(_as_kernel, name)) == {13}
 
 
+def _of_zeros() -> None:
+    """Zeros are values, though a word of zeros is an empty place; infinities and NaN arrive as such."""
+    a = torch.tensor([0.0, -0.0, float("inf"), float("nan")], dtype=torch.float16)[:, None].expand(4, 8).contiguous()
+    b = torch.ones(8, 20, dtype=torch.float16)
+    for name in KERNELS:
+        out = weft.matmul_all_reduce(a, b, schedule=name)
+        torch.testing.assert_close(out, dist.get_world_size() * (a @ b), equal_nan=True)
+    weft.close()
+
+
+@pytest.mark.ranks
+def test_zeros_are_values(interpreted: Ranks) -> None:
+    interpreted.run(_of_zeros)
+
+
 def _without_meeting(one_hop: bool) -> None:
     """Calls of the bare kernel, one block each: nothing holds a rank back but the kernel, and rank 1 sums late."""
     from weft.kernels import all_reduce as kernel
@@ -178,6 +194,42 @@ def _without_meeting(one_hop: bool) -> None:
 @pytest.mark.parametrize("one_hop", [True, False])
 def test_a_rank_that_runs_ahead_overwrites_nothing(interpreted: Ranks, one_hop: bool) -> None:
     interpreted.run(_without_meeting, one_hop)
+
+
+@pytest.mark.parametrize(("rows", "one_hop"), [(1, True), (128, False)])
+def test_accesses_are_16_bytes_wide_on_a_gpu(rows: int, one_hop: bool) -> None:
+    """Compiled for an H100, from pointers that are multiples of 16: what travels, is looked at, emptied and stored."""
+    text = _compiled_for_a_gpu(rows, one_hop)
+    looks = re.findall(r"ld\.volatile\.global\.(\w+)", text)
+    assert (looks.count("b32"), set(looks)) == (1 if one_hop else 2, {"b32", "v4"})  # b32: abort, once a wait
+    assert set(re.findall(r"st\.global\.(\w+)", text)) == {"v4", "b64"}  # b64: the status, the count of calls
+    assert "fence" not in text.replace("fence.proxy", "").replace("wgmma.fence", "")
+    assert "membar" not in text
+    assert ".sys" not in text
+
+
+def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
+    """PTX of the kernel for a decode step of 4 ranks. Needs no GPU."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.kernels import all_reduce as kernel
+
+    problem = Problem(op="matmul_all_reduce", m=rows, n=8192, k=4 * 3584, world_size=4)
+    options: dict[str, Any] = {"one_hop": one_hop, "multiply": True, "device": torch.device("cuda"), "sms": 132}
+    layout = kernel.plan(problem, 0, split(8192, 4), **options)
+    constants = {**kernel._constants(layout, False, False), "stride_bk": 1}
+    names = kernel._all_reduce_kernel.arg_names
+    words = {"boxes_ptr": "*i64", "epochs_ptr": "*i64", "status_ptr": "*i64", "abort_ptr": "*i32"}
+    signature = {name: words.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in ("n", "k", "stride_am", "stride_bn")]
+    source = triton.compiler.ASTSource(
+        fn=kernel._all_reduce_kernel,
+        signature=signature,
+        constexprs=constants,
+        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    return str(triton.compile(source, target=target, options={"num_warps": layout.tiling.warps}).asm["ptx"])
 
 
 def _never_sent() -> str:
