@@ -132,7 +132,11 @@ class FusedExchange:
     def _whole(self, call: int) -> torch.Tensor:
         """By region, whether all of its words have come, in the rows that travel."""
         layout = self.plan
-        words = self._box.cpu()[: layout.mailbox_bytes].view(torch.int32).view(COPIES, layout.count, layout.regions, layout.tiling.m, -1)
+        words = (
+            self._box.cpu()[: layout.mailbox_bytes]
+            .view(torch.int32)
+            .view(COPIES, layout.count, layout.regions, layout.tiling.m, -1)
+        )
         tiles = torch.arange(layout.count)[:, None]
         rows = tiles % layout.row_tiles * layout.tiling.m + torch.arange(layout.tiling.m)
         travels = rows < layout.problem.m

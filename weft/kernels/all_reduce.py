@@ -148,7 +148,17 @@ def plan(
     pieces = 1 if one_hop else triton.next_power_of_2(problem.world_size)
     width = problem.n if one_hop else columns[0][1]
     shape = shape or tiling(problem, width, pieces, device, sms)
-    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width, split=halves, early=early)
+    return Plan(
+        problem=problem,
+        rank=rank,
+        one_hop=one_hop,
+        multiply=multiply,
+        tiling=shape,
+        pieces=pieces,
+        width=width,
+        split=halves,
+        early=early,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,8 +319,8 @@ def _all_reduce_kernel(
     a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
     m, n, k, stride_am, stride_bk, stride_bn, width, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
-    TWO_HOPS: tl.constexpr, SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
+    TWO_HOPS: tl.constexpr, SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_wait()
@@ -333,20 +343,21 @@ def _all_reduce_kernel(
         if SPLIT:
             half = tile // row_tiles % 2
             other_cols, other_there = _columns(tile // row_tiles + 1 - 2 * half, 0, width, n, BLOCK_N, PIECE, ALIGN)
-            low = half * (tl.cdiv(tl.cdiv(k, 2), BLOCK_K) * BLOCK_K)
+            middle = tl.cdiv(tl.cdiv(k, 2), BLOCK_K) * BLOCK_K
+            low, high = half * middle, tl.where(half == 0, tl.minimum(k, middle), k)
             total, other = _products(
-                a_ptr, b_ptr, rows, cols, there, other_cols, other_there, m, low, tl.where(half == 0, tl.minimum(k, tl.cdiv(tl.cdiv(k, 2), BLOCK_K) * BLOCK_K), k), stride_am, stride_bk, stride_bn,
+                a_ptr, b_ptr, rows, cols, there, other_cols, other_there, m, low, high, stride_am, stride_bk, stride_bn,
                 BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
-            here = (calls + 1) % 3 * copy_bytes
             if live != 0:
-                theirs = at + (1 - 2 * half) * row_tiles * (4 * REGIONS * REGION) + 4 * REGION * (WORLD + PIECES)
+                here = (calls + 1) % 3 * copy_bytes + 4 * REGION * (WORLD + PIECES)
+                theirs = at + (1 - 2 * half) * row_tiles * (4 * REGIONS * REGION)
                 whole = row * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-                tl.store(place(boxes_ptr, rank, here + theirs) + whole, as_words(other, BLOCK_M, BLOCK_N), mask=(rows < m)[:, None] & (whole >= 0))
+                sent = (rows < m)[:, None] & (whole >= 0)
+                tl.store(place(boxes_ptr, rank, here + theirs) + whole, as_words(other, BLOCK_M, BLOCK_N), mask=sent)
                 total += received(
-                    place(boxes_ptr, rank, here + at + 4 * REGION * (WORLD + PIECES)), whole, (rows < m)[:, None] & (whole >= 0),
-                    tries, abort_ptr, status_ptr, tile * REGIONS + WORLD + PIECES, calls + 1,
-                    1, 0, tl.float32, BLOCK_M, BLOCK_N,
+                    place(boxes_ptr, rank, here + at), whole, sent, tries, abort_ptr, status_ptr,
+                    tile * REGIONS + WORLD + PIECES, calls + 1, 1, 0, tl.float32, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
         elif MULTIPLY:
             total = _product(
