@@ -97,7 +97,7 @@ def test_calls_in_a_row(ranks: RankFixture, late: bool) -> None:
     ranks(3).run(_calls_in_a_row, late)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 3])
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pytest.importorskip("triton", reason="Triton is not installed")
     with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:

@@ -10,8 +10,8 @@
     3  two hops: wait for all pieces' sums, store the tile in out
 
 Tile t is block t mod blocks' on every rank. So block i waits for blocks i of its peers alone, and for their phases before its
-own alone: the call ends if all blocks find room, and if not, as long as they start in the order of their numbers. With two hops a tile has columns of every
-owner: PIECE of each one's. So every block of every rank sums as much as any other, and nobody waits for a few that sum it all.
+own alone: the call ends if all blocks find room, and if not, as long as they start in the order of their numbers. With two hops
+a tile has columns of every owner, PIECE of each one's: every block of every rank sums as much as any other.
 
 A mailbox is symmetric memory: for each tile a region for each source's piece, and for two hops one for each piece's sum. Data
 is its own flag (weft.kernels.mailbox): one trip, no fence.
