@@ -47,7 +47,7 @@ def command(
     """Run a model's distributed sites: predicted on a machine, then checked and timed here."""
     from weft.machine import load
 
-    sizes, sites, _ = choices.choose_sites(model, op)
+    sizes, sites = choices.choose_sites(model, op)
     dtype = choices.choose_dtype(dtype)
     choices.choose_schedule(schedule, sites)
     target = load(machine)
