@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
+    from weft import collectives
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from weft.planner import plan
-    from weft.problem import LookupProblem, Problem
+    from weft.problem import CollectiveProblem, LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
     from weft.sim import simulate
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from weft.timelines import timeline
 
 
+_MODULES = ("collectives",)
 _HOMES = {
+    "CollectiveProblem": "problem",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -65,17 +68,20 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"weft.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "__version__"])
+    return sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 __all__ = [
     "SGD",
+    "CollectiveProblem",
     "LookupProblem",
     "Machine",
     "PeerLost",
@@ -94,6 +100,7 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "collectives",
     "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",

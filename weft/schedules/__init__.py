@@ -208,7 +208,9 @@ FAMILIES: dict[str, Family] = {
             reduce_scatter=collectives.reduced,
             all_reduce=collectives.all_reduced,
         ),
-        _collective("copy_engine_pull", "copy engines of the peers pull pieces to where they belong", all_gather=collectives.pulled),
+        _collective(
+            "copy_engine_pull", "copy engines of the peers pull pieces to where they belong", all_gather=collectives.pulled
+        ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)

@@ -19,8 +19,8 @@ Flags of rank r (who advances ~> who waits), one for each peer and piece
                                                                        out -> summed of r, ready[o]  ~~>  wait ready[o]
                                                                        next owner's peer                  summed -> out, read
 
-That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and what has arrived is
-copied to out. Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
+That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and what has arrived
+is copied to out. Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
 
 Room is bounded. A part has `slots` slots of one piece each at its receiver, and piece i lies in slot i % slots: it may be sent
 once piece i - slots has been read, of this call or the one before. So a collective of any size goes through `staging_bytes`.
@@ -102,7 +102,9 @@ def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
 class _Collective(Builder):
     """The caller's buffers, and the repeated idioms. parts: how many have slots on a rank."""
 
-    def __init__(self, problem: Problem, name: str, chunks: int = 1, *, fan_out: bool = False, parts: int | None = None) -> None:
+    def __init__(
+        self, problem: Problem, name: str, chunks: int = 1, *, fan_out: bool = False, parts: int | None = None
+    ) -> None:
         assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
         super().__init__(problem, name, chunks, fan_out=fan_out)
         self.of: CollectiveProblem = problem
@@ -194,9 +196,7 @@ class _Collective(Builder):
     def total(self, rank: int, piece: int, out: Region) -> None:
         """The sum over ranks, in their order, of a piece of the own part."""
         last, mine = self.turns.pieces(self.extent(rank)) - 1, self.shard("a", rank, rank, piece)
-        srcs = [
-            mine if src == rank else self.slot(PARTS, src, rank, mine, piece) for src in range(self.world_size)
-        ]
+        srcs = [mine if src == rank else self.slot(PARTS, src, rank, mine, piece) for src in range(self.world_size)]
         self.add(rank, "blocks", *(Wait(self.flag(PARTS.arrived, rank, peer, piece)) for peer in self.peers(rank)))
         self.add(rank, "blocks", Reduce((Sum(tuple(srcs), out),), self.of.divide_by))
         for peer in self.peers(rank):
