@@ -17,7 +17,8 @@ from weft.schedule import Schedule
 
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
-MOST_ELEMENTS = 1 << 31
+MOST_ELEMENTS = 1 << 30
+"""Of a tensor that is summed: the kernel counts them in 32 bits."""
 
 
 def reduction(op: Reduction) -> Literal["sum", "avg"]:
@@ -72,8 +73,8 @@ def _check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
     sums = op in ("reduce_scatter", "all_reduce")
     if sums and tensor.dtype not in DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(DTYPES.values())}")
-    if sums and tensor.numel() >= MOST_ELEMENTS:
-        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes less than {MOST_ELEMENTS}: split it")
+    if sums and tensor.numel() > MOST_ELEMENTS:
+        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes at most {MOST_ELEMENTS}: split it")
 
 
 def _strides(tensor: torch.Tensor) -> object:

@@ -26,7 +26,9 @@ Room is bounded. A part has `slots` slots of one piece each at its receiver, and
 once piece i - slots has been read, of this call or the one before. So a collective of any size goes through `staging_bytes`.
 
 Bad interleaving: r pushes piece i + slots while o still sums piece i. `free` prevents it, from call to call, too: the first
-piece of a call waits for the last one's of the call before, and receivers take pieces in order.
+piece of a call waits for the last one's of the call before, and receivers take pieces in order. An all_reduce needs no flags
+from call to call: who begins the next one has had all sums back, so that its parts have been read; and who pushes a sum has had
+parts of the next call from that peer, which has handed out all of the call before.
 
 In place, every element of a has been pushed, or is read by the very sum, before out is written there: o sums after r's piece
 arrived, and r's copy into out follows that sum.
@@ -40,21 +42,27 @@ from weft.problem import CollectiveProblem, Problem, Span1D
 from weft.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
 from weft.schedules.builder import Builder
 
-MOST_PIECES = 2048
+MOST_PIECES = 1024
 """Of a part. More would be thousands of steps a rank, each of a few microseconds."""
 
 
 class Channel(NamedTuple):
-    """Room that every rank has for the pieces of its peers, and its flags. apart: slots for each peer."""
+    """Room that every rank has for the pieces of its peers, and its flags.
+
+    apart: slots for each peer; else for the rank's own pieces, which peers pull. across: a call waits until the last pieces of
+    the call before have been read; not so where that follows from what the rank has had back.
+    """
 
     buffer: str
     arrived: str
     free: str
     apart: bool = True
+    across: bool = True
 
 
-PARTS, SUMS = Channel("recv", "arrived", "free"), Channel("summed", "ready", "read")
-STAGED, STAGED_SUMS = Channel("staged", "arrived", "free", apart=False), Channel("summed", "ready", "read", apart=False)
+LANDING = Channel("recv", "arrived", "free")
+STAGED = Channel("staged", "arrived", "free", apart=False)
+PARTS, SUMS = Channel("recv", "arrived", "free", across=False), Channel("summed", "ready", "read", across=False)
 
 
 class Turns(NamedTuple):
@@ -159,11 +167,12 @@ class _Collective(Builder):
         """What says that the peer has read what lay in the slot of this piece of `rank`. last: of these pieces."""
         if piece >= self.turns.slots:
             return (Wait(self.flag(channel.free, rank, peer, piece - self.turns.slots)),)
-        return (Wait(self.flag(channel.free, rank, peer, last), 0),) if piece == 0 else ()
+        first = piece == 0 and channel.across
+        return (Wait(self.flag(channel.free, rank, peer, last), 0),) if first else ()
 
     def after(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
         """`rank` tells a peer that it has read its piece, if the peer will ask."""
-        asked = piece + self.turns.slots <= last or piece == last
+        asked = piece + self.turns.slots <= last or (piece == last and channel.across)
         return (Signal(self.flag(channel.free, peer, rank, piece)),) if asked else ()
 
     def push(self, channel: Channel, rank: int, peer: int, src: Region, piece: int, last: int) -> None:
@@ -193,14 +202,14 @@ class _Collective(Builder):
         if high > low:
             self.add(rank, "compute", Copy(self.region("a", rank, part), self.region("out", rank, out)))
 
-    def total(self, rank: int, piece: int, out: Region) -> None:
+    def total(self, channel: Channel, rank: int, piece: int, out: Region) -> None:
         """The sum over ranks, in their order, of a piece of the own part."""
         last, mine = self.turns.pieces(self.extent(rank)) - 1, self.shard("a", rank, rank, piece)
-        srcs = [mine if src == rank else self.slot(PARTS, src, rank, mine, piece) for src in range(self.world_size)]
-        self.add(rank, "blocks", *(Wait(self.flag(PARTS.arrived, rank, peer, piece)) for peer in self.peers(rank)))
+        srcs = [mine if src == rank else self.slot(channel, src, rank, mine, piece) for src in range(self.world_size)]
+        self.add(rank, "blocks", *(Wait(self.flag(channel.arrived, rank, peer, piece)) for peer in self.peers(rank)))
         self.add(rank, "blocks", Reduce((Sum(tuple(srcs), out),), self.of.divide_by))
         for peer in self.peers(rank):
-            self.add(rank, "blocks", *self.after(PARTS, rank, peer, piece, last))
+            self.add(rank, "blocks", *self.after(channel, rank, peer, piece, last))
 
 
 def sequential(problem: Problem) -> Schedule:
@@ -215,14 +224,14 @@ def sequential(problem: Problem) -> Schedule:
 def pushed(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """all_gather, all_to_all: copy engines push pieces into the peers' slots; copies there bring them to the result."""
     s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
-    s.room(PARTS)
+    s.room(LANDING)
     for rank in range(s.world_size):
         s.keep(rank)
         for piece in s.pieces(rank):
             for peer in s.peers(rank):
-                s.push(PARTS, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
+                s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
             for src in s.peers(rank, step=-1):
-                s.hand_out(PARTS, rank, src, piece, s.count - 1)
+                s.hand_out(LANDING, rank, src, piece, s.count - 1)
     return s.done()
 
 
@@ -247,12 +256,12 @@ def pulled(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
 def reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """reduce_scatter: copy engines push pieces into their owners' slots; some SMs of each owner sum them as they arrive."""
     s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
-    s.room(PARTS)
+    s.room(LANDING)
     for rank in range(s.world_size):
         for piece in s.pieces(rank):
             for peer in s.peers(rank):
-                s.push(PARTS, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
-            s.total(rank, piece, s.own("out", rank, rank, piece))
+                s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
+            s.total(LANDING, rank, piece, s.own("out", rank, rank, piece))
     return s.done()
 
 
@@ -268,7 +277,7 @@ def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = Fal
                     last = s.turns.pieces(s.extent(owner)) - 1
                     s.push(PARTS, rank, owner, s.shard("a", rank, owner, piece), piece, last)
             if piece in s.pieces(rank):
-                s.total(rank, piece, s.shard("out", rank, rank, piece))
+                s.total(PARTS, rank, piece, s.shard("out", rank, rank, piece))
                 s.add(rank, "blocks", Signal(Flag("made", rank, piece)))
             _publish(s, rank, piece - 1)
             for owner in s.peers(rank, step=-1):
