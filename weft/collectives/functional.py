@@ -6,7 +6,7 @@
     all_to_all(x)              all_to_all(grad)
     all_reduced(x)             all_reduced(grad)
 
-Backward is collective, with the forward's options: all ranks run it, or none.
+Backward is collective, with the forward's options, but "auto" where the schedule is none of its own: all ranks run it, or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from weft.collectives.checks import Reduction, call_of, reduction
 from weft.collectives.work import run
-from weft.ops.checks import group_of, shape_of
+from weft.library import backward_schedule
+from weft.ops.checks import group_of, shape_of, spec_of
 from weft.problem import Op
 from weft.schedule import Schedule
 
@@ -131,8 +132,6 @@ class _Collective(torch.autograd.Function):
         op, options = back.get(ctx.op, ctx.op), ctx.options
         if ctx.op == "reduce_scatter" and options.reduce_op == "avg":
             grad = grad / group_of(options.group)[2]
-        if op != "all_reduce":
-            options = replace(options, reduce_op="sum")
-        if ctx.op != op and not isinstance(options.schedule, str):
-            options = replace(options, schedule="auto")
+        spec = backward_schedule(spec_of(options.schedule, ctx.op), op) if ctx.op != op else options.schedule
+        options = replace(options, schedule=spec, reduce_op=options.reduce_op if op == "all_reduce" else "sum")
         return _run(op, grad, options), None, None
