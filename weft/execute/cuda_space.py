@@ -91,10 +91,10 @@ class CudaSpace:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.team.group)
 
-    def stream(self, name: str) -> torch.cuda.Stream:
+    def stream(self, name: str, priority: int = -1) -> torch.cuda.Stream:
         """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue."""
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams[name] = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
         return self._streams[name]
 
     def current_stream(self) -> int:

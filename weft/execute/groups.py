@@ -217,10 +217,11 @@ class GroupState:
         return self._spaces[device]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where calls run that the caller's stream does not wait for."""
+        """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
+        that callers have without asking for one."""
         space = self._space(device)
         assert isinstance(space, CudaSpace), device
-        return space.stream("side")
+        return space.stream("side", priority=-2)
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
         space = self._space(device)
