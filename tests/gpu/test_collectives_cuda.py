@@ -1,4 +1,4 @@
-"""Collectives alone on GPUs: every schedule, bounded room, in place, graphs, streams, beside matmuls, a rank that never arrives."""
+"""Collectives alone on GPUs: every schedule, bounded room, in place, graphs, streams, matmuls beside; a flag that stays out."""
 
 from __future__ import annotations
 
