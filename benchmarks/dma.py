@@ -9,9 +9,9 @@ all_gather ends with, what each rank gives to the others.
     copy_engine_pull:C        all_gather alone: peers pull
 
 Protocol: measure.py's; graphs; every first result is compared with torch.distributed's, exactly where nothing is summed. gbps
-is what NCCL's tests call bus bandwidth: what leaves a rank if nothing moves twice. Traps: weft copies what arrives to the caller's
-tensor, as NCCL does from plain buffers; NCCL's registered ways get tensors that lie in their windows from the start. An
-all_reduce is in place, so that its values grow from call to call; after the first one only time counts.
+is what NCCL's tests call bus bandwidth: what leaves a rank if nothing moves twice. Traps: weft copies what arrives to the
+caller's tensor, as NCCL does from plain buffers; NCCL's registered ways get tensors that lie in their windows from the start.
+An all_reduce is in place, so that its values grow from call to call; after the first one only time counts.
 
     timeout 85 torchrun --nproc-per-node 4 benchmarks/dma.py --json benchmarks/results/dma.jsonl
 """

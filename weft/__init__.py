@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft import collectives
+    from weft import collectives as collectives
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 _MODULES = ("collectives",)
+"""Those that are part of the front door as they are."""
 _HOMES = {
     "CollectiveProblem": "problem",
     "LookupProblem": "problem",
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, *_MODULES, "__version__"])
+    return sorted([*_HOMES, "__version__"])
 
 
 __all__ = [
@@ -100,7 +101,6 @@ __all__ = [
     "check",
     "choices",
     "close",
-    "collectives",
     "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",
