@@ -42,8 +42,8 @@ from weft.problem import CollectiveProblem, Problem, Span1D
 from weft.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
 from weft.schedules.builder import Builder
 
-MOST_PIECES = 1024
-"""Of a part. More would be thousands of steps a rank, each of a few microseconds."""
+MOST_PUSHES = 4096
+"""Of all ranks together. More would take seconds, and gigabytes, to prove; a piece is then thousandths of a part."""
 
 
 class Channel(NamedTuple):
@@ -85,7 +85,7 @@ class Turns(NamedTuple):
 
 def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
     """`chunks` pieces a part, each with a slot of its own, if `parts` parts fit into staging_bytes; else as large pieces as
-    leave two slots for each part. Raises ValueError where that were more than MOST_PIECES.
+    leave two slots for each part. Raises ValueError where that were more than MOST_PUSHES in all.
 
     >>> problem = CollectiveProblem(op="all_gather", m=1 << 20, world_size=4, dtype="float32", staging_bytes=1 << 20)
     >>> turns(problem, 1, 3), turns(problem, 8, 1)
@@ -97,14 +97,20 @@ def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
     length = max(1, -(-longest // (chunks * unit))) * unit
     if length * -(-longest // length) > room:
         length = max(unit, min(length, room // 2 // unit * unit))
-    count = -(-longest // length)
-    if count > MOST_PIECES:
-        least = 2 * parts * problem.itemsize * unit * -(-longest // (MOST_PIECES * unit))
+    count, most = -(-longest // length), _most_pieces(problem)
+    if count > most:
+        least = 2 * parts * problem.itemsize * unit * -(-longest // (most * unit))
         raise ValueError(
             f"staging_bytes is {problem.staging_bytes}, and chunks {chunks}: {count} pieces of each part of {problem}; "
-            f"use at least {least} bytes, and at most {MOST_PIECES} chunks"
+            f"use at least {least} bytes, and at most {most} chunks"
         )
     return Turns(length, max(1, min(count, room // length)))
+
+
+def _most_pieces(problem: CollectiveProblem) -> int:
+    """Of a part, which goes to each peer, and of an all_reduce comes back."""
+    pairs = problem.world_size * (problem.world_size - 1) * (2 if problem.op == "all_reduce" else 1)
+    return max(2 * problem.world_size, MOST_PUSHES // max(1, pairs))
 
 
 class _Collective(Builder):
