@@ -18,7 +18,8 @@ from weft.schedule import Collective, Copy, Lane, Reduce, Schedule, Signal, Step
 from weft.schedules import candidates, names
 from weft.sim import run
 
-OVERLAPS = [(op, name) for op in COLLECTIVE_OPS for name in names(op) if name != "sequential"]
+OVERLAPS = [(op, name, False) for op in COLLECTIVE_OPS for name in names(op) if name != "sequential"]
+OVERLAPS += [(op, "copy_engine", True) for op in COLLECTIVE_OPS if op != "reduce_scatter"]
 
 
 @st.composite
@@ -33,6 +34,7 @@ def problems(draw: st.DrawFn) -> CollectiveProblem:
         dtype=draw(st.sampled_from(("bfloat16", "float32", *([] if sums else ["uint8"])))),
         reduce_op=draw(st.sampled_from(("sum", "avg"))) if sums else "sum",
         staging_bytes=draw(st.sampled_from((1 << 16, 100_000, 1 << 20, 1 << 28))),
+        reachable=draw(st.booleans()),
     )
 
 
@@ -62,19 +64,19 @@ def places(schedule: Schedule, kind: type[Step]) -> list[tuple[int, Lane, int]]:
     return [(rank, lane, at) for rank, lane, at, step in schedule if isinstance(step, kind)]
 
 
-@pytest.mark.parametrize(("op", "name"), OVERLAPS)
+@pytest.mark.parametrize(("op", "name", "reachable"), OVERLAPS)
 @pytest.mark.parametrize("kind", [Wait, Signal, Copy, Reduce])
-def test_whatever_is_left_out_is_noticed(op: Op, name: str, kind: type[Step]) -> None:
-    schedule = weft.build(replace(SMALL[op], staging_bytes=1 << 16), name, 4)
+def test_whatever_is_left_out_is_noticed(op: Op, name: str, reachable: bool, kind: type[Step]) -> None:
+    schedule = weft.build(replace(SMALL[op], staging_bytes=1 << 16, reachable=reachable), name, 4)
     assert schedule.signals_per_call
     for rank, lane, at in places(schedule, kind):
         with pytest.raises(weft.ScheduleError):
             weft.check(changed(schedule, rank, lane.name, at))
 
 
-@pytest.mark.parametrize(("op", "name"), OVERLAPS)
-def test_a_copy_to_another_place_is_noticed(op: Op, name: str) -> None:
-    schedule = weft.build(SMALL[op], name, 4)
+@pytest.mark.parametrize(("op", "name", "reachable"), OVERLAPS)
+def test_a_copy_to_another_place_is_noticed(op: Op, name: str, reachable: bool) -> None:
+    schedule = weft.build(replace(SMALL[op], reachable=reachable), name, 4)
     for rank, lane, at in places(schedule, Copy):
         step = lane.steps[at]
         assert isinstance(step, Copy)

@@ -11,6 +11,7 @@ Flags of rank r (who advances ~> who waits), one for each peer and piece
     arrived[p, i]@r   p ~> r: p's piece i lies in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
     ready[p, i]@r     p ~> r: so, in summed                    read[p, i]@r   likewise
     made[i]@r         r's sums ~> r's copies: piece i of r's own part is summed (all_reduce)
+    open[p]@r         p ~> r: p has begun this call, so that r may write p's out (where out is reachable)
 
     rank r, copy                        rank o, blocks                 rank o, copy                       rank r, compute
     wait free[o]
@@ -21,6 +22,9 @@ Flags of rank r (who advances ~> who waits), one for each peer and piece
 
 That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and what has arrived
 is copied to out. Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
+
+Where out lies in symmetric memory (`reachable`), pieces are pushed straight to it, and nothing is handed out. Until a rank has
+begun a call its out is its caller's: `open` says that it has; of an all_reduce, the parts that it has pushed do.
 
 Room is bounded. A part has `slots` slots of one piece each at its receiver, and piece i lies in slot i % slots: it may be sent
 once piece i - slots has been read, of this call or the one before. So a collective of any size goes through `staging_bytes`.
@@ -85,7 +89,8 @@ class Turns(NamedTuple):
 
 def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
     """`chunks` pieces a part, each with a slot of its own, if `parts` parts fit into staging_bytes; else as large pieces as
-    leave two slots for each part. Raises ValueError where that were more than MOST_PUSHES in all.
+    leave two slots for each part. parts: none where nothing is staged. Raises ValueError where that were more than MOST_PUSHES
+    in all.
 
     >>> problem = CollectiveProblem(op="all_gather", m=1 << 20, world_size=4, dtype="float32", staging_bytes=1 << 20)
     >>> turns(problem, 1, 3), turns(problem, 8, 1)
@@ -93,7 +98,7 @@ def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
     """
     unit = problem.ALIGN_BYTES // problem.itemsize
     longest = max(high - low for low, high in problem.shards)
-    room = problem.staging_bytes // problem.itemsize // max(1, parts)
+    room = problem.staging_bytes // problem.itemsize // parts if parts else longest + unit
     length = max(1, -(-longest // (chunks * unit))) * unit
     if length * -(-longest // length) > room:
         length = max(unit, min(length, room // 2 // unit * unit))
@@ -200,6 +205,24 @@ class _Collective(Builder):
         came = Wait(self.flag(channel.arrived, rank, src, piece))
         self.add(rank, self.copy_lane(src), came, here, *self.after(channel, rank, src, piece, last))
 
+    def take(self, rank: int, owner: int, piece: int) -> None:
+        """A piece of the sum from its owner: out of `summed`, or in the result already, with the last one."""
+        last = self.turns.pieces(self.extent(owner)) - 1
+        if not self.of.reachable:
+            self.hand_out(SUMS, rank, owner, piece, last)
+        elif piece == last:
+            self.add(rank, "compute", Wait(self.flag(SUMS.arrived, rank, owner, piece)))
+
+    def give(self, rank: int, peer: int, piece: int) -> None:
+        """A piece of the own sum to a peer."""
+        src, last = self.shard("out", rank, rank, piece), self.turns.pieces(self.extent(rank)) - 1
+        if not self.of.reachable:
+            self.push(SUMS, rank, peer, src, piece, last)
+            return
+        self.add(rank, self.copy_lane(peer), Copy(src, self.shard("out", peer, rank, piece)))
+        if piece == last:
+            self.add(rank, self.copy_lane(peer), Signal(self.flag(SUMS.arrived, peer, rank, piece)))
+
     def keep(self, rank: int) -> None:
         """The part that stays with its rank, straight to the result."""
         low, high = self.problem.shards[rank]
@@ -229,6 +252,9 @@ def sequential(problem: Problem) -> Schedule:
 
 def pushed(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """all_gather, all_to_all: copy engines push pieces into the peers' slots; copies there bring them to the result."""
+    assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
+    if problem.reachable:
+        return _straight(problem, name, fan_out=fan_out)
     s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
     s.room(LANDING)
     for rank in range(s.world_size):
@@ -238,6 +264,19 @@ def pushed(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
                 s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
             for src in s.peers(rank, step=-1):
                 s.hand_out(LANDING, rank, src, piece, s.count - 1)
+    return s.done()
+
+
+def _straight(problem: Problem, name: str, *, fan_out: bool) -> Schedule:
+    """`pushed` where peers can write the result: one copy for each peer."""
+    s = _Collective(problem, name, 1, fan_out=fan_out, parts=0)
+    for rank in range(s.world_size if problem.m else 0):
+        s.add(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.peers(rank)))
+        s.keep(rank)
+        for peer in s.peers(rank):
+            there = Copy(s.sent(rank, peer, 0), s.result(rank, peer, 0))
+            s.add(rank, s.copy_lane(peer), Wait(Flag("open", rank, peer)), there, Signal(Flag("arrived", peer, rank)))
+        s.add(rank, "compute", *(Wait(Flag("arrived", rank, src)) for src in s.peers(rank, step=-1)))
     return s.done()
 
 
@@ -273,9 +312,12 @@ def reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
 
 def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """all_reduce: as `reduced`, and each sum goes to all peers, one piece behind the pieces that are sent to be summed."""
-    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=2 * (problem.world_size - 1))
+    assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
+    straight = problem.reachable
+    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=(1 if straight else 2) * (problem.world_size - 1))
     s.room(PARTS)
-    s.room(SUMS)
+    if not straight:
+        s.room(SUMS)
     for rank in range(s.world_size):
         for piece in range(s.count + 1):
             for owner in s.peers(rank):
@@ -288,7 +330,7 @@ def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = Fal
             _publish(s, rank, piece - 1)
             for owner in s.peers(rank, step=-1):
                 if piece in s.pieces(owner):
-                    s.hand_out(SUMS, rank, owner, piece, s.turns.pieces(s.extent(owner)) - 1)
+                    s.take(rank, owner, piece)
     return s.done()
 
 
@@ -296,8 +338,7 @@ def _publish(s: _Collective, rank: int, piece: int) -> None:
     """A piece of the own part, once it is summed, to all peers."""
     if piece < 0 or piece not in s.pieces(rank):
         return
-    last = s.turns.pieces(s.extent(rank)) - 1
     for lane in dict.fromkeys(s.copy_lane(peer) for peer in s.peers(rank)):
         s.add(rank, lane, Wait(Flag("made", rank, piece)))
     for peer in s.peers(rank):
-        s.push(SUMS, rank, peer, s.shard("out", rank, rank, piece), piece, last)
+        s.give(rank, peer, piece)
