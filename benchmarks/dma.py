@@ -7,6 +7,7 @@ all_gather ends with, what each rank gives to the others.
     copy_engine:C             weft.collectives, C pieces a part, sums on 16 SMs
     copy_engine:2, N SMs      the same with sums on N SMs
     copy_engine_pull:C        all_gather alone: peers pull
+    copy_engine:C, straight   the result lies in collectives.empty: nothing is staged, or copied on arrival
 
 Protocol: measure.py's; graphs; every first result is compared with torch.distributed's, exactly where nothing is summed. gbps
 is what NCCL's tests call bus bandwidth: what leaves a rank if nothing moves twice. Traps: weft copies what arrives to the
@@ -55,19 +56,23 @@ def reference(op: str, given: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def ours(op: str, given: torch.Tensor, spec: str, sms: int | None) -> Work:
-    """One call of weft on tensors of its own."""
+def ours(op: str, given: torch.Tensor, spec: str, sms: int | None = None, *, straight: bool = False) -> Work:
+    """One call of weft on tensors of its own. straight: the result in symmetric memory."""
     part = given.numel() // dist.get_world_size()
     if op == "all_reduce":
-        tensor = given.clone()
+        tensor = (_symmetric(given) if straight else torch.empty_like(given)).copy_(given)
         return _returning(tensor, partial(collectives.all_reduce, tensor, schedule=spec, sms=sms))
     if op == "reduce_scatter":
         out = given.new_empty(part)
         return _returning(out, partial(collectives.reduce_scatter_tensor, out, given, schedule=spec, sms=sms))
-    out = torch.empty_like(given)
+    out = _symmetric(given) if straight else torch.empty_like(given)
     if op == "all_gather":
         return _returning(out, partial(collectives.all_gather_into_tensor, out, given[:part], schedule=spec))
     return _returning(out, partial(collectives.all_to_all_single, out, given, schedule=spec))
+
+
+def _symmetric(like: torch.Tensor) -> torch.Tensor:
+    return collectives.empty(like.numel(), dtype=like.dtype, device=like.device)
 
 
 def _returning(out: torch.Tensor, call: Callable[[], object]) -> Work:
@@ -95,9 +100,11 @@ def theirs(op: str, given: torch.Tensor, way: Way) -> Work:
 def methods(op: str, given: torch.Tensor, found: Sequence[Way]) -> dict[str, Work]:
     """By name."""
     works = {f"NCCL {way.name}": theirs(op, given, way) for way in found if way.runs(op)}
-    works |= {f"copy_engine:{chunks}": ours(op, given, f"copy_engine:{chunks}", None) for chunks in CHUNKS}
+    works |= {f"copy_engine:{chunks}": ours(op, given, f"copy_engine:{chunks}") for chunks in CHUNKS}
     if op == "all_gather":
-        works |= {f"copy_engine_pull:{c}": ours(op, given, f"copy_engine_pull:{c}", None) for c in CHUNKS[:2]}
+        works |= {f"copy_engine_pull:{c}": ours(op, given, f"copy_engine_pull:{c}") for c in CHUNKS[:2]}
+    if op != "reduce_scatter":
+        works["copy_engine:2, straight"] = ours(op, given, "copy_engine:2", straight=True)
     if op in ("reduce_scatter", "all_reduce"):
         works |= {f"copy_engine:2, {sms} SMs": ours(op, given, "copy_engine:2", sms) for sms in SMS}
     return works

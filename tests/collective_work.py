@@ -83,6 +83,26 @@ def in_place(case: Case, spec: str) -> None:
         agree(case.part(whole), case.part(case.summed()), vendor, (case, spec, "reduce_scatter in place"))
 
 
+def straight(elements: int, spec: str, calls: int) -> None:
+    """Results in symmetric memory, at some place of it, that are used again call after call."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    memory = collectives.empty(size * elements + 24, dtype=torch.float32, device=here())
+    for turn in range(calls):
+        case = Case(elements=elements, dtype=torch.float32, seed=turn, staging_bytes=1 << 16)
+        out, mine, vendor = memory[8 : 8 + size * elements], case.drawn(rank), spec == "sequential" and memory.is_cuda
+        gathered = torch.cat([one[r * elements : (r + 1) * elements] for r, one in enumerate(case.everyone)])
+        collectives.all_gather_into_tensor(out, case.part(mine), schedule=spec)
+        assert torch.equal(out, gathered), (turn, spec)
+        collectives.all_to_all_single(out, mine, schedule=spec)
+        assert torch.equal(out, torch.cat([case.part(one) for one in case.everyone])), (turn, spec)
+        out.copy_(mine)
+        collectives.all_gather_into_tensor(out, case.part(out), schedule=spec)
+        assert torch.equal(out, gathered), (turn, spec)
+        out.copy_(mine)
+        collectives.all_reduce(out, schedule=spec, staging_bytes=case.staging_bytes)
+        agree(out, case.summed(), vendor, (turn, spec))
+
+
 def agree(got: torch.Tensor, expected: torch.Tensor, vendor: bool, where: object) -> None:
     if vendor:
         torch.testing.assert_close(got, expected, atol=0.1, rtol=0.05, msg=str(where))

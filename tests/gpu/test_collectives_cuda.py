@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from collective_work import GATHERS, SPECS, Case, agree, in_place, moves, sums
+from collective_work import GATHERS, SPECS, Case, agree, in_place, moves, straight, sums
 
 import weft
 from weft import collectives
@@ -129,6 +129,20 @@ def _graphs(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["sequential", "copy_engine:1", "copy_engine:4"])
 def test_graphs_replayed_between_eager_calls(pool: Ranks, spec: str) -> None:
     pool.run(_graphs, spec)
+
+
+def _straight() -> None:
+    faulthandler.dump_traceback_later(80, exit=True)
+    for elements in (1, 1003, MIB):
+        for spec in ("sequential", "copy_engine:1", "copy_engine:3"):
+            straight(elements, spec, 6)
+    straight(4096, "auto", 2)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_results_that_peers_can_write(pool: Ranks) -> None:
+    pool.run(_straight)
 
 
 def _beside_matmuls() -> None:

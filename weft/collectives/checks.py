@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft import machine
 from weft.execute.choose import machine_for
 from weft.execute.collective_calls import CollectiveCall, staging_from_environment
+from weft.execute.groups import GROUPS
 from weft.ops.checks import DTYPES, group_of, shape_of, spec_of
 from weft.problem import CollectiveProblem, Op
 from weft.schedule import Schedule
@@ -59,6 +60,7 @@ def call_of(
         reduce_op=reduction(reduce_op),
         staging_bytes=_staging(staging_bytes, input.device),
         sms=_sms(sms, input.device),
+        reach=None if op == "reduce_scatter" else GROUPS.reach(group_name, output),
     )
     return group_name, call
 

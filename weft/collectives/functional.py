@@ -11,6 +11,7 @@ Backward is collective, with the forward's options, but "auto" where the schedul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from weft.collectives.checks import Reduction, call_of, reduction
 from weft.collectives.work import run
+from weft.execute.groups import GROUPS
 from weft.library import backward_schedule
 from weft.ops.checks import group_of, shape_of, spec_of
 from weft.problem import Op
@@ -87,6 +89,30 @@ def all_reduced(
     """The sum, or average, of all ranks' x, as a new tensor. Options as for all_reduce."""
     options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     return _applied("all_reduce", x, options)
+
+
+def empty(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A tensor that peers can write. As the result of all_gather_into_tensor, all_to_all_single and all_reduce it needs no
+    room, and nothing is copied on arrival; nor does a part of it, at the same place on every rank.
+
+    Collective, with the same arguments on every rank. Zeroed. Its memory is the group's until weft.close(group). device: "cpu"
+    or "cuda", default: torch's. Raises ValueError for another device, or extents below 0.
+    """
+    where = torch.empty(0).device if device is None else torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"shape is {shape}; every extent must be 0 or more")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    count = math.prod(shape)
+    found = GROUPS.state(group_of(group)[0]).symmetric(count * dtype.itemsize, where)
+    return found[: count * dtype.itemsize].view(dtype).view(shape)
 
 
 def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
