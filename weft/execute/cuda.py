@@ -89,7 +89,9 @@ class CudaProgram(BoundProgram):
         self._replayable = not self._vendors
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
-        self._copy_lanes = {lane.name for lane in lanes if lane.kind == "copy"}
+        # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
+        alone = isinstance(schedule.problem, CollectiveProblem)
+        self._off_sms = {lane.name for lane in lanes if lane.kind == "copy" or alone}
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
@@ -291,7 +293,7 @@ class CudaProgram(BoundProgram):
             item.run(bindings, stream)
             return
         if id(item) not in self._batches:
-            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._copy_lanes)
+            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._off_sms)
         if not self._silent:
             self._batches[id(item)](stream)
 
