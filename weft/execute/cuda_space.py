@@ -62,7 +62,6 @@ class CudaSpace:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._priorities: dict[int, int] = {}
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
@@ -92,17 +91,11 @@ class CudaSpace:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.team.group)
 
-    def stream(self, name: str, priority: int = -1) -> torch.cuda.Stream:
+    def stream(self, name: str) -> torch.cuda.Stream:
         """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue."""
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=priority)  # type: ignore[no-untyped-call]
+            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         return self._streams[name]
-
-    def lane_stream(self, lane: str, caller: int) -> torch.cuda.Stream:
-        """A lane's stream beside a caller's that may have a priority of its own."""
-        if caller not in self._priorities:
-            self._priorities[caller] = int(self.named(caller).priority)
-        return self.stream(lane) if self._priorities[caller] != -1 else self.stream(f"{lane}, apart", priority=-2)
 
     def current_stream(self) -> int:
         """The caller's stream."""
