@@ -49,6 +49,11 @@ class Call(ABC):
         return {}
 
     @property
+    def tried(self) -> bool:
+        """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
+        return True
+
+    @property
     @abstractmethod
     def device(self) -> torch.device: ...
 

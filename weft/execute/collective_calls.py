@@ -18,6 +18,7 @@ from weft.version import __version__
 STAGING_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}
 """Symmetric memory that a rank gives to the collectives of one size and type, where nobody says how much. On CPUs it is of
 /dev/shm, which containers keep small."""
+_MOST_TRIED_BYTES = 1 << 30
 _OF_FREE = 8
 """A GPU gives at most this part of its free memory: `auto` binds several schedules at once."""
 
@@ -66,6 +67,11 @@ class CollectiveCall(Call):
         if self.reach is None:
             return {}
         return {"out": [self._elements(tensor.view(self.out.dtype)) for tensor in self.reach.by_rank]}
+
+    @property
+    def tried(self) -> bool:
+        """Not where peers write the result itself, nor where a second one might not fit."""
+        return self.reach is None and self.out.numel() * self.out.element_size() <= _MOST_TRIED_BYTES
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         """As one column, of bytes where nothing is summed."""

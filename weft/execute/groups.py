@@ -162,8 +162,7 @@ class GroupState:
         """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
         problem, spec, device = key
         # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-        # Calls of a trial have results of their own: they cannot stand for one whose result peers write.
-        timer = timer_for(device) if spec == "auto" and not call.reached else None
+        timer = timer_for(device) if spec == "auto" and call.tried else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         trials: tuple[Trial, ...] = ()
