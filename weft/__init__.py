@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
+    from weft import collectives as collectives
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from weft.planner import plan
-    from weft.problem import LookupProblem, Problem
+    from weft.problem import CollectiveProblem, LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
     from weft.sim import simulate
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
     from weft.timelines import timeline
 
 
+_MODULES = ("collectives",)
+"""Those that are part of the front door as they are."""
 _HOMES = {
+    "CollectiveProblem": "problem",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -65,6 +69,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"weft.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
@@ -76,6 +82,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SGD",
+    "CollectiveProblem",
     "LookupProblem",
     "Machine",
     "PeerLost",

@@ -26,6 +26,7 @@ from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
+from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
     from weft.triton.host import Peers
 
+_SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
@@ -88,6 +90,8 @@ class GroupState:
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._peers: Peers | None = None
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
+        self.reachable = Reachable(self.team.rank)
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
@@ -101,7 +105,7 @@ class GroupState:
                 self.team.repeat(site.number)
             self._programs.move_to_end(site.program)
             try:
-                return site.program.run(call.inputs, spans=call.spans)
+                return site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
 
@@ -158,7 +162,7 @@ class GroupState:
         """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
         problem, spec, device = key
         # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-        timer = timer_for(device) if spec == "auto" else None
+        timer = timer_for(device) if spec == "auto" and call.tried else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         trials: tuple[Trial, ...] = ()
@@ -211,10 +215,26 @@ class GroupState:
             self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
             self._drop(oldest)
 
-    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+    def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
             self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
-        space = self._spaces[device]
+        return self._spaces[device]
+
+    def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes of this rank that its peers can reach, until `close`. Collective."""
+        with self.lock, _PLAIN_MODE:
+            self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            return self.reachable.take(self._space(device), nbytes)
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
+        that callers have without asking for one."""
+        if device not in self._side:
+            self._side[device] = torch.cuda.Stream(device, priority=_SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+        return self._side[device]
+
+    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+        space = self._space(device)
         return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
 
     def schedules(self) -> list[Schedule]:
@@ -230,6 +250,7 @@ class GroupState:
             program.close()
         for space in self._spaces.values():
             space.close()
+        self.reachable.close()
         if self._peers is not None:
             if self._peers.device.type == "cuda":
                 torch.cuda.synchronize(self._peers.device)
@@ -265,6 +286,11 @@ class Groups:
             if known is None:
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
+
+    def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
+        """Where a tensor lies in a group's symmetric memory; None if nowhere."""
+        known = self._states.get(name)
+        return known[1].reachable.find(tensor) if known else None
 
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""
