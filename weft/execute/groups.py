@@ -12,7 +12,8 @@ import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
     from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
     from weft.triton.host import Peers
 
+
+class Closes(Protocol):
+    """What can be attached to a group."""
+
+    def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=Closes)
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
@@ -87,6 +96,7 @@ class GroupState:
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._peers: Peers | None = None
+        self._attached: dict[type, Any] = {}
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
@@ -221,11 +231,21 @@ class GroupState:
         """What has been chosen so far, oldest use first."""
         return [program.schedule for program in self._programs]
 
+    def attached(self, kind: type[A], make: Callable[[], A]) -> A:
+        """What another module keeps for this group, made when first asked for, and closed with it."""
+        with self.lock:
+            if kind not in self._attached:
+                self._attached[kind] = make()
+            found: A = self._attached[kind]
+            return found
+
     def choices(self) -> list[Choice]:
         """What "auto" has stood for so far, a problem each."""
         return list(self._choices.values())
 
     def close(self) -> None:
+        for attached in self._attached.values():
+            attached.close()
         for program in self._programs:
             program.close()
         for space in self._spaces.values():

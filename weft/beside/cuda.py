@@ -1,0 +1,124 @@
+"""Ways on GPUs: streams that fork and join, NCCL on a stream of any priority or held to some blocks, copy engines, SM budgets.
+
+A collective that is enqueued without async_op runs on torch's current stream, so a stream's priority is the collective's. A number of
+blocks belongs to a communicator: each (group, number) has one of its own, made when a way first asks for it, on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import controls
+from weft.beside.collectives import Collective, SendReceive
+from weft.beside.device import Device
+from weft.beside.moved import moved, moves
+from weft.execute.trial import timer_for
+from weft.planner.ways import Abilities, Way
+
+
+class Streams:
+    """Streams of one device that nobody uses now, by whether they have priority."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[bool, list[torch.cuda.Stream]] = {False: [], True: []}
+
+    @contextmanager
+    def taken(self, priority: bool) -> Iterator[torch.cuda.Stream]:
+        free = self._free[priority]
+        stream = free.pop() if free else torch.cuda.Stream(self._device, priority=-3 if priority else 0)
+        try:
+            yield stream
+        finally:
+            free.append(stream)
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = Streams(device)
+        self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+    def abilities(self, collectives: Sequence[Collective]) -> Abilities:
+        """NCCL's sends and receives keep to a stream and to blocks of their own."""
+        streams = not any(isinstance(collective, SendReceive) for collective in collectives)
+        return Abilities(
+            priority=streams,
+            ctas=streams and controls.nccl_ctas_supported(),
+            left=controls.sm_budget_supported(self.device),
+            copy_engine=all(moves(collective) for collective in collectives),
+        )
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
+    def between_ns(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+        return round(1e6 * float(begin.elapsed_time(end)))
+
+    def time_ns(self, call: Callable[[], object], calls: int) -> int:
+        timer = timer_for(self.device)
+        assert timer is not None
+        return timer(call, calls)
+
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
+        for group in {collective.ranks for collective in collectives}:
+            self._group(group, way.ctas if way.transport == "vendor" else 0)
+        with self._limits(way):
+            pass
+
+    def _limits(self, way: Way) -> AbstractContextManager[object]:
+        return controls.sm_budget(way.left) if way.left else nullcontext()
+
+    @contextmanager
+    def _beside(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self.device)
+        with self._streams.taken(way.priority) as stream:
+            stream.wait_stream(caller)
+            try:
+                if not way.late:
+                    self._enqueue(way, collectives, stream)
+                yield
+            finally:
+                if way.late:
+                    self._enqueue(way, collectives, stream)
+                caller.wait_stream(stream)
+
+    def _enqueue(self, way: Way, collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            for collective in collectives:
+                if way.transport == "copy_engine":
+                    moved(collective, way.ctas, async_op=False)
+                else:
+                    collective.enqueue(self._group(collective.ranks, way.ctas), async_op=False)
+
+    def _group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+        """The same ranks, with a communicator that keeps to so many blocks. Collective where it is new."""
+        if not ctas:
+            return group
+        known = self._groups.get((group.group_name, ctas))
+        if known is None or known[0] is not group:
+            if self.capturing:
+                raise ValueError(f"way has ctas={ctas}: use it once before capturing a graph, to make its communicator")
+            known = self._groups[group.group_name, ctas] = group, controls.nccl_group(group, max_ctas=ctas)
+        return known[1]
+
+    def close(self) -> None:
+        groups, self._groups = self._groups, {}
+        for _, group in groups.values():
+            dist.destroy_process_group(group)

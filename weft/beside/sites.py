@@ -1,0 +1,158 @@
+"""What weft keeps for `concurrent` among ranks that agree: a site for each key, with its way, or the trial that finds it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from weft.beside.collectives import Collective
+from weft.beside.device import Device
+from weft.beside.host import HostDevice
+from weft.beside.kernels import Kernels
+from weft.beside.trials import Judge, Sample, Settled, Steps
+from weft.errors import WeftError
+from weft.execute.groups import GroupState
+from weft.execute.trial import BASE
+from weft.planner.ways import Way, parse
+from weft.team import Team
+
+
+class Use:
+    """One use of a site: the way it takes, and the marks that tell how long that was."""
+
+    def __init__(self, way: Way, device: Device | None) -> None:
+        self.way = way
+        self._device = device
+        self._marks: list[object] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Now; three times a use: at its begin, once its collectives are enqueued, at its end."""
+        if self._device is not None:
+            self._marks.append(self._device.mark())
+
+    @property
+    def sample(self) -> Sample | None:
+        return Sample(*self._marks) if len(self._marks) == 3 else None
+
+
+class Site:
+    """Uses alike: one key, the same collectives. steps: a trial that takes a use at a time; None where one is still to be chosen."""
+
+    def __init__(self, judge: Judge, kernels: Kernels) -> None:
+        self.judge, self.kernels = judge, kernels
+        self.settled: Settled | None = None
+        self._steps: Steps | None = None
+        self._open = False
+        self._last: Sample | None = None
+
+    @property
+    def way(self) -> Way:
+        """What ranks have agreed on so far: sequential until they have chosen."""
+        return parse(self.settled.way if self.settled else BASE)
+
+    def contest(self, run: Callable[[Way], object], compute: Callable[[], object], collectives: Sequence[Collective]) -> None:
+        """Choose now. Whatever ends it on this rank ends it on all."""
+        try:
+            self.settled = self.judge.contest(run, compute, collectives)
+        except BaseException as error:
+            raise self.judge.team.fail(error) from error.__cause__
+
+    @contextmanager
+    def use(self, collectives: Sequence[Collective]) -> Iterator[Use]:
+        """The next use. One within another of the same site, and one that is captured, take what has been agreed on so far."""
+        if self.settled or self._open or self._captured():
+            yield Use(self.way, None)
+            return
+        if self._steps is None:
+            self._steps = self.judge.rotation(collectives)
+        way = self._advance(collectives)
+        self._open = True
+        use = Use(way, None if self.settled else self.judge.device)
+        try:
+            yield use
+        finally:
+            use.mark()
+            self._open, self._last = False, use.sample
+
+    def _captured(self) -> bool:
+        if not self.judge.device.capturing:
+            return False
+        warnings.warn(
+            f"concurrent {self.judge.key} is captured before its trial has ended: the graph runs it as {self.way}; "
+            "use it outside a graph first, or say which way",
+            stacklevel=6,
+        )
+        return True
+
+    def _advance(self, collectives: Sequence[Collective]) -> Way:
+        """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
+        assert self._steps is not None
+        try:
+            way = parse(next(self._steps) if self._last is None else self._steps.send(self._last))
+            self.judge.device.prepare(way, collectives)
+        except StopIteration as end:
+            self.settled, self._steps, self._last = end.value, None, None
+            way = self.way
+        except WeftError:
+            raise
+        except ValueError as error:
+            raise self.judge.team.fail(error) from error.__cause__
+        return way
+
+
+class Sites:
+    """All sites of one group, and the devices that they run on. `close` is collective where ways have made groups."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._lock = threading.RLock()
+        self._sites: dict[tuple[str, str], Site] = {}
+        self._devices: dict[torch.device, Device] = {}
+
+    def site(self, key: str, collectives: Sequence[Collective], kernels: Kernels) -> Site:
+        """The site of a key; ranks meet at its first use. Raises RankMismatch where they mean different things by it."""
+        text = "\n".join([f"concurrent: {key}", *(f"collective {i}: {c.describe()}" for i, c in enumerate(collectives))])
+        with self._lock:
+            found = self._sites.get((key, text))
+            if found is None:
+                self._team.enter(text)
+                judge = Judge(key=key, team=self._team, device=self.device(collectives[0].device), residents=kernels.residents)
+                found = self._sites[key, text] = Site(judge, kernels)
+            return found
+
+    def device(self, device: torch.device) -> Device:
+        """What runs ways on a device."""
+        if device not in self._devices:
+            self._devices[device] = _device(device)
+        return self._devices[device]
+
+    def settled(self) -> list[Settled]:
+        """What has been chosen so far, in the order of first uses."""
+        return [site.settled for site in self._sites.values() if site.settled]
+
+    def close(self) -> None:
+        for site in self._sites.values():
+            site.kernels.close()
+        for device in self._devices.values():
+            device.close()
+        self._sites.clear()
+        self._devices.clear()
+
+
+def _device(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return HostDevice(device)
+    # Imported where it is needed: the controls call the CUDA driver.
+    from weft.beside.cuda import CudaDevice
+
+    return CudaDevice(device)
+
+
+def sites_of(state: GroupState) -> Sites:
+    """A group's sites."""
+    return state.attached(Sites, lambda: Sites(state.team))
