@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from weft.controls.streams import comm_stream, current_lane_priority
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
 from weft.execute.pool import Pool
@@ -62,6 +63,7 @@ class CudaSpace:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._priority = current_lane_priority()
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
@@ -92,9 +94,9 @@ class CudaSpace:
         dist.barrier(self.team.group)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue."""
+        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams[name] = comm_stream(priority=self._priority, device=self.device)
         return self._streams[name]
 
     def current_stream(self) -> int:
