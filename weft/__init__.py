@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
+    from weft.beside import (
+        AllGather,
+        AllReduce,
+        AllToAll,
+        ReduceScatter,
+        SendReceive,
+        concurrent,
+        concurrent_choices,
+    )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
@@ -36,6 +45,13 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "AllGather": "beside",
+    "AllReduce": "beside",
+    "AllToAll": "beside",
+    "ReduceScatter": "beside",
+    "SendReceive": "beside",
+    "concurrent": "beside",
+    "concurrent_choices": "beside",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -76,14 +92,19 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SGD",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
     "LookupProblem",
     "Machine",
     "PeerLost",
     "Problem",
     "RankMismatch",
+    "ReduceScatter",
     "RowwiseAdagrad",
     "Schedule",
     "ScheduleError",
+    "SendReceive",
     "Span",
     "WaitTimeout",
     "WeftError",
@@ -94,6 +115,8 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "concurrent",
+    "concurrent_choices",
     "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",

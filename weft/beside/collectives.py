@@ -7,8 +7,8 @@
     AllToAll          dist.all_to_all_single, equal shares       output      input
     SendReceive       dist.isend and dist.irecv, as one batch    receive     send
 
-Making one moves nothing. Its tensors belong to it from the start of the collective to its end: the computation beside it neither
-writes what it reads nor touches what it writes.
+Making one moves nothing. Its tensors belong to it from the start of the collective to its end: the computation beside it
+neither writes what it reads nor touches what it writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Collective(ABC):
 
     def __post_init__(self) -> None:
         if not dist.is_initialized():
-            raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
+            raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or use torchrun")
         group = dist.group.WORLD if self.group is None else self.group
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group: this rank is not in it; make {type(self).__name__} on the group's ranks only")
@@ -69,6 +69,11 @@ class Collective(ABC):
         """Bytes of its largest tensor."""
         return max(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What collectives alike have in common, on this rank. Compared at each use: cheap."""
+        return self.op, self.ranks.group_name, *((tensor.shape, tensor.dtype) for tensor in self.tensors)
+
     def describe(self) -> str:
         """What the ranks of a group have in common, in a line."""
         sizes = ", ".join(f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors)
@@ -76,8 +81,8 @@ class Collective(ABC):
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        """The vendor's collective, on `group`, which has the ranks of the collective's own. On CUDA without async_op it is on torch's
-        current stream; with it, work to wait for."""
+        """The vendor's collective, on `group`, which has the ranks of the collective's own. On CUDA without async_op it is on
+        torch's current stream; with it, work to wait for."""
 
     def rehearsal(self) -> Collective:
         """The same on tensors that may be written any number of times, the collective's results with it: the collective itself,
@@ -87,7 +92,9 @@ class Collective(ABC):
 
 def _matches(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
     if (tensor.dtype, tensor.device) != (like.dtype, like.device):
-        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, {like_name} is {like.dtype} on {like.device}: use alike ones")
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}, {like_name} is {like.dtype} on {like.device}: use alike ones"
+        )
 
 
 def _contiguous(name: str, tensor: object) -> None:
@@ -111,7 +118,8 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce(Collective):
-    """tensor becomes the sum, or the mean, over all ranks. Raises ValueError for what is no contiguous tensor, or another op."""
+    """tensor becomes the sum, or the mean, over all ranks. Raises ValueError for what is no contiguous tensor, or another
+    op."""
 
     op: ClassVar[str] = "all_reduce"
     reduces: ClassVar[bool] = True
@@ -128,7 +136,9 @@ class AllReduce(Collective):
         return (self.tensor,)
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        return dist.all_reduce(self.tensor, _REDUCTIONS[self.reduction], group=group, async_op=async_op)
+        op = _REDUCTIONS[self.reduction]
+        work: dist.Work | None = dist.all_reduce(self.tensor, op, group=group, async_op=async_op)
+        return work
 
     def rehearsal(self) -> AllReduce:
         """Means in place of sums: those of the same values stay, however often, and no number overflows."""
@@ -150,7 +160,8 @@ class _Moving(Collective):
         wanted = self._wanted(world_size)
         if self.output.numel() != wanted:
             raise ValueError(
-                f"output has {self.output.numel()} elements; {self.op} of {self.input.numel()} among {world_size} ranks gives {wanted}"
+                f"output has {self.output.numel()} elements; {self.op} of {self.input.numel()} among {world_size} ranks "
+                f"gives {wanted}"
             )
 
     @abstractmethod
@@ -221,14 +232,16 @@ class AllToAll(_Moving):
         return self.input.numel()
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        work: dist.Work | None = dist.all_to_all_single(self.output.view(-1), self.input.view(-1), group=group, async_op=async_op)
+        work: dist.Work | None = dist.all_to_all_single(
+            self.output.view(-1), self.input.view(-1), group=group, async_op=async_op
+        )
         return work
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SendReceive(Collective):
-    """One stage's part of a pipeline's step: send goes to a peer, receive is filled by one. Either may be None, with its peer, but
-    not both. to, source: ranks in the group."""
+    """One stage's part of a pipeline's step: send goes to a peer, receive is filled by one. Either may be None, with its peer,
+    but not both. to, source: ranks in the group."""
 
     op: ClassVar[str] = "send_receive"
     by_copy_engine: ClassVar[bool] = False
@@ -278,5 +291,6 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        return all([work.wait() for work in self._works])
-
+        for work in self._works:
+            work.wait()
+        return True

@@ -1,14 +1,14 @@
 """Ways on GPUs: streams that fork and join, NCCL on a stream of any priority or held to some blocks, copy engines, SM budgets.
 
-A collective that is enqueued without async_op runs on torch's current stream, so a stream's priority is the collective's. A number of
-blocks belongs to a communicator: each (group, number) has one of its own, made when a way first asks for it, on all ranks.
+A collective that is enqueued without async_op runs on torch's current stream, so a stream's priority is the collective's. A
+number of blocks belongs to a communicator: each (group, number) has one of its own, made when a way first asks for it, on all
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ class Streams:
     @contextmanager
     def taken(self, priority: bool) -> Iterator[torch.cuda.Stream]:
         free = self._free[priority]
-        stream = free.pop() if free else torch.cuda.Stream(self._device, priority=-3 if priority else 0)
+        kind: controls.Priority = "high" if priority else "normal"
+        stream = free.pop() if free else controls.comm_stream(priority=kind, device=self._device)
         try:
             yield stream
         finally:
@@ -51,8 +52,8 @@ class CudaDevice(Device):
         streams = not any(isinstance(collective, SendReceive) for collective in collectives)
         return Abilities(
             priority=streams,
-            ctas=streams and controls.nccl_ctas_supported(),
-            left=controls.sm_budget_supported(self.device),
+            ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
+            left=hasattr(torch._C, "_set_sm_carveout_experimental"),
             copy_engine=all(moves(collective) for collective in collectives),
         )
 
@@ -62,7 +63,7 @@ class CudaDevice(Device):
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+        return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def between_ns(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
         return round(1e6 * float(begin.elapsed_time(end)))
@@ -79,11 +80,15 @@ class CudaDevice(Device):
     def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
         for group in {collective.ranks for collective in collectives}:
             self._group(group, way.ctas if way.transport == "vendor" else 0)
-        with self._limits(way):
-            pass
+        if way.left >= self._sms:
+            raise ValueError(f"way has left={way.left}; this device has {self._sms} SMs, leave one to the computation")
+
+    @property
+    def _sms(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def _limits(self, way: Way) -> AbstractContextManager[object]:
-        return controls.sm_budget(way.left) if way.left else nullcontext()
+        return controls.sm_budget(self._sms - way.left, device=self.device) if way.left else nullcontext()
 
     @contextmanager
     def _beside(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
@@ -121,4 +126,13 @@ class CudaDevice(Device):
     def close(self) -> None:
         groups, self._groups = self._groups, {}
         for _, group in groups.values():
-            dist.destroy_process_group(group)
+            # Where the default group has been destroyed, so have all others.
+            with suppress(ValueError, AssertionError):
+                dist.destroy_process_group(group)
+
+
+def _can_be_made_anew(group: dist.ProcessGroup) -> bool:
+    """Whether this group's ranks alone can make a communicator: those of a world that is bound to devices split the world's."""
+    world = dist.group.WORLD
+    assert world is not None
+    return group.size() == world.size() or world.bound_device_id is None

@@ -1,7 +1,7 @@
 """How a device runs collectives beside a computation, in a given Way, and how it tells the time.
 
-On CUDA the collectives have a stream of their own, which forks from the caller's at entry and is joined at exit. Nothing waits on
-the host, so that a graph can capture it:
+On CUDA the collectives have a stream of their own, which forks from the caller's at entry and is joined at exit. Nothing waits
+on the host, so that a graph can capture it:
 
     caller's stream            collectives' stream
     fork  ------------------>  collective               late: it is enqueued after the computation, and forks here all the same
@@ -10,9 +10,9 @@ the host, so that a graph can capture it:
 
     sequential: collectives, then the computation, all on the caller's stream
 
-Another stream that computes for the caller is the caller's to join. Two uses at once, one within the other, have streams of their
-own: joining the inner one does not wait for the outer one's collectives. On CPUs the vendor's threads (gloo's) run the collectives,
-and exit waits for them.
+Another stream that computes for the caller is the caller's to join. Two uses at once, one within the other, have streams of
+their own: joining the inner one does not wait for the outer one's collectives. On CPUs the vendor's threads (gloo's) run the
+collectives, and exit waits for them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ CAPS = 2
 
 
 class Kernels:
-    """named: kernels, as weft.controls.shape takes them. caps: blocks an SM to try; None: below what fits, as is seen once they are
-    compiled."""
+    """named: kernels, as weft.controls.shape takes them. caps: blocks an SM to try; None: below what fits, as is seen once they
+    are compiled."""
 
     def __init__(self, named: Sequence[Any] = (), caps: Sequence[int] | None = None) -> None:
         for cap in caps or ():

@@ -22,7 +22,7 @@ def moved(collective: Collective, sms: int, *, async_op: bool) -> Any:
     engines cannot."""
     if type(collective) not in _RUN or not moves(collective):
         raise ValueError(f"way has copy_engine, which does not run {collective.describe()}; use vendor")
-    options = {"group": collective.group, "schedule": SCHEDULE, "async_op": async_op}
+    options: dict[str, Any] = {"group": collective.group, "schedule": SCHEDULE, "async_op": async_op}
     if collective.reduces and sms:
         options["sms"] = sms
     return _RUN[type(collective)](collective, options)

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,8 +17,7 @@ from weft.beside.kernels import Kernels
 from weft.beside.trials import Judge, Sample, Settled, Steps
 from weft.errors import WeftError
 from weft.execute.groups import GroupState
-from weft.execute.trial import BASE
-from weft.planner.ways import Way, parse
+from weft.planner.ways import SEQUENTIAL, Way, parse
 from weft.team import Team
 
 
@@ -41,24 +41,20 @@ class Use:
 
 
 class Site:
-    """Uses alike: one key, the same collectives. steps: a trial that takes a use at a time; None where one is still to be chosen."""
+    """Uses alike: one key, the same collectives. way: what ranks have agreed on so far, sequential until they have chosen."""
 
     def __init__(self, judge: Judge, kernels: Kernels) -> None:
         self.judge, self.kernels = judge, kernels
         self.settled: Settled | None = None
+        self.way = SEQUENTIAL
         self._steps: Steps | None = None
         self._open = False
         self._last: Sample | None = None
 
-    @property
-    def way(self) -> Way:
-        """What ranks have agreed on so far: sequential until they have chosen."""
-        return parse(self.settled.way if self.settled else BASE)
-
     def contest(self, run: Callable[[Way], object], compute: Callable[[], object], collectives: Sequence[Collective]) -> None:
         """Choose now. Whatever ends it on this rank ends it on all."""
         try:
-            self.settled = self.judge.contest(run, compute, collectives)
+            self._settle(self.judge.contest(run, compute, collectives))
         except BaseException as error:
             raise self.judge.team.fail(error) from error.__cause__
 
@@ -96,13 +92,16 @@ class Site:
             way = parse(next(self._steps) if self._last is None else self._steps.send(self._last))
             self.judge.device.prepare(way, collectives)
         except StopIteration as end:
-            self.settled, self._steps, self._last = end.value, None, None
+            self._settle(end.value)
             way = self.way
         except WeftError:
             raise
         except ValueError as error:
             raise self.judge.team.fail(error) from error.__cause__
         return way
+
+    def _settle(self, settled: Settled) -> None:
+        self.settled, self.way, self._steps, self._last = settled, parse(settled.way), None, None
 
 
 class Sites:
@@ -111,19 +110,30 @@ class Sites:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._lock = threading.RLock()
-        self._sites: dict[tuple[str, str], Site] = {}
+        self._sites: dict[tuple[object, ...], Site] = {}
+        self._kernels: dict[tuple[object, ...], Kernels] = {}
         self._devices: dict[torch.device, Device] = {}
 
-    def site(self, key: str, collectives: Sequence[Collective], kernels: Kernels) -> Site:
+    def site(self, key: str, collectives: Sequence[Collective], kernels: Kernels, *, fixed: bool) -> Site:
         """The site of a key; ranks meet at its first use. Raises RankMismatch where they mean different things by it."""
-        text = "\n".join([f"concurrent: {key}", *(f"collective {i}: {c.describe()}" for i, c in enumerate(collectives))])
+        alike = (key, *(collective.alike for collective in collectives))
         with self._lock:
-            found = self._sites.get((key, text))
+            found = self._sites.get(alike)
             if found is None:
-                self._team.enter(text)
-                judge = Judge(key=key, team=self._team, device=self.device(collectives[0].device), residents=kernels.residents)
-                found = self._sites[key, text] = Site(judge, kernels)
+                parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
+                self._team.enter("\n".join([f"concurrent: {key}", *parts]))
+                found = self._sites[alike] = Site(self._judge(key, collectives[0].device, kernels, fixed), kernels)
             return found
+
+    def _judge(self, key: str, device: torch.device, kernels: Kernels, fixed: bool) -> Judge:
+        return Judge(key=key, team=self._team, device=self.device(device), residents=kernels.residents, fixed=fixed)
+
+    def kernels(self, named: Sequence[Any], caps: Sequence[int] | None) -> Kernels:
+        """Of these kernels, what is launched for them. The same at each use."""
+        alike = (*(id(kernel) for kernel in named), tuple(caps) if caps is not None else None)
+        if alike not in self._kernels:
+            self._kernels[alike] = Kernels(named, caps)
+        return self._kernels[alike]
 
     def device(self, device: torch.device) -> Device:
         """What runs ways on a device."""
@@ -136,12 +146,12 @@ class Sites:
         return [site.settled for site in self._sites.values() if site.settled]
 
     def close(self) -> None:
-        for site in self._sites.values():
-            site.kernels.close()
+        for kernels in self._kernels.values():
+            kernels.close()
         for device in self._devices.values():
             device.close()
-        self._sites.clear()
-        self._devices.clear()
+        for kept in (self._sites, self._kernels, self._devices):
+            kept.clear()
 
 
 def _device(device: torch.device) -> Device:

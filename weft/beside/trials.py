@@ -10,8 +10,8 @@ A use at a time (`rotation`). Every use is one the caller asked for, and runs on
     4 x each of at most 5    each in turn, sequential first   ranks meet: the last three of each are compared
     all others               the one that has been chosen
 
-Where ranks meet, each waits on its host for its own device to have come so far, and all get the numbers of all; the slowest rank's
-count, medians are compared, and sequential wins ties. No other use waits for anything.
+Where ranks meet, each waits on its host for its own device to have come so far, and all get the numbers of all; the slowest
+rank's count, medians are compared, and sequential wins ties. No other use waits for anything.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ IN_ROTATION = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """What a key's uses run as. way: its spec. load: each part alone; None where it was not measured by itself. trials: what was
-    measured of each way; nothing where there was only one."""
+    """What a key's uses run as. way: its spec. load: each part alone; None where it was not measured by itself. trials: what
+    was measured of each way, first the one that wins ties; nothing where there was only one."""
 
     key: str
     way: str
@@ -54,12 +54,13 @@ class Settled:
         """The choice, in a sentence."""
         if len(self.trials) < 2:
             return "there is nothing to hide, or nothing to hide it behind"
-        mine, base = self.us[self.way], self.us[BASE]
-        if self.way == BASE:
-            best = min(self.trials[1:], key=lambda trial: trial.us)
-            return f"nothing is faster by more than 1%: {best.spec} takes {best.us:.0f} us, sequential {base:.0f}"
-        share = f", {share_of_ideal(self.load, mine):.2f} of the ideal speed-up" if self.load else ""
-        return f"{mine:.0f} us is the least of {len(self.trials)} ways; sequential takes {base:.0f}{share}"
+        base, *others = self.trials
+        if self.way == base.spec:
+            best = min(others, key=lambda trial: trial.us)
+            return f"nothing is faster by more than 1%: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
+        us = self.us[self.way]
+        share = f", {share_of_ideal(self.load, us):.2f} of the ideal speed-up" if self.load else ""
+        return f"{us:.0f} us is the least of {len(self.trials)} ways; {base.spec} takes {base.us:.0f}{share}"
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
@@ -81,13 +82,17 @@ Steps = Generator[str, Sample | None, Settled]
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """What all trials of one key have in common: the ranks that agree, the device that runs and times, and the residencies of the
-    computation's kernels that are to be tried, asked for once these have run."""
+    """What all trials of one key have in common.
+
+    team: the ranks that agree. device: runs and times. residents: caps of the computation's kernels to try, asked for once
+    these have run. fixed: nothing of the computation can be changed any more: it is a graph.
+    """
 
     key: str
     team: Team
     device: Device
     residents: Callable[[], tuple[int, ...]] = tuple
+    fixed: bool = False
 
     def contest(
         self, run: Callable[[Way], object], compute: Callable[[], object], collectives: Sequence[Collective]
@@ -131,7 +136,7 @@ class Judge:
         return (yield from self.turns(specs, found))
 
     def turns(self, specs: Sequence[str], found: Load | None = None) -> Steps:
-        """Find the fastest of some ways, sequential first, each taken in turn; the first turn is not counted."""
+        """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties."""
         if len(specs) == 1:
             return Settled(key=self.key, way=specs[0], load=found)
         samples: dict[str, list[Sample]] = {spec: [] for spec in specs}
@@ -145,7 +150,8 @@ class Judge:
         return Settled(key=self.key, way=leader(trials).spec, load=found, trials=trials)
 
     def _abilities(self, collectives: Sequence[Collective]) -> Abilities:
-        return replace(self.device.abilities(collectives), residents=self.residents())
+        found = self.device.abilities(collectives)
+        return replace(found, left=False) if self.fixed else replace(found, residents=self.residents())
 
     @property
     def _machine(self) -> Machine:

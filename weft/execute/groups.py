@@ -11,8 +11,8 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -195,7 +195,7 @@ class GroupState:
             return (self._choices[problem, device].spec,)
         return contenders(problem, device) if timer else (predicted(problem, device),)
 
-    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest:
+    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest[BoundProgram]:
         """Programs under trial are kept like others: if it fails, `close` gives them back."""
         problem, _, device = key
         return Contest(
@@ -286,10 +286,15 @@ class Groups:
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
+    def known(self, name: str) -> GroupState | None:
+        """The group's state, if it has been used. Not collective."""
+        known = self._states.get(name)
+        return known[1] if known else None
+
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""
-        known = self._states.get(name)
-        return known[1].choices() if known else []
+        known = self.known(name)
+        return known.choices() if known else []
 
     def keep(self, schedule: Schedule) -> str:
         """Remember a Schedule value; the string that names it in calls, the same on every rank."""

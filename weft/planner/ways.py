@@ -4,9 +4,9 @@ A Way is to `weft.concurrent` what a Schedule is to the operators: all that two 
 own, so there are no steps to prove or simulate, and the prediction is a formula of what computation and collectives take alone:
 
     sequential   computation + collectives
-    beside       collectives are slowed to their rate on so many blocks; computation by the SMs that those hold while they run, or,
-                 where vendor GEMMs leave SMs free, throughout; of what that saves a share is hidden, the larger the surer the
-                 collectives are of SMs
+    beside       collectives are slowed to their rate on so many blocks; computation by the SMs that those hold while they run,
+                 or, where vendor GEMMs leave SMs free, throughout; of what that saves a share is hidden, the larger the
+                 surer the collectives are of SMs
 
 Sources: occupancy and priority, arXiv 2606.09200; launch order, reserved units and DMA collectives, ConCCL, arXiv 2412.14335.
 """
@@ -42,8 +42,9 @@ class Way:
     """How computation and collectives share the device. Prints as a spec, which `parse` reads.
 
     transport: who moves the bytes; "none": collectives first, then computation. late: collectives are enqueued after the
-    computation. priority: their stream has the highest. ctas: blocks of their kernels (of copy engines: of the sums), 0 for their
-    own choice. left: SMs that vendor GEMMs leave free. resident: blocks an SM that named kernels keep to, 0 for what they have.
+    computation. priority: their stream has the highest. ctas: blocks of their kernels (of copy engines: of the sums), 0 for
+    their own choice. left: SMs that vendor GEMMs leave free. resident: blocks an SM that named kernels keep to, 0 for what they
+    have.
 
     >>> print(Way(priority=True, ctas=16))
     vendor+priority+ctas=16
@@ -110,8 +111,8 @@ def parse(spec: str) -> Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What this device, this software and these collectives can do of what a Way says. residents: residencies to try of the named
-    kernels."""
+    """What this device, this software and these collectives can do of what a Way says. residents: residencies to try of the
+    named kernels."""
 
     priority: bool = False
     ctas: bool = False
@@ -213,7 +214,8 @@ def _by_copy_engine(abilities: Abilities, load: Load) -> Iterator[Way]:
 
 
 def shortlist(abilities: Abilities, load: Load, machine: Machine, at_most: int = AT_MOST) -> tuple[str, ...]:
-    """Specs worth measuring: sequential, two plain streams, then the best of each kind that comes near, then others, as predicted.
+    """Specs worth measuring: sequential, two plain streams, then the best of each kind that comes near, then others, as
+    predicted.
 
     Where there is nothing to hide, sequential alone. A pure function: ranks with the same numbers get the same list.
     """
