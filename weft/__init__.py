@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
+    from weft import collectives, hooks
     from weft.beside import (
         AllGather,
         AllReduce,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from weft.planner import plan
-    from weft.problem import LookupProblem, Problem
+    from weft.problem import CollectiveProblem, LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
     from weft.sim import simulate
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from weft.timelines import timeline
 
 
+_MODULES = ("collectives", "hooks")
 _HOMES = {
     "AllGather": "beside",
     "AllReduce": "beside",
@@ -52,6 +54,7 @@ _HOMES = {
     "SendReceive": "beside",
     "concurrent": "beside",
     "concurrent_choices": "beside",
+    "CollectiveProblem": "problem",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -81,20 +84,22 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"weft.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, "__version__"])
+    return sorted([*_HOMES, *_MODULES, "__version__"])
 
 
 __all__ = [
-    "SGD",
     "AllGather",
     "AllReduce",
     "AllToAll",
+    "CollectiveProblem",
     "LookupProblem",
     "Machine",
     "PeerLost",
@@ -102,6 +107,7 @@ __all__ = [
     "RankMismatch",
     "ReduceScatter",
     "RowwiseAdagrad",
+    "SGD",
     "Schedule",
     "ScheduleError",
     "SendReceive",
@@ -115,6 +121,7 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "collectives",
     "concurrent",
     "concurrent_choices",
     "embedding_bag_all_to_all",

@@ -108,7 +108,7 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             for collective in collectives:
                 if way.transport == "copy_engine":
-                    moved(collective, way.ctas, async_op=False)
+                    moved(collective, way.ctas)
                 else:
                     collective.enqueue(self._group(collective.ranks, way.ctas), async_op=False)
 

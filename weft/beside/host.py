@@ -1,23 +1,28 @@
-"""Ways on CPUs: gloo's threads run the collectives, or the host executor's, and the end of the context waits for them."""
+"""Ways on CPUs: gloo's threads run the collectives, and the end of the context waits for them.
+
+The host executor has no lane of its own for a call: what copy engines would move there is moved before the computation, or after
+it. So copy_engine is not among the ways that are tried.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+
+import torch.distributed as dist
 
 from weft.beside.collectives import Collective
 from weft.beside.device import Device
-from weft.beside.moved import moved, moves
+from weft.beside.moved import moved
 from weft.planner.ways import Abilities, Way
 
 
 class HostDevice(Device):
-    """CPUs: gloo's threads, or the host executor's lanes."""
+    """CPUs."""
 
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
-        return Abilities(copy_engine=all(moves(collective) for collective in collectives))
+        return Abilities()
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -49,7 +54,7 @@ class HostDevice(Device):
 
     @contextmanager
     def _beside(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
-        works: list[Any] = []
+        works: list[dist.Work | None] = []
         try:
             if not way.late:
                 works += [self._begun(way, collective) for collective in collectives]
@@ -57,12 +62,12 @@ class HostDevice(Device):
         finally:
             if way.late:
                 works += [self._begun(way, collective) for collective in collectives]
-            for work in works:
+            for work in filter(None, works):
                 work.wait()
 
-    def _begun(self, way: Way, collective: Collective) -> Any:
+    def _begun(self, way: Way, collective: Collective) -> dist.Work | None:
         if way.transport == "copy_engine":
-            return moved(collective, way.ctas, async_op=True)
+            return moved(collective, way.ctas)
         return collective.enqueue(collective.ranks, async_op=True)
 
     def close(self) -> None:

@@ -40,7 +40,8 @@ from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
 from weft.kernels.shapes import PUSH_SMS
-from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, Wait, waits
+from weft.problem import CollectiveProblem
+from weft.schedule import Collective, Flag, Gemm, Lane, Region, Schedule, Wait, waits
 from weft.work import span
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class CudaProgram(BoundProgram):
 
     def launch(self, kernel: FusedStep, bindings: Bindings, stream: int) -> None:
         """A step as one kernel, beside what pushes take of the SMs. A sum's gates have been waited for by its stream."""
-        silent = self._silent or isinstance(kernel.step, Reduce)
+        silent = self._silent or kernel.gated_by_stream
         sms = self.space.sms - (self._push_sms if self.pushes else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
@@ -188,8 +189,14 @@ class CudaProgram(BoundProgram):
         else:
             out.copy_(product)
 
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether results must not be touched now: in a rehearsal, of what may work in place."""
+        return self._silent and isinstance(self.schedule.problem, CollectiveProblem)
+
     def collective(self, step: Collective, bindings: Bindings) -> None:
-        self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
+        if not self.keeps_outputs:
+            self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if not self._rehearsed:

@@ -111,7 +111,7 @@ class GroupState:
                 self.team.repeat(site.number)
             self._programs.move_to_end(site.program)
             try:
-                return site.program.run(call.inputs, spans=call.spans)
+                return site.program.run(call.inputs, outputs=call.outputs, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
 
@@ -221,10 +221,19 @@ class GroupState:
             self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
             self._drop(oldest)
 
-    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+    def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
             self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
-        space = self._spaces[device]
+        return self._spaces[device]
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where calls run that the caller's stream does not wait for."""
+        space = self._space(device)
+        assert isinstance(space, CudaSpace), device
+        return space.stream("side")
+
+    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+        space = self._space(device)
         return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
 
     def schedules(self) -> list[Schedule]:

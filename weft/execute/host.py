@@ -199,9 +199,9 @@ class HostProgram(BoundProgram, Device):
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)
 
-    def run(self, inputs: Inputs, *, spans: list[Span] | None = None) -> Outputs:
+    def run(self, inputs: Inputs, *, outputs: Outputs | None = None, spans: list[Span] | None = None) -> Outputs:
         self.space.reserve(self.layout.nbytes)
-        return super().run(inputs, spans=spans)
+        return super().run(inputs, outputs=outputs, spans=spans)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         self._program.run(self.epoch, self.bind(inputs, outputs))

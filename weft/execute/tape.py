@@ -124,7 +124,14 @@ class Tape:
         item = self._program.itemsize(step.src)
         (src, src_pitch), (dst, dst_pitch) = self._place(step.src), self._place(step.dst)
         copy = self._program.space.driver.copier(rows=height, row_bytes=width * item, pitches=(src_pitch, dst_pitch))
-        yield Work(where, lambda bindings, stream: copy(dst(bindings), src(bindings), stream), by_torch=False)
+        kept = self._program.schedule.buffer[step.dst.buffer].kind == "output"
+
+        def run(bindings: Bindings, stream: int) -> None:
+            there, here = dst(bindings), src(bindings)
+            if there != here and not (kept and self._program.keeps_outputs):
+                copy(there, here, stream)
+
+        yield Work(where, run, by_torch=False)
 
     def _place(self, region: Region) -> tuple[Callable[[Bindings], int], int]:
         """(the address of a region's first element in a call, bytes from row to row)."""

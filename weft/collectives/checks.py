@@ -1,0 +1,127 @@
+"""What every collective checks of its arguments, and the call that comes of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from weft import machine
+from weft.execute.choose import machine_for
+from weft.execute.collective_calls import CollectiveCall, staging_from_environment
+from weft.ops.checks import DTYPES, group_of, shape_of, spec_of
+from weft.problem import CollectiveProblem, Op
+from weft.schedule import Schedule
+
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+"""As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
+MOST_ELEMENTS = 1 << 31
+
+
+def reduction(op: Reduction) -> Literal["sum", "avg"]:
+    """What `op` says. Raises ValueError for a reduction that weft does not have."""
+    known = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+    for name, value in known.items():
+        if op in (name, value):
+            return cast(Literal["sum", "avg"], name)
+    raise ValueError(f"op is {op!r}; use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
+
+
+def call_of(
+    op: Op,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    names: tuple[str, str] = ("output", "input"),
+    reduce_op: Reduction = "sum",
+    schedule: str | Schedule,
+    staging_bytes: int | None,
+    sms: int | None,
+) -> tuple[str, CollectiveCall]:
+    """(the group's name, the call). Raises ValueError for what no rank could do."""
+    group_name, rank, world_size = group_of(group)
+    for name, tensor in zip(names, (output, input), strict=True):
+        _check_tensor(op, name, tensor)
+    if output.dtype != input.dtype or output.device != input.device:
+        have, need = f"{output.dtype} on {output.device}", f"{input.dtype} on {input.device}"
+        raise ValueError(f"{names[0]} is {have}, {names[1]} {need}; they must agree")
+    _check_sizes(op, output, input, world_size)
+    _check_overlap(op, output, input, rank)
+    call = CollectiveCall(
+        op=op,
+        schedule=spec_of(schedule, op),
+        a=input,
+        out=output,
+        reduce_op=reduction(reduce_op),
+        staging_bytes=_staging(staging_bytes, input.device),
+        sms=_sms(sms, input.device),
+    )
+    return group_name, call
+
+
+def _check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {shape_of(tensor)}; it must be a tensor")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"{name} is {shape_of(tensor)} with strides {_strides(tensor)}; it must be contiguous")
+    sums = op in ("reduce_scatter", "all_reduce")
+    if sums and tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(DTYPES.values())}")
+    if sums and tensor.numel() >= MOST_ELEMENTS:
+        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes less than {MOST_ELEMENTS}: split it")
+
+
+def _strides(tensor: torch.Tensor) -> object:
+    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
+
+
+def _check_sizes(op: Op, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:
+    have, given = output.numel(), input.numel()
+    if op == "all_gather" and have != given * world_size:
+        raise ValueError(f"output has {have} elements; {world_size} ranks give {given} each: it needs {given * world_size}")
+    if op == "reduce_scatter" and given != have * world_size:
+        raise ValueError(f"input has {given} elements; {world_size} ranks get {have} each: it needs {have * world_size}")
+    if op == "all_to_all" and (given != have or given % world_size):
+        raise ValueError(f"output has {have} elements, input {given}; they must be as many, a multiple of {world_size}")
+    if op == "all_reduce" and given != have:
+        raise ValueError(f"output has {have} elements, input {given}; they must be as many")
+
+
+def _check_overlap(op: Op, output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
+    """In place as CollectiveProblem has it, or apart."""
+    a, out = input.data_ptr(), output.data_ptr()
+    a_bytes, out_bytes = input.numel() * input.element_size(), output.numel() * output.element_size()
+    if not (a_bytes and out_bytes) or a + a_bytes <= out or out + out_bytes <= a:
+        return
+    places = {"all_gather": out + rank * a_bytes, "reduce_scatter": out - rank * out_bytes, "all_reduce": out}
+    if a != places.get(op):
+        part = {"all_gather": "input as this rank's part of output", "reduce_scatter": "output as this rank's part of input"}
+        allowed = part.get(op, "one tensor for both" if op == "all_reduce" else "")
+        raise ValueError(f"output overlaps input; {op} allows {allowed or 'no overlap'}{' alone' * bool(allowed)}")
+
+
+def _staging(staging_bytes: int | None, device: torch.device) -> int:
+    if staging_bytes is None:
+        return staging_from_environment(device)
+    least = CollectiveProblem.LEAST_STAGING
+    if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool) or staging_bytes < least:
+        raise ValueError(f"staging_bytes is {staging_bytes!r}; it must be a whole number of at least {least}")
+    return staging_bytes
+
+
+def _sms(sms: int | None, device: torch.device) -> int:
+    found = _default_sms(device) if sms is None else sms
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise ValueError(f"sms is {sms!r}; it must be a whole number of at least 1")
+    return found
+
+
+@cache
+def _default_sms(device: torch.device) -> int:
+    """What a lane of communication blocks occupies on the machine that this is."""
+    return machine.load(machine_for(device)).stores.sms
