@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
-    from weft import collectives, hooks
+    from weft import collectives as collectives
+    from weft import hooks as hooks
     from weft.beside import (
         AllGather,
         AllReduce,
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "SGD",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -107,7 +109,6 @@ __all__ = [
     "RankMismatch",
     "ReduceScatter",
     "RowwiseAdagrad",
-    "SGD",
     "Schedule",
     "ScheduleError",
     "SendReceive",

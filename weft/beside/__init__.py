@@ -2,7 +2,7 @@
 
     front.py         concurrent, as a call or a context              trials.py   which way is fastest: in one go, or use by use
     collectives.py   the values that say what is to run              sites.py    what is kept for each key
-    device.py        how a way runs: host.py, cuda.py, moved.py      kernels.py  kernels whose residency a way may cap
+    device.py        how a way runs: host.py, cuda.py                kernels.py  kernels whose residency a way may cap
 
 The ways themselves, and what they are predicted to take, are values of weft.planner.ways.
 """

@@ -20,11 +20,16 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from weft import collectives as by_copy_engine
+from weft.ops.checks import DTYPES
+
+COPY_ENGINE = "copy_engine"
+"""The schedule of weft.collectives."""
 Reduction = Literal["sum", "avg"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 # The names that these two have from torch 2.13 on; the older ones warn there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+vendor_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+vendor_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collective(ABC):
@@ -32,8 +37,6 @@ class Collective(ABC):
 
     op: ClassVar[str]
     reduces: ClassVar[bool] = False
-    by_copy_engine: ClassVar[bool] = True
-    """Whether weft.collectives has it."""
     group: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
@@ -83,6 +86,16 @@ class Collective(ABC):
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         """The vendor's collective, on `group`, which has the ranks of the collective's own. On CUDA without async_op it is on
         torch's current stream; with it, work to wait for."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether weft.collectives has it: sums only of the dtypes that weft adds."""
+        return not self.reduces or self.tensors[0].dtype in DTYPES
+
+    @abstractmethod
+    def move(self, sms: int) -> None:
+        """The same by copy engines, on CUDA on torch's current stream. sms: what sums take, 0 for their own choice. Raises
+        ValueError where copy engines cannot."""
 
     def rehearsal(self) -> Collective:
         """The same on tensors that may be written any number of times, the collective's results with it: the collective itself,
@@ -140,6 +153,9 @@ class AllReduce(Collective):
         work: dist.Work | None = dist.all_reduce(self.tensor, op, group=group, async_op=async_op)
         return work
 
+    def move(self, sms: int) -> None:
+        by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None)
+
     def rehearsal(self) -> AllReduce:
         """Means in place of sums: those of the same values stay, however often, and no number overflows."""
         return replace(self, tensor=self.tensor.clone(), reduction="avg")
@@ -183,8 +199,11 @@ class AllGather(_Moving):
         return self.input.numel() * world_size
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        work: dist.Work | None = _all_gather(self.output, self.input, group=group, async_op=async_op)
+        work: dist.Work | None = vendor_all_gather(self.output, self.input, group=group, async_op=async_op)
         return work
+
+    def move(self, sms: int) -> None:
+        by_copy_engine.all_gather_into_tensor(self.output, self.input, group=self.group, schedule=COPY_ENGINE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,8 +225,13 @@ class ReduceScatter(_Moving):
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         op = _REDUCTIONS[self.reduction]
-        work: dist.Work | None = _reduce_scatter(self.output, self.input, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = vendor_reduce_scatter(self.output, self.input, op=op, group=group, async_op=async_op)
         return work
+
+    def move(self, sms: int) -> None:
+        by_copy_engine.reduce_scatter_tensor(
+            self.output, self.input, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None
+        )
 
     def rehearsal(self) -> ReduceScatter:
         if not _overlap(self.output, self.input):
@@ -237,6 +261,9 @@ class AllToAll(_Moving):
         )
         return work
 
+    def move(self, sms: int) -> None:
+        by_copy_engine.all_to_all_single(self.output, self.input, group=self.group, schedule=COPY_ENGINE)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SendReceive(Collective):
@@ -244,7 +271,6 @@ class SendReceive(Collective):
     but not both. to, source: ranks in the group."""
 
     op: ClassVar[str] = "send_receive"
-    by_copy_engine: ClassVar[bool] = False
     send: torch.Tensor | None = None
     to: int | None = None
     receive: torch.Tensor | None = None
@@ -276,15 +302,22 @@ class SendReceive(Collective):
             ops.append(dist.P2POp(dist.isend, self.send, group=group, group_peer=self.to))
         if self.receive is not None:
             ops.append(dist.P2POp(dist.irecv, self.receive, group=group, group_peer=self.source))
-        works = _Works(dist.batch_isend_irecv(ops))
+        works = Works(dist.batch_isend_irecv(ops))
         if async_op:
             return works
         works.wait()
         return None
 
+    @property
+    def moves(self) -> bool:
+        return False
 
-class _Works(dist.Work):
-    """Several as one."""
+    def move(self, sms: int) -> None:
+        raise ValueError(f"way has copy_engine, which does not run {self.op}; use vendor")
+
+
+class Works(dist.Work):
+    """Several, of torch's or weft's, as one of torch's."""
 
     def __init__(self, works: list[Any]) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from weft import controls
 from weft.beside.collectives import Collective, SendReceive
 from weft.beside.device import Device
-from weft.beside.moved import moved, moves
 from weft.execute.trial import timer_for
 from weft.planner.ways import Abilities, Way
 
@@ -54,7 +53,7 @@ class CudaDevice(Device):
             priority=streams,
             ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
             left=hasattr(torch._C, "_set_sm_carveout_experimental"),
-            copy_engine=all(moves(collective) for collective in collectives),
+            copy_engine=all(collective.moves for collective in collectives),
         )
 
     def mark(self) -> torch.cuda.Event:
@@ -79,7 +78,7 @@ class CudaDevice(Device):
 
     def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
         for group in {collective.ranks for collective in collectives}:
-            self._group(group, way.ctas if way.transport == "vendor" else 0)
+            self.group(group, way.ctas if way.transport == "vendor" else 0)
         if way.left >= self._sms:
             raise ValueError(f"way has left={way.left}; this device has {self._sms} SMs, leave one to the computation")
 
@@ -107,19 +106,39 @@ class CudaDevice(Device):
     def _enqueue(self, way: Way, collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             for collective in collectives:
-                if way.transport == "copy_engine":
-                    moved(collective, way.ctas)
-                else:
-                    collective.enqueue(self._group(collective.ranks, way.ctas), async_op=False)
+                self.enqueue(way, collective)
 
-    def _group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
-        """The same ranks, with a communicator that keeps to so many blocks. Collective where it is new."""
+    def enqueue(self, way: Way, collective: Collective) -> None:
+        if way.transport == "copy_engine":
+            collective.move(way.ctas)
+        else:
+            collective.enqueue(self.group(collective.ranks, way.ctas), async_op=False)
+
+    def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Its events are recorded where it is set: waiting for it waits for the collectives' stream, on streams."""
+        made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
+        caller = torch.cuda.current_stream(self.device)
+        with ExitStack() as stack:
+            if way.beside:
+                stream = stack.enter_context(self._streams.taken(way.priority))
+                stream.wait_stream(caller)
+                stack.enter_context(torch.cuda.stream(stream))
+            self.enqueue(way, collective)
+            made.set_result(result)
+        return made
+
+    def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
         if not ctas:
             return group
         known = self._groups.get((group.group_name, ctas))
         if known is None or known[0] is not group:
             if self.capturing:
                 raise ValueError(f"way has ctas={ctas}: use it once before capturing a graph, to make its communicator")
+            if not _can_be_made_anew(group):
+                raise ValueError(
+                    f"way has ctas={ctas}, but {group.size()} ranks of a world that is bound to devices cannot have a "
+                    "communicator of their own: leave out device_id in init_process_group, or ctas"
+                )
             known = self._groups[group.group_name, ctas] = group, controls.nccl_group(group, max_ctas=ctas)
         return known[1]
 

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.beside.collectives import Collective
 from weft.planner.ways import Abilities, Way
@@ -63,12 +64,25 @@ class Device(ABC):
     def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
         """Make what a way needs. Collective. Raises ValueError where it cannot be."""
 
+    @abstractmethod
+    def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+        """The same ranks, with a communicator whose kernels have at most so many blocks; the group itself for 0. Collective
+        where it is new. Raises ValueError where it cannot be made."""
+
+    @abstractmethod
+    def enqueue(self, way: Way, collective: Collective) -> None:
+        """Run a collective by itself, as its way has it but for its stream: on CUDA torch's current one."""
+
+    @abstractmethod
+    def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """A collective that is under way, beside what the caller enqueues next, and its result once it has ended."""
+
     @contextmanager
     def running(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
         """The collectives run from here, beside what is in the context, to its end; also where that raises: peers take part."""
         if not way.beside:
             for collective in collectives:
-                collective.enqueue(collective.ranks, async_op=False)
+                self.enqueue(way, collective)
             yield
             return
         with self._limits(way), self._beside(way, collectives):

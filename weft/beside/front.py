@@ -178,9 +178,7 @@ def _callable(compute: Any) -> Callable[..., Any] | None:
     if not isinstance(compute, torch.cuda.CUDAGraph):
         raise ValueError(f"compute is a {type(compute).__name__}; pass a callable, or a torch.cuda.CUDAGraph")
     if torch.cuda.is_current_stream_capturing():
-        raise ValueError(
-            "compute is a graph, which a capture cannot replay; pass the callable that it was captured of"
-        )
+        raise ValueError("compute is a graph, which a capture cannot replay; pass the callable that it was captured of")
     return compute.replay
 
 

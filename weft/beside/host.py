@@ -1,7 +1,7 @@
 """Ways on CPUs: gloo's threads run the collectives, and the end of the context waits for them.
 
-The host executor has no lane of its own for a call: what copy engines would move there is moved before the computation, or after
-it. So copy_engine is not among the ways that are tried.
+The host executor has no lane of its own for a call: what copy engines would move there is moved before the computation, or
+after it. So copy_engine is not among the ways that are tried.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 import torch.distributed as dist
 
 from weft.beside.collectives import Collective
 from weft.beside.device import Device
-from weft.beside.moved import moved
 from weft.planner.ways import Abilities, Way
 
 
@@ -66,9 +66,30 @@ class HostDevice(Device):
                 work.wait()
 
     def _begun(self, way: Way, collective: Collective) -> dist.Work | None:
+        if way.transport == "vendor":
+            return collective.enqueue(collective.ranks, async_op=True)
+        self.enqueue(way, collective)
+        return None
+
+    def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+        if ctas:
+            raise ValueError(f"way has ctas={ctas}, which gloo's collectives have not; leave it out on a CPU")
+        return group
+
+    def enqueue(self, way: Way, collective: Collective) -> None:
         if way.transport == "copy_engine":
-            return moved(collective, way.ctas)
-        return collective.enqueue(collective.ranks, async_op=True)
+            collective.move(way.ctas)
+        else:
+            collective.enqueue(collective.ranks, async_op=False)
+
+    def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        work = self._begun(way, collective)
+        if work is not None:
+            under_way: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: result)
+            return under_way
+        made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        made.set_result(result)
+        return made
 
     def close(self) -> None:
         pass

@@ -108,11 +108,12 @@ class Sites:
     """All sites of one group, and the devices that they run on. `close` is collective where ways have made groups."""
 
     def __init__(self, team: Team) -> None:
-        self._team = team
+        self.team = team
         self._lock = threading.RLock()
         self._sites: dict[tuple[object, ...], Site] = {}
         self._kernels: dict[tuple[object, ...], Kernels] = {}
         self._devices: dict[torch.device, Device] = {}
+        self._recorded: list[Settled] = []
 
     def site(self, key: str, collectives: Sequence[Collective], kernels: Kernels, *, fixed: bool) -> Site:
         """The site of a key; ranks meet at its first use. Raises RankMismatch where they mean different things by it."""
@@ -121,12 +122,12 @@ class Sites:
             found = self._sites.get(alike)
             if found is None:
                 parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
-                self._team.enter("\n".join([f"concurrent: {key}", *parts]))
+                self.team.enter("\n".join([f"concurrent: {key}", *parts]))
                 found = self._sites[alike] = Site(self._judge(key, collectives[0].device, kernels, fixed), kernels)
             return found
 
     def _judge(self, key: str, device: torch.device, kernels: Kernels, fixed: bool) -> Judge:
-        return Judge(key=key, team=self._team, device=self.device(device), residents=kernels.residents, fixed=fixed)
+        return Judge(key=key, team=self.team, device=self.device(device), residents=kernels.residents, fixed=fixed)
 
     def kernels(self, named: Sequence[Any], caps: Sequence[int] | None) -> Kernels:
         """Of these kernels, what is launched for them. The same at each use."""
@@ -142,15 +143,19 @@ class Sites:
         return self._devices[device]
 
     def settled(self) -> list[Settled]:
-        """What has been chosen so far, in the order of first uses."""
-        return [site.settled for site in self._sites.values() if site.settled]
+        """What has been chosen so far."""
+        return [site.settled for site in self._sites.values() if site.settled] + self._recorded
+
+    def record(self, settled: Settled) -> None:
+        """Keep a choice that was made elsewhere among those that are told."""
+        self._recorded.append(settled)
 
     def close(self) -> None:
         for kernels in self._kernels.values():
             kernels.close()
         for device in self._devices.values():
             device.close()
-        for kept in (self._sites, self._kernels, self._devices):
+        for kept in (self._sites, self._kernels, self._devices, self._recorded):
             kept.clear()
 
 

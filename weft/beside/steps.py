@@ -1,7 +1,7 @@
 """Which way a training step's collectives take: steps take ways in turn, until their times tell which is fastest.
 
-A framework starts the collectives of a step itself, one after the other, beside a computation that weft does not see. So what is
-timed is the whole step, from the first collective of one to that of the next, and that is what a user waits for.
+A framework starts the collectives of a step itself, one after the other, beside a computation that weft does not see. So what
+is timed is the whole step, from the first collective of one to that of the next, and that is what a user waits for.
 """
 
 from __future__ import annotations
@@ -11,34 +11,51 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from weft.beside.collectives import AllReduce
 from weft.beside.device import Device
 from weft.beside.sites import Sites, sites_of
 from weft.beside.trials import Judge, Sample, Settled, Steps
 from weft.execute.groups import GROUPS
 from weft.ops.checks import group_of
-from weft.planner.ways import Way, parse
+from weft.planner.ways import Way, parse, possible
 
 WARM_UP = 2
 """Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
 
 
-class StepTrial:
-    """The way of each step: of `specs`, which were tried in turn, the fastest; the first wins ties. Ranks of `group` agree.
+NOT_IN_STEPS = ("late", "left", "resident")
 
-    One spec is taken without a trial.
+
+def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str] = NOT_IN_STEPS) -> tuple[str, ...]:
+    """What `way` stands for: auto for those that are tried. Raises ValueError for one that a framework's steps cannot take.
+
+    without: what they cannot.
     """
+    if way == "auto":
+        return tuple(tried)
+    for name in without:
+        if getattr(parse(way), name):
+            raise ValueError(f"way is {way!r}; {name} is for weft.concurrent: use auto, or one like {', '.join(tried)}")
+    return (way,)
+
+
+class StepTrial:
+    """The way of each step: of `specs`, as far as the device has them, the fastest, once all were taken in turn; the first wins
+    ties. One spec is taken without a trial. Ranks of `group` agree. Raises ValueError for one that the device lacks."""
 
     def __init__(self, key: str, specs: Sequence[str], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.sites: Sites = sites_of(GROUPS.state(group_of(group)[0]))
         self.device: Device = self.sites.device(device)
         self.way: Way = parse(specs[0])
-        self._steps: Steps | None = None
         self._begin: object = None
         self._left = WARM_UP
-        if len(specs) > 1:
-            self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(specs)
-        else:
-            self.device.prepare(self.way, ())
+        self._steps: Steps | None = None
+        if len(specs) == 1:
+            self.device.prepare(self.way, (AllReduce(torch.empty(1, device=device), group),))
+            return
+        abilities = self.device.abilities((AllReduce(torch.empty(1, device=device), group),))
+        tried = [spec for spec in specs if possible(parse(spec), abilities)]
+        self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(tried)
 
     def turn(self) -> None:
         """A step begins. At the end of the trial ranks meet. Within a graph's capture the way stays as it is."""

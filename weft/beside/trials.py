@@ -53,7 +53,7 @@ class Settled:
     def why(self) -> str:
         """The choice, in a sentence."""
         if len(self.trials) < 2:
-            return "there is nothing to hide, or nothing to hide it behind"
+            return "it is the only way here" if self.load is None else "there is nothing to hide, or nothing to hide it behind"
         base, *others = self.trials
         if self.way == base.spec:
             best = min(others, key=lambda trial: trial.us)

@@ -121,6 +121,14 @@ class Abilities:
     residents: tuple[int, ...] = ()
 
 
+def possible(way: Way, abilities: Abilities) -> bool:
+    """Whether a way asks for nothing that is not there."""
+    blocks = abilities.ctas or not way.ctas or way.transport == "copy_engine"
+    moved = abilities.copy_engine or way.transport != "copy_engine"
+    given = (abilities.priority or not way.priority) and (abilities.left or not way.left)
+    return blocks and moved and given and (not way.resident or way.resident in abilities.residents)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """What is to share the device, each as measured alone, the slowest rank's. reduces: a collective adds."""

@@ -1,0 +1,111 @@
+"""FSDP2's collectives, parameters gathered and gradients scattered, by NCCL held to some blocks, or by copy engines.
+
+fully_shard starts them itself, on streams of its own, ahead of the layers that need them; a way says here who moves the bytes,
+and on how many blocks. `vendor` alone is what fully_shard does by itself, and wins ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from weft import collectives
+from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
+from weft.beside.steps import StepTrial, ways_of
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+except ImportError:
+    raise ImportError(f"torch {torch.__version__} has no collectives of one's own for fully_shard; 2.11 has") from None
+
+WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=8", "copy_engine+ctas=16")
+"""What steps take in turn, where the device has it."""
+_FSDP_DECIDES = ("late", "left", "resident", "priority")
+
+
+def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None = None, key: str = "fsdp") -> StepTrial:
+    """Let every module of `model` that fully_shard was applied to communicate by weft. Once, before the first step.
+
+    way: auto, for which the first steps take WAYS in turn, or one way for all: vendor or copy_engine, with +ctas=N; streams and
+    their priority are fully_shard's. group: the ranks that agree on it; default: the default group. key: names this model in
+    weft.concurrent_choices. What is returned has the way that steps take now.
+    Raises ValueError for a model without such a module, or on no device yet, and for another way.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("model has no module of fully_shard's; call torch.distributed.fsdp.fully_shard on it first")
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        raise ValueError("model is on the meta device; materialise it first")
+    specs = ways_of(way, WAYS, without=_FSDP_DECIDES)
+    if specs == ("sequential",):
+        raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
+    steps = _Steps(StepTrial(key, specs, device, group))
+    model.register_forward_pre_hook(steps.forward)
+    for module in sharded:
+        module.set_custom_all_gather(_AllGather(steps))
+        module.set_custom_reduce_scatter(_ReduceScatter(steps))
+    return steps.trial
+
+
+class _Steps:
+    """A step begins with the first gradients that are scattered after a forward pass."""
+
+    def __init__(self, trial: StepTrial) -> None:
+        self.trial = trial
+        self._fresh = False
+
+    def forward(self, module: nn.Module, args: Any) -> None:
+        self._fresh = self._fresh or torch.is_grad_enabled()
+
+    def scatter(self) -> None:
+        if self._fresh:
+            self._fresh = False
+            self.trial.turn()
+
+
+class _Plain:
+    """Buffers from torch's allocator."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Plain, AllGather):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        trial = self._steps.trial
+        if trial.way.transport == "vendor":
+            on = trial.device.group(group, trial.way.ctas)
+            return vendor_all_gather(output_tensor, input_tensor, group=on, async_op=async_op)  # type: ignore[no-any-return]
+        moved = collectives.all_gather_into_tensor(output_tensor, input_tensor, group, async_op, schedule=COPY_ENGINE)
+        return Works([moved]) if moved else None
+
+
+class _ReduceScatter(_Plain, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._steps.scatter()
+        trial = self._steps.trial
+        if trial.way.transport == "vendor":
+            on = trial.device.group(group, trial.way.ctas)
+            done = vendor_reduce_scatter(output_tensor, input_tensor, op=op, group=on, async_op=async_op)
+            return done  # type: ignore[no-any-return]  # noqa: RET504
+        options: dict[str, Any] = {"schedule": COPY_ENGINE, "sms": trial.way.ctas or None}
+        moved = collectives.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op, **options)
+        return Works([moved]) if moved else None
