@@ -15,7 +15,6 @@ from weft.beside.device import Device
 from weft.beside.host import HostDevice
 from weft.beside.kernels import Kernels
 from weft.beside.trials import Judge, Sample, Settled, Steps
-from weft.errors import WeftError
 from weft.execute.groups import GroupState
 from weft.planner.ways import SEQUENTIAL, Way, parse
 from weft.team import Team
@@ -66,7 +65,7 @@ class Site:
             return
         if self._steps is None:
             self._steps = self.judge.rotation(collectives)
-        way = self._advance(collectives)
+        way = self._advance()
         self._open = True
         use = Use(way, None if self.settled else self.judge.device)
         try:
@@ -85,20 +84,16 @@ class Site:
         )
         return True
 
-    def _advance(self, collectives: Sequence[Collective]) -> Way:
+    def _advance(self) -> Way:
         """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
         assert self._steps is not None
         try:
-            way = parse(next(self._steps) if self._last is None else self._steps.send(self._last))
-            self.judge.device.prepare(way, collectives)
+            return parse(next(self._steps) if self._last is None else self._steps.send(self._last))
         except StopIteration as end:
             self._settle(end.value)
-            way = self.way
-        except WeftError:
-            raise
-        except ValueError as error:
+            return self.way
+        except BaseException as error:
             raise self.judge.team.fail(error) from error.__cause__
-        return way
 
     def _settle(self, settled: Settled) -> None:
         self.settled, self.way, self._steps, self._last = settled, parse(settled.way), None, None

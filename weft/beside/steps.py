@@ -23,6 +23,8 @@ WARM_UP = 2
 """Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
 
 
+PROBE = 1024
+"""Elements of the collective by which ways are rehearsed."""
 NOT_IN_STEPS = ("late", "left", "resident")
 
 
@@ -50,12 +52,12 @@ class StepTrial:
         self._begin: object = None
         self._left = WARM_UP
         self._steps: Steps | None = None
+        probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
         if len(specs) == 1:
-            self.device.prepare(self.way, (AllReduce(torch.empty(1, device=device), group),))
+            self.device.prepare(self.way, probe)
             return
-        abilities = self.device.abilities((AllReduce(torch.empty(1, device=device), group),))
-        tried = [spec for spec in specs if possible(parse(spec), abilities)]
-        self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(tried)
+        tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
+        self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(tried, probe)
 
     def turn(self) -> None:
         """A step begins. At the end of the trial ranks meet. Within a graph's capture the way stays as it is."""
@@ -69,6 +71,8 @@ class StepTrial:
             self.way = parse(next(self._steps) if self._begin is None else self._steps.send(Sample(self._begin, None, now)))
         except StopIteration as end:
             self._settle(end.value)
+        except BaseException as error:
+            raise self.sites.team.fail(error) from error.__cause__
         self._begin = now
 
     def _settle(self, settled: Settled) -> None:

@@ -17,12 +17,14 @@ rank's count, medians are compared, and sequential wins ties. No other use waits
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.beside.collectives import Collective
 from weft.beside.device import Device
+from weft.errors import WeftError
 from weft.execute.choose import machine_for
 from weft.execute.trial import BASE, Contest, Trial, leader
 from weft.machine import Machine, load
@@ -133,15 +135,20 @@ class Judge:
             reduces=any(collective.reduces for collective in collectives),
         )
         specs = shortlist(self._abilities(collectives), found, self._machine, IN_ROTATION)
-        return (yield from self.turns(specs, found))
+        return (yield from self.turns(specs, [collective.rehearsal() for collective in collectives], found))
 
-    def turns(self, specs: Sequence[str], found: Load | None = None) -> Steps:
-        """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties."""
-        if len(specs) == 1:
-            return Settled(key=self.key, way=specs[0], load=found)
-        samples: dict[str, list[Sample]] = {spec: [] for spec in specs}
+    def turns(self, specs: Sequence[str], collectives: Sequence[Collective], found: Load | None = None) -> Steps:
+        """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties.
+
+        collectives: for a rehearsal of each way, before the first turn; one that cannot be on some rank is left out on all,
+        with a warning.
+        """
+        tried = (specs[0], *(spec for spec in specs[1:] if self._on_all(spec, collectives)))
+        if len(tried) == 1:
+            return Settled(key=self.key, way=tried[0], load=found)
+        samples: dict[str, list[Sample]] = {spec: [] for spec in tried}
         for turn in range(1 + ROUNDS):
-            for spec in specs:
+            for spec in tried:
                 sample = yield spec
                 if turn and sample is not None:
                     samples[spec].append(sample)
@@ -158,8 +165,24 @@ class Judge:
         return load(machine_for(self.device.device))
 
     def _ready(self, way: Way, collectives: Sequence[Collective]) -> Way:
+        """A way, rehearsed without its computation. Collective. Raises ValueError where it cannot be."""
         self.device.prepare(way, collectives)
+        with self.device.running(way, collectives):
+            pass
         return way
+
+    def _on_all(self, spec: str, collectives: Sequence[Collective]) -> bool:
+        reason = ""
+        try:
+            self._ready(parse(spec), collectives)
+        except WeftError:  # some are ValueErrors, too, but the team is broken
+            raise
+        except ValueError as error:
+            reason = str(error)
+        if all(self._meet(f"{spec} is ready", int(not reason))):
+            return True
+        warnings.warn(f"{spec} is not tried for {self.key}: {reason or 'another rank cannot'}", stacklevel=2)
+        return False
 
     def _meet(self, text: str, mine: int) -> tuple[int, ...]:
         return self.team.enter(f"concurrent {self.key}: {text}", mine)
