@@ -132,9 +132,8 @@ def main() -> None:
         mine, mine_s = losses(wrap, hook, options, device)
         worst = max(worst, *(abs(a - b) / abs(a) for a, b in zip(plain, mine, strict=True)))
         if dist.get_rank() == 0:
-            print(
-                f"{name}: loss {plain[0]:.4f} to {plain[-1]:.4f}, with weft {mine[-1]:.4f}; step {plain_s:.4f} s, with weft {mine_s:.4f} s"
-            )
+            print(f"{name}: loss {plain[0]:.4f} to {plain[-1]:.4f}, with weft {mine[-1]:.4f}")
+            print(f"{name}: last step {plain_s:.4f} s, with weft {mine_s:.4f} s")
     if dist.get_rank() == 0:
         print(*weft.concurrent_choices(), f"largest difference of losses: {worst:.1e}", sep="\n")
     weft.close()
