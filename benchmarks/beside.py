@@ -33,7 +33,7 @@ from measure import Failed, Times, Work, append, geomean, parser, release, row, 
 
 import weft
 from weft.beside import Collective
-from weft.planner.ways import Load, candidates
+from weft.planner.ways import Load, candidates, share_of_ideal
 
 ROUNDS, REPEAT = 7, 2
 ALARM_S = 40
@@ -180,7 +180,8 @@ def line(
     us = {name: time.us for name, time in times.items()}
     compute_us, communication_us, auto_us = us.pop("computation"), us.pop("communication"), us.pop("auto")
     ideal_us, sequential_us = max(compute_us, communication_us), us["sequential"]
-    shares = {name: (sequential_us / t - 1) / (sequential_us / ideal_us - 1) for name, t in {**us, "auto": auto_us}.items()}
+    limits = {"sequential_us": sequential_us, "ideal_us": ideal_us}
+    shares = {name: share_of_ideal(time, **limits) for name, time in {**us, "auto": auto_us}.items()}
     made = row(bench="concurrent", op=case.op, case=str(case), dtype="bfloat16", mode=mode, arguments=arguments)
     return made | {
         "schedule": chosen.way,

@@ -29,8 +29,7 @@ class Exchange:
         world = dist.group.WORLD if group is None else group
         assert world is not None
         self.rank, self.size = world.rank(), world.size()
-        whole = torch.empty(part * self.size, device=device, dtype=dtype)
-        small = torch.empty(part, device=device, dtype=dtype)
+        whole, small = torch.empty(part * self.size, device=device), torch.empty(part, device=device)
         self.given = small if op == "all_gather" else whole
         self.out = {"all_reduce": whole, "reduce_scatter": small}.get(op, torch.empty_like(whole))
 
@@ -46,7 +45,7 @@ class Exchange:
         return kinds[self.op](self.out, self.given, self.group)
 
     def _of(self, rank: int, turn: int) -> torch.Tensor:
-        """What a rank gives: small whole numbers, so that every sum is exact in any order and in float16."""
+        """What a rank gives: small whole numbers, so that every sum is exact in any order."""
         draw = torch.Generator().manual_seed(100 * turn + rank)
         return torch.randint(-8, 8, (self.given.numel(),), generator=draw).to(self.given)
 
@@ -70,9 +69,9 @@ class Exchange:
 class Products:
     """A computation whose result is known: a chain of matmuls by a permutation."""
 
-    def __init__(self, device: torch.device, *, size: int = 64, count: int = 4, dtype: torch.dtype = torch.float32) -> None:
-        self.x = torch.arange(size * size, device=device).remainder(251).view(size, size).to(dtype)
-        self.shift = torch.eye(size, device=device, dtype=dtype).roll(1, 0)
+    def __init__(self, device: torch.device, *, size: int = 64, count: int = 4) -> None:
+        self.x = torch.arange(size * size, device=device).remainder(251).view(size, size).float()
+        self.shift = torch.eye(size, device=device).roll(1, 0)
         self.count, self.calls = count, 0
 
     def __call__(self, *kernels: object) -> torch.Tensor:

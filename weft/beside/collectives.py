@@ -105,9 +105,8 @@ class Collective(ABC):
 
 def _matches(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
     if (tensor.dtype, tensor.device) != (like.dtype, like.device):
-        raise ValueError(
-            f"{name} is {tensor.dtype} on {tensor.device}, {like_name} is {like.dtype} on {like.device}: use alike ones"
-        )
+        theirs = f"{like_name} {like.dtype} on {like.device}"
+        raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, {theirs}; they must agree")
 
 
 def _contiguous(name: str, tensor: object) -> None:

@@ -14,7 +14,7 @@ from weft.beside.collectives import Collective
 from weft.beside.device import Device
 from weft.beside.host import HostDevice
 from weft.beside.kernels import Kernels
-from weft.beside.trials import Judge, Sample, Settled, Steps
+from weft.beside.trials import Judge, Sample, Settled, Steps, Turn
 from weft.execute.groups import GroupState
 from weft.planner.ways import SEQUENTIAL, Way, parse
 from weft.team import Team
@@ -63,9 +63,7 @@ class Site:
         if self.settled or self._open or self._captured():
             yield Use(self.way, None)
             return
-        if self._steps is None:
-            self._steps = self.judge.rotation(collectives)
-        way = self._advance()
+        way = self._advance(collectives)
         self._open = True
         use = Use(way, None if self.settled else self.judge.device)
         try:
@@ -84,11 +82,13 @@ class Site:
         )
         return True
 
-    def _advance(self) -> Way:
+    def _advance(self, collectives: Sequence[Collective]) -> Way:
         """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
-        assert self._steps is not None
         try:
-            return parse(next(self._steps) if self._last is None else self._steps.send(self._last))
+            if self._steps is None:
+                self._steps = self.judge.rotation(collectives)
+                return parse(next(self._steps))
+            return parse(self._steps.send(Turn(self._last, collectives)))
         except StopIteration as end:
             self._settle(end.value)
             return self.way

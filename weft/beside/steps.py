@@ -14,7 +14,7 @@ import torch.distributed as dist
 from weft.beside.collectives import AllReduce
 from weft.beside.device import Device
 from weft.beside.sites import Sites, sites_of
-from weft.beside.trials import Judge, Sample, Settled, Steps
+from weft.beside.trials import Judge, Sample, Settled, Steps, Turn
 from weft.execute.groups import GROUPS
 from weft.ops.checks import group_of
 from weft.planner.ways import Way, parse, possible
@@ -52,12 +52,12 @@ class StepTrial:
         self._begin: object = None
         self._left = WARM_UP
         self._steps: Steps | None = None
-        probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
+        self._probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
         if len(specs) == 1:
-            self.device.prepare(self.way, probe)
+            self.device.prepare(self.way, self._probe)
             return
-        tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
-        self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(tried, probe)
+        tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(self._probe))]
+        self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(tried, self._probe)
 
     def turn(self) -> None:
         """A step begins. At the end of the trial ranks meet. Within a graph's capture the way stays as it is."""
@@ -68,12 +68,15 @@ class StepTrial:
             return
         now = self.device.mark()
         try:
-            self.way = parse(next(self._steps) if self._begin is None else self._steps.send(Sample(self._begin, None, now)))
+            self.way = parse(next(self._steps) if self._begin is None else self._steps.send(self._turn(now)))
         except StopIteration as end:
             self._settle(end.value)
         except BaseException as error:
             raise self.sites.team.fail(error) from error.__cause__
         self._begin = now
+
+    def _turn(self, now: object) -> Turn:
+        return Turn(Sample(self._begin, None, now), self._probe)
 
     def _settle(self, settled: Settled) -> None:
         self.way, self._steps = parse(settled.way), None

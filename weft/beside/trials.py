@@ -61,8 +61,11 @@ class Settled:
             best = min(others, key=lambda trial: trial.us)
             return f"nothing is faster by more than 1%: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
         us = self.us[self.way]
-        share = f", {share_of_ideal(self.load, us):.2f} of the ideal speed-up" if self.load else ""
-        return f"{us:.0f} us is the least of {len(self.trials)} ways; {base.spec} takes {base.us:.0f}{share}"
+        why = f"{us:.0f} us is the least of {len(self.trials)} ways; {base.spec} takes {base.us:.0f}"
+        if self.load is None:
+            return why
+        share = share_of_ideal(us, sequential_us=base.us, ideal_us=self.load.ideal_us)
+        return f"{why}, {share:.2f} of the ideal speed-up"
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
@@ -78,8 +81,17 @@ class Sample:
     end: Any
 
 
-Steps = Generator[str, Sample | None, Settled]
-"""Yields the way of each use, is sent that use's sample (None where it has none) before the next, and returns the choice."""
+@dataclass(frozen=True)
+class Turn:
+    """What is known when a use begins. last: the sample of the one before, None where it has none. collectives: its own; those
+    of another use may not be touched any more."""
+
+    last: Sample | None
+    collectives: Sequence[Collective]
+
+
+Steps = Generator[str, Turn, Settled]
+"""Yields the way of each use, is sent the next one's turn, and returns the choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,25 +122,21 @@ class Judge:
             communication_us=self._alone_us("collectives", communicate),
             reduces=any(collective.reduces for collective in collectives),
         )
-        specs = shortlist(self._abilities(collectives), found, self._machine)
+        specs = self._ready(shortlist(self._abilities(collectives), found, self._machine), collectives)
         if len(specs) == 1:
             return Settled(key=self.key, way=specs[0], load=found)
-        way, trials = Contest(
-            bind=lambda spec: self._ready(parse(spec), collectives),
-            drop=lambda way: None,
-            call=run,
-            timer=self.device.time_ns,
-            meet=self._meet,
-        ).fastest(specs)
+        contest = Contest(bind=parse, drop=lambda way: None, call=run, timer=self.device.time_ns, meet=self._meet)
+        way, trials = contest.fastest(specs)
         return Settled(key=self.key, way=str(way), load=found, trials=trials)
 
     def rotation(self, collectives: Sequence[Collective]) -> Steps:
         """Find the way a use at a time, from what each part takes alone on."""
         sounded = []
         for use in range(SOUNDINGS):
-            sample = yield BASE
-            if use and sample is not None:
-                sounded.append(sample)
+            turn = yield BASE
+            collectives = turn.collectives
+            if use and turn.last is not None:
+                sounded.append(turn.last)
         found = Load(
             compute_us=self._slowest_us("computation", [(s.enqueued, s.end) for s in sounded]),
             communication_us=self._slowest_us("collectives", [(s.begin, s.enqueued) for s in sounded]),
@@ -143,15 +151,15 @@ class Judge:
         collectives: for a rehearsal of each way, before the first turn; one that cannot be on some rank is left out on all,
         with a warning.
         """
-        tried = (specs[0], *(spec for spec in specs[1:] if self._on_all(spec, collectives)))
+        tried = self._ready(specs, collectives)
         if len(tried) == 1:
             return Settled(key=self.key, way=tried[0], load=found)
         samples: dict[str, list[Sample]] = {spec: [] for spec in tried}
-        for turn in range(1 + ROUNDS):
+        for round_ in range(1 + ROUNDS):
             for spec in tried:
-                sample = yield spec
-                if turn and sample is not None:
-                    samples[spec].append(sample)
+                turn = yield spec
+                if round_ and turn.last is not None:
+                    samples[spec].append(turn.last)
         spans = {spec: [(s.begin, s.end) for s in some] for spec, some in samples.items()}
         trials = tuple(Trial(spec=spec, us=self._slowest_us(spec, some)) for spec, some in spans.items())
         return Settled(key=self.key, way=leader(trials).spec, load=found, trials=trials)
@@ -164,17 +172,24 @@ class Judge:
     def _machine(self) -> Machine:
         return load(machine_for(self.device.device))
 
-    def _ready(self, way: Way, collectives: Sequence[Collective]) -> Way:
-        """A way, rehearsed without its computation. Collective. Raises ValueError where it cannot be."""
-        self.device.prepare(way, collectives)
-        with self.device.running(way, collectives):
-            pass
-        return way
+    def _ready(self, specs: Sequence[str], collectives: Sequence[Collective]) -> tuple[str, ...]:
+        """Those that all ranks can run, the first without a question. Each is rehearsed once, without its computation."""
 
-    def _on_all(self, spec: str, collectives: Sequence[Collective]) -> bool:
+        def rehearse(way: Way) -> None:
+            with self.device.running(way, collectives):
+                pass
+
+        def can(spec: str) -> bool:
+            steps = (lambda way: self.device.prepare(way, collectives), rehearse)
+            return all(self._on_all(spec, step) for step in steps)
+
+        return (specs[0], *(spec for spec in specs[1:] if can(spec)))
+
+    def _on_all(self, spec: str, step: Callable[[Way], None]) -> bool:
+        """Whether a step is possible on every rank; a warning where it is not."""
         reason = ""
         try:
-            self._ready(parse(spec), collectives)
+            step(parse(spec))
         except WeftError:  # some are ValueErrors, too, but the team is broken
             raise
         except ValueError as error:

@@ -146,14 +146,14 @@ class Load:
         return max(self.compute_us, self.communication_us)
 
 
-def share_of_ideal(load: Load, us: float) -> float:
-    """Of the speed-up that hiding everything would bring, the share reached: ConCCL's measure. 1 where there is none to reach.
+def share_of_ideal(us: float, *, sequential_us: float, ideal_us: float) -> float:
+    """Of the speed-up that hiding everything would bring, the share that `us` reaches: ConCCL's measure. 1 where there is none.
 
-    >>> share_of_ideal(Load(compute_us=100.0, communication_us=50.0, reduces=False), 120.0)
+    >>> share_of_ideal(120.0, sequential_us=150.0, ideal_us=100.0)
     0.5
     """
-    ideal = load.sequential_us / load.ideal_us - 1 if load.ideal_us else 0.0
-    return (load.sequential_us / us - 1) / ideal if ideal else 1.0
+    whole = sequential_us / ideal_us - 1
+    return (sequential_us / us - 1) / whole if whole > 0 else 1.0
 
 
 def predicted_us(way: Way, load: Load, machine: Machine) -> float:
