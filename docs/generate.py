@@ -24,13 +24,14 @@ import weft
 from weft import machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
-from weft.problem import LOOKUP_OPS, Op
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/schedules.md")
+DOCUMENTS = ("README.md", "docs/schedules.md", "docs/collectives.md")
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
+EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
@@ -47,6 +48,8 @@ def timeline(op: str, family: str) -> str:
 def _example(op: str) -> weft.Problem:
     if op in LOOKUP_OPS:
         return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
+    if op in COLLECTIVE_OPS:
+        return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=EXAMPLE["world_size"])  # type: ignore[arg-type]
     return weft.Problem(op=op, **EXAMPLE)  # type: ignore[arg-type]
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 _MODULES = ("collectives", "hooks")
+"""Those that are part of the front door as they are."""
 _HOMES = {
     "AllGather": "beside",
     "AllReduce": "beside",
@@ -93,7 +94,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, *_MODULES, "__version__"])
+    return sorted([*_HOMES, "__version__"])
 
 
 __all__ = [
@@ -122,7 +123,6 @@ __all__ = [
     "check",
     "choices",
     "close",
-    "collectives",
     "concurrent",
     "concurrent_choices",
     "embedding_bag_all_to_all",

@@ -295,6 +295,7 @@ class CollectiveProblem(Problem):
     both the same (all_reduce). A schedule has to be right for these, too.
     m: M. dtype: "uint8" for bytes of any type, where nothing is summed; sums are in float32, over ranks in their order,
     rounded once. staging_bytes: symmetric memory that a schedule may take on a rank. sms: SMs that sum.
+    reachable: out lies in symmetric memory, on every rank, so that peers may write it while a call is under way.
     Raises ValueError as Problem does, and where M is no multiple of world_size, but for an all_reduce.
     """
 
@@ -309,6 +310,7 @@ class CollectiveProblem(Problem):
     k: int = 1
     staging_bytes: int = 1 << 28
     sms: int = 16
+    reachable: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -366,5 +368,5 @@ class CollectiveProblem(Problem):
         return 0
 
     def __str__(self) -> str:
-        avg = " avg" * (self.reduce_op == "avg")
-        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{avg}"
+        flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
+        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{flags}"

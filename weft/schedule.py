@@ -16,7 +16,8 @@ it, by one at each Signal (or `count` of a part). Flags only grow: a flag that i
 a writer learns that a buffer may be written again.
 
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
-"local" is scratch of its rank. Peers may only touch symmetric buffers.
+"local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
+between two calls that is its caller's alone, as ever.
 """
 
 from __future__ import annotations

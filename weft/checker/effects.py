@@ -18,6 +18,7 @@ from operator import or_
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Given, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
+from weft.checker.shapes import reachable_outputs
 from weft.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, Span1D
 
 At = tuple[int, int, int, int, int]
@@ -196,6 +197,20 @@ class Effects:
             return dst[0], dst[1], left, left + own[3] - own[2]
         first, last = self.problem.arrivals(src_rank, rank)
         return dst[0] + first, dst[0] + last, dst[2], dst[3]
+
+    def read_by_caller(self, rank: int, at: At, ancestors: int) -> int:
+        """Between two calls the caller reads, and may write, results that peers can reach. ancestors: with that among them."""
+        if not reachable_outputs(self.program.schedule):
+            return ancestors
+        node = self.node(at)
+        number = self.program.memories.index(("out", rank))
+        whole = self.program.schedule.buffer["out"].whole(rank)
+        if whole.size:
+            try:
+                self.memories[number].read((*whole.rows, *whole.cols), node, ancestors)
+            except Conflict as conflict:
+                raise self._refusal(at, conflict) from None
+        return ancestors | 1 << node
 
     def check_outputs(self, rank: int) -> None:
         """The caller of `rank` finds the whole result, and nothing else."""

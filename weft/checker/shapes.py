@@ -72,6 +72,12 @@ def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shap
         raise ScheduleError(f"buffer {buffer.name} is {have}; for this problem it is {wanted}")
 
 
+def reachable_outputs(schedule: Schedule) -> set[str]:
+    """Buffers of the caller's that peers may write."""
+    problem = schedule.problem
+    return {"out"} if isinstance(problem, CollectiveProblem) and problem.reachable else set()
+
+
 def gemm_fault(step: Gemm, part: Part) -> str:
     (rows, inner), (inner_b, cols) = part.a.shape, step.b.shape
     if inner != inner_b:

@@ -10,6 +10,8 @@ As functions, which autograd goes through:
 
     all_gather(x)    reduce_scatter(x, op)       all_to_all(x)    all_reduced(x, op)
 
+Results in tensors of `empty`, which peers can write, need no room and are not copied once more.
+
 A sum is of the ranks in their order, in float32, and rounded once: the same bits in every call, and of an all_reduce on every
 rank. All ranks of the group make the same calls in the same order.
 
@@ -18,7 +20,7 @@ rank. All ranks of the group make the same calls in the same order.
 
 from __future__ import annotations
 
-from weft.collectives.functional import all_gather, all_reduced, all_to_all, reduce_scatter
+from weft.collectives.functional import all_gather, all_reduced, all_to_all, empty, reduce_scatter
 from weft.collectives.in_place import all_gather_into_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
 from weft.collectives.work import Work
 
@@ -30,6 +32,7 @@ __all__ = [
     "all_reduced",
     "all_to_all",
     "all_to_all_single",
+    "empty",
     "reduce_scatter",
     "reduce_scatter_tensor",
 ]

@@ -11,13 +11,15 @@ import torch.distributed as dist
 from weft import machine
 from weft.execute.choose import machine_for
 from weft.execute.collective_calls import CollectiveCall, staging_from_environment
+from weft.execute.groups import GROUPS
 from weft.ops.checks import DTYPES, group_of, shape_of, spec_of
 from weft.problem import CollectiveProblem, Op
 from weft.schedule import Schedule
 
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
-MOST_ELEMENTS = 1 << 31
+MOST_ELEMENTS = 1 << 30
+"""Of a tensor that is summed: the kernel counts them in 32 bits."""
 
 
 def reduction(op: Reduction) -> Literal["sum", "avg"]:
@@ -58,6 +60,7 @@ def call_of(
         reduce_op=reduction(reduce_op),
         staging_bytes=_staging(staging_bytes, input.device),
         sms=_sms(sms, input.device),
+        reach=None if op == "reduce_scatter" else GROUPS.reach(group_name, output),
     )
     return group_name, call
 
@@ -72,8 +75,8 @@ def _check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
     sums = op in ("reduce_scatter", "all_reduce")
     if sums and tensor.dtype not in DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(DTYPES.values())}")
-    if sums and tensor.numel() >= MOST_ELEMENTS:
-        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes less than {MOST_ELEMENTS}: split it")
+    if sums and tensor.numel() > MOST_ELEMENTS:
+        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes at most {MOST_ELEMENTS}: split it")
 
 
 def _strides(tensor: torch.Tensor) -> object:

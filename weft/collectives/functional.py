@@ -6,11 +6,12 @@
     all_to_all(x)              all_to_all(grad)
     all_reduced(x)             all_reduced(grad)
 
-Backward is collective, with the forward's options: all ranks run it, or none.
+Backward is collective, with the forward's options, but "auto" where the schedule is none of its own: all ranks run it, or none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,9 @@ import torch.distributed as dist
 
 from weft.collectives.checks import Reduction, call_of, reduction
 from weft.collectives.work import run
-from weft.ops.checks import group_of, shape_of
+from weft.execute.groups import GROUPS
+from weft.library import backward_schedule
+from weft.ops.checks import group_of, shape_of, spec_of
 from weft.problem import Op
 from weft.schedule import Schedule
 
@@ -88,6 +91,30 @@ def all_reduced(
     return _applied("all_reduce", x, options)
 
 
+def empty(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A tensor that peers can write. As the result of all_gather_into_tensor, all_to_all_single and all_reduce it needs no
+    room, and nothing is copied on arrival; nor does a part of it, at the same place on every rank.
+
+    Collective, with the same arguments on every rank. Zeroed. Its memory is the group's until weft.close(group). device: "cpu"
+    or "cuda", default: torch's. Raises ValueError for another device, or extents below 0.
+    """
+    where = torch.empty(0).device if device is None else torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"shape is {shape}; every extent must be 0 or more")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    count = math.prod(shape)
+    found = GROUPS.state(group_of(group)[0]).symmetric(count * dtype.itemsize, where)
+    return found[: count * dtype.itemsize].view(dtype).view(shape)
+
+
 def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dim() < 1:
         raise ValueError(f"x is {shape_of(x)}; it must be a tensor of at least one dimension")
@@ -131,8 +158,6 @@ class _Collective(torch.autograd.Function):
         op, options = back.get(ctx.op, ctx.op), ctx.options
         if ctx.op == "reduce_scatter" and options.reduce_op == "avg":
             grad = grad / group_of(options.group)[2]
-        if op != "all_reduce":
-            options = replace(options, reduce_op="sum")
-        if ctx.op != op and not isinstance(options.schedule, str):
-            options = replace(options, schedule="auto")
+        spec = backward_schedule(spec_of(options.schedule, ctx.op), op) if ctx.op != op else options.schedule
+        options = replace(options, schedule=spec, reduce_op=options.reduce_op if op == "all_reduce" else "sum")
         return _run(op, grad, options), None, None

@@ -31,7 +31,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether it is done by now."""
-        return self._done is None or bool(self._done.query())
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of [output], as DDP's communication hooks return one; who waits for it waits on its stream."""

@@ -28,6 +28,7 @@ Inputs = Mapping[str, Sequence[torch.Tensor]]
 """Input buffers by name: matrices side by side. And the tensors that stand for one, by names of their own."""
 Outputs = dict[str, list[torch.Tensor]]
 """Output buffers by name: matrices side by side."""
+NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
 _ALIGN = 256
 
 
@@ -101,6 +102,7 @@ class BoundProgram(ABC):
         self.epoch = 0
         self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
         self.spans: list[Span] | None = None
+        self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._space = space
         self.kernels: dict[int, FusedStep] = {}
         self.pushes: dict[tuple[str, int], FusedPush] = {}
@@ -199,10 +201,17 @@ class BoundProgram(ABC):
         """Flag words on the rank that has most."""
         return max(self.slots.values(), default=-1) + 1
 
-    def run(self, inputs: Inputs, *, outputs: Outputs | None = None, spans: list[Span] | None = None) -> Outputs:
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        outputs: Outputs | None = None,
+        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        spans: list[Span] | None = None,
+    ) -> Outputs:
         """One call: the output buffers by name, `out` as one matrix for each b. outputs: the caller's own, contiguous; new ones
-        if not given. spans: filled with what ran, if given."""
-        self.spans = spans
+        if not given. reached: those of them that peers write, every rank's, by rank. spans: filled with what ran, if given."""
+        self.spans, self._reached = spans, reached
         inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
         outputs = self._allocate(inputs) if outputs is None else outputs
         self.play(inputs, outputs)
@@ -228,6 +237,10 @@ class BoundProgram(ABC):
                     bindings.bind(name, self.rank, *matrices)
                 else:
                     bindings.loose[name] = matrices
+        for name, by_rank in self._reached.items():
+            for rank, tensor in enumerate(by_rank):
+                if rank != self.rank:
+                    bindings.bind(name, rank, tensor)
         return bindings
 
     def own_bindings(self) -> Bindings:

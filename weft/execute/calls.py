@@ -44,6 +44,11 @@ class Call(ABC):
         return None
 
     @property
+    def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Of the caller's tensors that peers can reach, every rank's, by rank."""
+        return {}
+
+    @property
     @abstractmethod
     def device(self) -> torch.device: ...
 

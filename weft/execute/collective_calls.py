@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ import torch
 
 from weft.execute.bound import Inputs, Outputs
 from weft.execute.calls import Call
+from weft.execute.reach import Reach
 from weft.problem import CollectiveProblem
 from weft.version import __version__
 
@@ -40,13 +42,16 @@ def affordable(staging_bytes: int, device: torch.device) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class CollectiveCall(Call):
-    """a, out: contiguous; of any dtype where nothing is summed. They may be one memory as CollectiveProblem has it."""
+    """a, out: contiguous; of any dtype where nothing is summed. They may be one memory as CollectiveProblem has it.
+
+    reach: where out lies, if peers can write it."""
 
     a: torch.Tensor
     out: torch.Tensor
     staging_bytes: int
     sms: int
     reduce_op: Literal["sum", "avg"] = "sum"
+    reach: Reach | None = None
 
     @property
     def inputs(self) -> Inputs:
@@ -55,6 +60,12 @@ class CollectiveCall(Call):
     @property
     def outputs(self) -> Outputs:
         return {"out": [self._elements(self.out)]}
+
+    @property
+    def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        if self.reach is None:
+            return {}
+        return {"out": [self._elements(tensor.view(self.out.dtype)) for tensor in self.reach.by_rank]}
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         """As one column, of bytes where nothing is summed."""
@@ -76,7 +87,8 @@ class CollectiveCall(Call):
 
     @property
     def key(self) -> tuple[object, ...]:
-        fixed = (self.op, self.reduce_op, self.schedule, self.staging_bytes, self.sms)
+        place = None if self.reach is None else (self.reach.piece, self.reach.offset)
+        fixed = (self.op, self.reduce_op, self.schedule, self.staging_bytes, self.sms, place)
         return (*fixed, self.a.numel(), self.out.numel(), self.a.dtype, self.a.get_device())
 
     def describe(self) -> str:
@@ -89,6 +101,7 @@ class CollectiveCall(Call):
             f"schedule: {self.schedule}",
             f"staging_bytes: {self.staging_bytes}",
             f"sms: {self.sms}",
+            f"result in symmetric memory: {self.reach or 'no'}",
             f"weft: {__version__}",
         )
         return "\n".join(lines)
@@ -104,4 +117,5 @@ class CollectiveCall(Call):
             reduce_op=self.reduce_op,
             staging_bytes=min(shares),
             sms=self.sms,
+            reachable=self.reach is not None,
         )

@@ -93,10 +93,12 @@ class CudaSpace:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.team.group)
 
-    def stream(self, name: str) -> torch.cuda.Stream:
-        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
+    def stream(self, name: str, priority: int | None = None) -> torch.cuda.Stream:
+        """A lane's stream, of its own priority or the lanes'. It differs from the caller's, so that the two share no hardware
+        queue (lane_priority)."""
         if name not in self._streams:
-            self._streams[name] = comm_stream(priority=self._priority, device=self.device)
+            of = self._priority if priority is None else priority
+            self._streams[name] = comm_stream(priority=of, device=self.device)
         return self._streams[name]
 
     def current_stream(self) -> int:

@@ -27,6 +27,7 @@ from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
+from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
@@ -98,6 +99,7 @@ class GroupState:
         self._peers: Peers | None = None
         self._attached: dict[type, Any] = {}
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
+        self.reachable = Reachable(self.team.rank)
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
@@ -111,7 +113,7 @@ class GroupState:
                 self.team.repeat(site.number)
             self._programs.move_to_end(site.program)
             try:
-                return site.program.run(call.inputs, outputs=call.outputs, spans=call.spans)
+                return site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
 
@@ -168,7 +170,8 @@ class GroupState:
         """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
         problem, spec, device = key
         # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-        timer = timer_for(device) if spec == "auto" else None
+        # Calls of a trial have results of their own: they cannot stand for one whose result peers write.
+        timer = timer_for(device) if spec == "auto" and not call.reached else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         trials: tuple[Trial, ...] = ()
@@ -226,11 +229,18 @@ class GroupState:
             self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
         return self._spaces[device]
 
+    def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes of this rank that its peers can reach, until `close`. Collective."""
+        with self.lock, _PLAIN_MODE:
+            self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            return self.reachable.take(self._space(device), nbytes)
+
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where calls run that the caller's stream does not wait for."""
+        """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
+        that callers have without asking for one."""
         space = self._space(device)
         assert isinstance(space, CudaSpace), device
-        return space.stream("side")
+        return space.stream("side", priority=-2)
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
         space = self._space(device)
@@ -259,6 +269,7 @@ class GroupState:
             program.close()
         for space in self._spaces.values():
             space.close()
+        self.reachable.close()
         if self._peers is not None:
             if self._peers.device.type == "cuda":
                 torch.cuda.synchronize(self._peers.device)
@@ -299,6 +310,11 @@ class Groups:
         """The group's state, if it has been used. Not collective."""
         known = self._states.get(name)
         return known[1] if known else None
+
+    def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
+        """Where a tensor lies in a group's symmetric memory; None if nowhere."""
+        known = self._states.get(name)
+        return known[1].reachable.find(tensor) if known else None
 
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""

@@ -74,7 +74,7 @@ def sum_runs(
 
     sms: SMs, and blocks. launched_by, stream: as for weft.kernels.gemm.gemm.
     """
-    assert elements < 1 << 31, elements
+    assert elements <= 1 << 30, elements
     vector = _vector(plan) if plan.aligned and own % _VECTOR_BYTES == out % _VECTOR_BYTES == 0 else 1
     whole = elements // vector * vector
     if whole:
@@ -107,7 +107,7 @@ def _launch(
         "TILE": plan.tile,
         "ALIGN": align,
     }
-    arguments = (plan.addresses, own, out, first, last)
+    arguments = (plan.addresses, own, out, first // align, last // align)
     key = (plan.sources, plan.own, plan.divide_by, plan.dtype, align)
     launched_by(blocks, arguments, constants, key=key, stream=stream, num_warps=_WARPS)
 
@@ -127,10 +127,11 @@ def _sum_runs_kernel(
     ALIGN: tl.constexpr,
 ):
     WIDTH: tl.constexpr = ALIGN * ELEMENT.primitive_bitwidth // 8
-    low = tl.multiple_of(first, ALIGN)
-    high = tl.multiple_of(last, ALIGN)
+    # As multiples: of an argument, the compiler takes no hint.
+    low = first * ALIGN
+    high = last * ALIGN
     for tile in range(tl.program_id(0), tl.cdiv(high - low, TILE), tl.num_programs(0)):
-        at = low + tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        at = low + tile * TILE + tl.arange(0, TILE)
         inside = at < high
         total = tl.zeros((TILE,), tl.float32)
         for source in tl.static_range(SOURCES):
