@@ -112,7 +112,7 @@ def sm_partition(sms: int, *, priority: Priority = "normal", device: torch.devic
 
     Give compute kernels this stream, and the other SMs are free for communication. It is made once for each device, number and
     priority, and lives as long as the process: memory that torch has handed out may remember it. Raises ValueError for a number
-    that the device cannot part, and where there are no green contexts (CUDA before 12.4, ROCm).
+    that the device cannot part, and without green contexts as CUDA 13 has them (older ones, ROCm).
     """
     total = _total(device)
     if not 1 <= sms <= total:
@@ -127,7 +127,7 @@ def sm_partition(sms: int, *, priority: Priority = "normal", device: torch.devic
 def _partition(index: int, sms: int, priority: int) -> SmPartition:
     api = driver_api()
     if not hasattr(api, "cuGreenCtxStreamCreate"):
-        raise ValueError("sms: these cuda-bindings have no green contexts; use 12.6 or later")
+        raise ValueError("sms: these cuda-bindings have no green contexts; use 13 or later")
     device = checked(api.cuDeviceGet(index))
     part = _part(api, device, sms)
     description = checked(api.cuDevResourceGenerateDesc([part], 1))
@@ -142,7 +142,9 @@ def _part(api: Any, device: Any, sms: int) -> Any:
     whole = checked(api.cuDeviceGetDevResource(device, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
     if sms == whole.sm.smCount:
         return whole
-    unit, least = int(whole.sm.smCoscheduledAlignment), int(whole.sm.minSmPartitionSize)
+    unit, least = (int(getattr(whole.sm, name, 0)) for name in ("smCoscheduledAlignment", "minSmPartitionSize"))
+    if not unit:
+        raise ValueError("sms: this driver, or these cuda-bindings, do not say how SMs can be parted; those of CUDA 13 do")
     asked = sms // unit * unit
     if asked < least:
         raise ValueError(f"sms is {sms}; a part of this device has {least} SMs or more, in steps of {unit}")

@@ -51,7 +51,7 @@ def capped(compiled: Any, cap: Cap) -> Any:
     padded = copy.copy(compiled)
     padded.metadata = compiled.metadata._replace(shared=usage.shared_bytes + padding)
     padded.packed_metadata = make_backend(compiled.metadata.target).pack_metadata(padded.metadata)
-    padded.module = padded.function = padded._run = None
+    padded.module = None
     padded._init_handles()
     return padded
 
@@ -135,13 +135,13 @@ def _name(kernel: Any) -> str:
 
 def only_compiled(kernel: Any) -> Any:
     """The one variant that a kernel has compiled for the current device. Raises ValueError if it has none, or several."""
-    import torch
+    from triton.runtime import driver
 
     while not hasattr(kernel, "device_caches"):
         if not is_launchable(getattr(kernel, "fn", None)):
             raise ValueError(f"kernel {_name(kernel)} runs under Triton's interpreter, which has no multiprocessors to share")
         kernel = kernel.fn
-    variants = list(kernel.device_caches[torch.cuda.current_device()][0].values())
+    variants = list(kernel.device_caches[driver.active.get_current_device()][0].values())
     if len(variants) != 1:
         raise ValueError(
             f"kernel {_name(kernel)} has {len(variants)} compiled variants on this device; "
