@@ -35,9 +35,11 @@ import weft
 from weft.beside import Collective
 from weft.planner.ways import Load, candidates, share_of_ideal
 
-ROUNDS, REPEAT = 7, 2
+ROUNDS, REPEAT = 7, 3
 ALARM_S = 40
 MIB = 1 << 20
+MORE = "vendor+priority+ctas=4,vendor+priority+ctas=12,vendor+late+priority+ctas=16"
+"""Ways beside those that weft would try."""
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -151,7 +153,7 @@ def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
     pair = Pair(case)
     abilities = weft_device(pair).abilities((pair.collective,))
     found = candidates(abilities, Load(compute_us=1.0, communication_us=1.0, reduces=pair.collective.reduces))
-    ways = [str(way) for way in found] if every else ["sequential", "vendor"]
+    ways = list(dict.fromkeys([*map(str, found), *arguments.ways.split(",")])) if every else ["sequential", "vendor"]
     missing = pair.verify([*ways[1:], "auto"])
     works = {name: work for name, work in pair.works(ways).items() if name not in missing}
     times, lost = trial(
@@ -227,6 +229,7 @@ def summary(lines: Sequence[dict[str, Any]], mode: str) -> str:
 def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="eager,graph")
     options.add_argument("--part", choices=("cases", "conccl"), default="cases")
+    options.add_argument("--ways", default=MORE, help="that part `cases` times, too, with commas (%(default)s)")
     options.add_argument("--only", default="", help="cases whose name has this")
     arguments = options.parse_args()
     measure.ALARM_S = ALARM_S

@@ -21,7 +21,7 @@ from weft.planner.ways import Abilities, Way
 
 
 class Streams:
-    """Streams of one device that nobody uses now, by whether they have priority."""
+    """Streams of one device that nobody enqueues on now, by whether they have priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,6 +44,7 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams = Streams(device)
+        self._lasting = Streams(device)
         self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
@@ -96,6 +97,7 @@ class CudaDevice(Device):
             stream.wait_stream(caller)
             try:
                 if not way.late:
+                    controls.launch_order(stream, caller)
                     self._enqueue(way, collectives, stream)
                 yield
             finally:
@@ -120,7 +122,7 @@ class CudaDevice(Device):
         caller = torch.cuda.current_stream(self.device)
         with ExitStack() as stack:
             if way.beside:
-                stream = stack.enter_context(self._streams.taken(way.priority))
+                stream = stack.enter_context(self._lasting.taken(way.priority))
                 stream.wait_stream(caller)
                 stack.enter_context(torch.cuda.stream(stream))
             self.enqueue(way, collective)
