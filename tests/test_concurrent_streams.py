@@ -13,6 +13,7 @@ from weft import controls
 from weft.beside import cuda
 from weft.beside.collectives import Collective
 from weft.beside.cuda import CudaDevice
+from weft.beside.kernels import Kernels
 from weft.planner.ways import parse
 
 GPU = torch.device("cuda", 0)
@@ -197,3 +198,49 @@ def test_a_communicator_is_made_once_and_not_in_a_capture(log: Log, monkeypatch:
     monkeypatch.setattr(cuda, "_can_be_made_anew", lambda group: False)
     with pytest.raises(ValueError, match="ctas=24, but 2 ranks of a world that is bound to devices"):
         run(log, device, "vendor+ctas=24")
+
+
+class Kernel:
+    """Of which so many blocks fit an SM."""
+
+    def __init__(self, fits: int) -> None:
+        self.blocks, self.cap, self.open = fits, 0, True
+
+    def close(self) -> None:
+        self.open = False
+
+
+def test_named_kernels_are_capped_below_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Kernel] = []
+
+    def shape(kernel: Kernel, *, blocks_per_sm: int) -> Kernel:
+        made.append(Kernel(blocks_per_sm))
+        return made[-1]
+
+    monkeypatch.setattr(controls, "occupancy", lambda kernel: kernel)
+    monkeypatch.setattr(controls, "shape", shape)
+    assert Kernels([Kernel(16), Kernel(8)]).residents() == (7, 4)
+    assert Kernels([Kernel(2)]).residents() == (1,)
+    assert Kernels([Kernel(1)]).residents() == ()
+    assert Kernels([Kernel(8)], caps=(2, 8, 6)).residents() == (6, 2)
+    assert Kernels().residents() == ()
+    named = Kernel(8)
+    kernels = Kernels([named])
+    assert kernels.of(0) == (named,)
+    assert kernels.of(2) == kernels.of(2) == (made[0],)
+    assert made[0].blocks == 2
+    kernels.close()
+    assert [kernel.open for kernel in made] == [False]
+    assert named.open
+
+
+def test_kernels_of_which_it_cannot_be_told_need_caps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def occupancy(kernel: object) -> None:
+        raise ValueError("kernel has 2 compiled variants")
+
+    monkeypatch.setattr(controls, "occupancy", occupancy)
+    with pytest.warns(UserWarning, match="kernels are not capped: kernel has 2 compiled variants; or pass residents"):
+        assert Kernels([Kernel(8)]).residents() == ()
+    assert Kernels([Kernel(8)], caps=(2,)).residents() == (2,)
+    with pytest.raises(ValueError, match="residents has 0; at least one block"):
+        Kernels([Kernel(8)], caps=(0,))

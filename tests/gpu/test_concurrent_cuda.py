@@ -6,10 +6,13 @@ import faulthandler
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from concurrent_work import OPS, Exchange, Products
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -271,6 +274,47 @@ def test_a_graph_is_a_computation(pool: Ranks) -> None:
     ((_, _, us),) = answers[0]
     assert us
     assert not any("left" in way for way in us)
+
+
+@triton.jit
+def _repeated_kernel(x_ptr, out_ptr, count, TURNS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x + 1, TURNS times over: work that takes a while."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < count)
+    for _ in range(TURNS):
+        x += 1.0
+    tl.store(out_ptr + at, x, at < count)
+
+
+def _named_kernels() -> Told:
+    _alarm()
+    weft.close()
+    exchange = Exchange("all_reduce", _device(), part=PART)
+    x = torch.zeros(1 << 22, device="cuda")
+
+    def compute(kernel: Any) -> torch.Tensor:
+        out = torch.empty_like(x)
+        kernel[(triton.cdiv(x.numel(), 256),)](x, out, x.numel(), TURNS=64, BLOCK=256)
+        return out
+
+    for turn in range(6):
+        exchange.fill(turn)
+        x.fill_(turn)
+        out = weft.concurrent(compute, exchange.collective, key="named", kernels=[_repeated_kernel], repeatable=True)
+        exchange.check(turn)
+        assert torch.equal(out, x + 64)
+        way = "vendor+priority+resident=2"
+        out = weft.concurrent(compute, exchange.collective, way=way, kernels=[_repeated_kernel])
+        assert torch.equal(out, x + 64)
+    faulthandler.cancel_dump_traceback_later()
+    return _told()
+
+
+def test_named_kernels_are_capped(pool: Ranks) -> None:
+    answers = pool.run(_named_kernels, timeout_s=90)
+    assert all(answer == answers[0] for answer in answers)
+    ((_, _, us),) = answers[0]
+    assert any("resident" in way for way in us)
 
 
 def _losses(kind: str, way: str | None) -> tuple[list[float], str]:

@@ -79,8 +79,8 @@ def concurrent(
     (weft.beside.trials). way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late,
     +priority, +ctas=N, +left=N, +resident=N (weft.planner.ways). kernels: those of the computation whose residency may be
     capped; compute gets them, or capped ones, as arguments, a context has them as `kernels`; residents: blocks an SM to try,
-    default: two below what fits. group: the ranks that agree on the way; default: the collectives' group, the default group
-    where they have several.
+    default: one less than fit, and half. group: the ranks that agree on the way; default: the collectives' group, the default
+    group where they have several.
 
     Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
     """
