@@ -33,7 +33,7 @@ from measure import Failed, Work, WrongResult, append, close_to, parser, release
 from weft import collectives
 
 ROUNDS = 7
-SIZES = tuple(1 << power for power in (16, 20, 23, 26, 29))
+SIZES = tuple(1 << power for power in (29, 26, 23, 20, 16))
 OPS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 CHUNKS = (1, 2, 4)
 SMS = (8, 32)
@@ -117,9 +117,13 @@ def measured(op: str, nbytes: int, found: Sequence[Way], arguments: argparse.Nam
     given = torch.randn(nbytes // 2, device="cuda", dtype=torch.bfloat16)
     expected = reference(op, given)
     near = close_to(expected) if expected.dtype == torch.float32 else None
+    checked: set[str] = set()
 
     def check(name: str, result: object) -> None:
         torch.cuda.synchronize()
+        if name in checked:  # a trial that begins anew calls again, and what works in place has changed
+            return
+        checked.add(name)
         assert isinstance(result, torch.Tensor)
         if near:
             near(name, result)

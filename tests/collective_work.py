@@ -24,12 +24,12 @@ class Case:
     staging_bytes: int | None = None
 
     def drawn(self, rank: int) -> torch.Tensor:
-        """A rank's input: world_size parts."""
-        generator = torch.Generator().manual_seed(self.seed * 64 + rank)
+        """A rank's input: world_size parts; the same on every rank that draws it, since their devices are alike."""
+        generator = torch.Generator(device=here()).manual_seed(self.seed * 64 + rank)
         count = self.elements * dist.get_world_size()
         if self.dtype.is_floating_point:
-            return torch.randn(count, generator=generator).to(here(), self.dtype)
-        return torch.randint(0, 2, (count,), generator=generator).to(here(), self.dtype)
+            return torch.randn(count, generator=generator, device=here()).to(self.dtype)
+        return torch.randint(0, 2, (count,), generator=generator, device=here()).to(self.dtype)
 
     @property
     def everyone(self) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import weft
 from weft import collectives
 from weft.errors import RankMismatch
 from weft.execute.bindings import Bindings
+from weft.execute.collective_calls import affordable
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 
@@ -259,6 +260,13 @@ def _environment(bytes_: str) -> str:
 def test_room_is_set_by_the_environment(ranks: RankFixture) -> None:
     assert ranks(2).run(_environment, "131072") == ["131072", "131072"]
     assert "WEFT_STAGING_BYTES is '12'; it must be" in ranks(2).run(_environment, "12")[0]
+
+
+@pytest.mark.parametrize(("free", "found"), [(1 << 40, 1 << 28), ((1 << 30) + 5, 1 << 27), (1 << 20, 1 << 17), (100, LEAST)])
+def test_a_gpu_gives_an_eighth_of_what_is_free(monkeypatch: pytest.MonkeyPatch, free: int, found: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+    assert affordable(1 << 28, torch.device("cuda", 0)) == found
+    assert affordable(1 << 28, torch.device("cpu")) == 1 << 28
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from weft.execute.ranks import Ranks
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+SIZES = [max(n for n in (2, 4, 8) if n <= max(GPUS, 2))]
 BOUND_S = 5.0
 MIB = 1 << 20
 
@@ -44,7 +44,7 @@ def _every_schedule(dtype: torch.dtype) -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
     pool.run(_every_schedule, dtype)
 

@@ -14,6 +14,8 @@ neither writes what it reads nor touches what it writes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -97,10 +99,20 @@ class Collective(ABC):
         """The same by copy engines, on CUDA on torch's current stream. sms: what sums take, 0 for their own choice. Raises
         ValueError where copy engines cannot."""
 
-    def rehearsal(self) -> Collective:
-        """The same on tensors that may be written any number of times, the collective's results with it: the collective itself,
-        unless it reads what it writes."""
-        return self
+    @contextmanager
+    def rehearsed(self) -> Iterator[Collective]:
+        """The same on the same tensors, to be run any number of times. What it reads is at the end as it was."""
+        yield self
+
+
+@contextmanager
+def _kept(tensor: torch.Tensor) -> Iterator[None]:
+    """Whatever is written to a tensor, at the end it is as it was. Takes room for another one."""
+    before = tensor.clone()
+    try:
+        yield
+    finally:
+        tensor.copy_(before)
 
 
 def _matches(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
@@ -155,9 +167,12 @@ class AllReduce(Collective):
     def move(self, sms: int) -> None:
         by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None)
 
-    def rehearsal(self) -> AllReduce:
+    @contextmanager
+    def rehearsed(self) -> Iterator[Collective]:
         """Means in place of sums: those of the same values stay, however often, and no number overflows."""
-        return replace(self, tensor=self.tensor.clone(), reduction="avg")
+        mean: Reduction = "avg" if self.tensor.is_floating_point() else self.reduction
+        with _kept(self.tensor):
+            yield replace(self, reduction=mean)
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,10 +247,10 @@ class ReduceScatter(_Moving):
             self.output, self.input, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None
         )
 
-    def rehearsal(self) -> ReduceScatter:
-        if not _overlap(self.output, self.input):
-            return self
-        return replace(self, output=torch.empty_like(self.output), input=self.input.clone())
+    @contextmanager
+    def rehearsed(self) -> Iterator[Collective]:
+        with _kept(self.input) if _overlap(self.output, self.input) else nullcontext():
+            yield self
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,13 +151,14 @@ class Concurrent:
             return compute(*self.kernels)
 
     def _choose(self, site: Site, compute: Callable[..., object]) -> None:
-        rehearsal = [collective.rehearsal() for collective in self._collectives]
+        with ExitStack() as stack:
+            rehearsed = [stack.enter_context(collective.rehearsed()) for collective in self._collectives]
 
-        def run(way: Way) -> None:
-            with self._device.running(way, rehearsal):
-                compute(*self._known.of(way.resident))
+            def run(way: Way) -> None:
+                with self._device.running(way, rehearsed):
+                    compute(*self._known.of(way.resident))
 
-        site.contest(run, lambda: compute(*self.kernels), rehearsal)
+            site.contest(run, lambda: compute(*self.kernels), rehearsed)
 
 
 def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:

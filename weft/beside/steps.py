@@ -52,12 +52,13 @@ class StepTrial:
         self._begin: object = None
         self._left = WARM_UP
         self._steps: Steps | None = None
-        self._probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
+        probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
         if len(specs) == 1:
-            self.device.prepare(self.way, self._probe)
+            self.device.prepare(self.way, probe)
             return
-        tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(self._probe))]
-        self._steps = Judge(key=key, team=self.sites.team, device=self.device).turns(tried, self._probe)
+        tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
+        judge = Judge(key=key, team=self.sites.team, device=self.device)
+        self._steps = judge.turns(judge.ready(tried, probe))
 
     def turn(self) -> None:
         """A step begins. At the end of the trial ranks meet. Within a graph's capture the way stays as it is."""
@@ -68,15 +69,13 @@ class StepTrial:
             return
         now = self.device.mark()
         try:
-            self.way = parse(next(self._steps) if self._begin is None else self._steps.send(self._turn(now)))
+            turn = Turn(Sample(self._begin, None, now), ())
+            self.way = parse(next(self._steps) if self._begin is None else self._steps.send(turn))
         except StopIteration as end:
             self._settle(end.value)
         except BaseException as error:
             raise self.sites.team.fail(error) from error.__cause__
         self._begin = now
-
-    def _turn(self, now: object) -> Turn:
-        return Turn(Sample(self._begin, None, now), self._probe)
 
     def _settle(self, settled: Settled) -> None:
         self.way, self._steps = parse(settled.way), None

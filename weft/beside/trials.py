@@ -1,7 +1,7 @@
 """Which way a key takes: found by a trial, in one go where the computation may be repeated, else a use at a time.
 
 One go (`contest`). Computation and collectives are timed alone, which says which ways are worth measuring; weft.execute.trial
-measures them. The collectives run on tensors of the trial's own where they would change what they read.
+measures them. What the collectives read is kept, and put back at the end, where they would change it.
 
 A use at a time (`rotation`). Every use is one the caller asked for, and runs once:
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,7 +123,7 @@ class Judge:
             communication_us=self._alone_us("collectives", communicate),
             reduces=any(collective.reduces for collective in collectives),
         )
-        specs = self._ready(shortlist(self._abilities(collectives), found, self._machine), collectives)
+        specs = self.ready(shortlist(self._abilities(collectives), found, self._machine), collectives)
         if len(specs) == 1:
             return Settled(key=self.key, way=specs[0], load=found)
         contest = Contest(bind=parse, drop=lambda way: None, call=run, timer=self.device.time_ns, meet=self._meet)
@@ -145,20 +146,17 @@ class Judge:
             reduces=any(collective.reduces for collective in collectives),
         )
         specs = shortlist(self._abilities(collectives), found, self._machine, IN_ROTATION)
-        return (yield from self.turns(specs, [collective.rehearsal() for collective in collectives], found))
+        with ExitStack() as stack:
+            tried = self.ready(specs, [stack.enter_context(collective.rehearsed()) for collective in collectives])
+        return (yield from self.turns(tried, found))
 
-    def turns(self, specs: Sequence[str], collectives: Sequence[Collective], found: Load | None = None) -> Steps:
-        """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties.
-
-        collectives: for a rehearsal of each way, before the first turn; one that cannot be on some rank is left out on all,
-        with a warning.
-        """
-        tried = self._ready(specs, collectives)
-        if len(tried) == 1:
-            return Settled(key=self.key, way=tried[0], load=found)
-        samples: dict[str, list[Sample]] = {spec: [] for spec in tried}
+    def turns(self, specs: Sequence[str], found: Load | None = None) -> Steps:
+        """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties."""
+        if len(specs) == 1:
+            return Settled(key=self.key, way=specs[0], load=found)
+        samples: dict[str, list[Sample]] = {spec: [] for spec in specs}
         for round_ in range(1 + ROUNDS):
-            for spec in tried:
+            for spec in specs:
                 turn = yield spec
                 if round_ and turn.last is not None:
                     samples[spec].append(turn.last)
@@ -174,8 +172,9 @@ class Judge:
     def _machine(self) -> Machine:
         return load(machine_for(self.device.device))
 
-    def _ready(self, specs: Sequence[str], collectives: Sequence[Collective]) -> tuple[str, ...]:
-        """Those that all ranks can run, the first without a question. Each is rehearsed once, without its computation."""
+    def ready(self, specs: Sequence[str], collectives: Sequence[Collective]) -> tuple[str, ...]:
+        """Those that all ranks can run, the first without a question; for each other a warning. Each is rehearsed once, without
+        its computation."""
 
         def rehearse(way: Way) -> None:
             with self.device.running(way, collectives):

@@ -89,7 +89,9 @@ class CudaProgram(BoundProgram):
         self._replayable = not self._vendors
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
-        self._copy_lanes = {lane.name for lane in lanes if lane.kind == "copy"}
+        # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
+        alone = isinstance(schedule.problem, CollectiveProblem)
+        self._off_sms = {lane.name for lane in lanes if lane.kind == "copy" or alone}
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
@@ -268,7 +270,7 @@ class CudaProgram(BoundProgram):
         lanes = tape.merged if self.spans is None else tape.lanes
         for lane, items in lanes:
             if lane.kind != "compute":
-                stream = self.space.stream(lane.name)
+                stream = self.space.lane_stream(lane.name, caller)
                 self.driver.after(stream.cuda_stream, caller, self._forks[lane.name][0])
                 with torch.cuda.stream(stream) if any(_by_torch(item) for item in items) else nullcontext():
                     self._enqueue(items, bindings, stream.cuda_stream)
@@ -277,7 +279,7 @@ class CudaProgram(BoundProgram):
                 self._enqueue(items, bindings, caller)
         for lane, _ in lanes:
             if lane.kind != "compute":
-                self.driver.after(caller, self.space.stream(lane.name).cuda_stream, self._forks[lane.name][1])
+                self.driver.after(caller, self.space.lane_stream(lane.name, caller).cuda_stream, self._forks[lane.name][1])
 
     def _enqueue(self, items: Sequence[Item], bindings: Bindings, stream: int) -> None:
         for item in items:
@@ -291,7 +293,7 @@ class CudaProgram(BoundProgram):
             item.run(bindings, stream)
             return
         if id(item) not in self._batches:
-            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._copy_lanes)
+            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._off_sms)
         if not self._silent:
             self._batches[id(item)](stream)
 

@@ -14,8 +14,8 @@
                              gates: Words and Work for each slice
 
 Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
-may hold; of a kernel of one warp (weft.kernels.words) on the others, which does those of a phase at once. A copy of rows that
-do not follow each other is one two-dimensional copy.
+may hold, and on all lanes of a collective alone, which other kernels run beside; of a kernel of one warp (weft.kernels.words)
+on the others, which does those of a phase at once. A copy of rows that do not follow each other is one two-dimensional copy.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
 
 
 def _most_pieces(problem: CollectiveProblem) -> int:
-    """Of a part, which goes to each peer, and of an all_reduce comes back."""
+    """Of a part, which goes to each peer, and of an all_reduce comes back. At least what `candidates` asks for."""
     pairs = problem.world_size * (problem.world_size - 1) * (2 if problem.op == "all_reduce" else 1)
     return max(2 * problem.world_size, MOST_PUSHES // max(1, pairs))
 
