@@ -16,6 +16,7 @@ import weft
 from weft.beside.steps import StepTrial
 from weft.beside.trials import ROUNDS
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -102,6 +103,21 @@ def test_steps_take_ways_in_turn_and_keep_the_fastest(ranks: RankFixture, slow: 
         turns = taken[3 : 3 + 2 * (1 + ROUNDS)]
         assert turns == ["sequential", "vendor"] * (1 + ROUNDS)
         assert set(taken[len(turns) + 3 :]) == {chosen}
+
+
+def _tried_over() -> list[tuple[str, ...]]:
+    """What is tried of a model that is sharded over all ranks, and of one that is sharded over one half and replicated."""
+    from weft.hooks.fully_sharded import _tried as tried
+
+    halves: Any = nn.Linear(8, 8)
+    fully_shard(halves, mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    return [tried(_model("fsdp")), tried(halves)]
+
+
+def test_parts_of_the_ranks_make_no_communicators(ranks: RankFixture) -> None:
+    for whole, halves in ranks(2).run(_tried_over):
+        assert whole == FSDP_WAYS
+        assert halves == tuple(way for way in FSDP_WAYS if way == "vendor" or way.startswith("copy_engine"))
 
 
 def _refused() -> list[str]:

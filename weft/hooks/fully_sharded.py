@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from weft import collectives
 from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
@@ -42,7 +43,7 @@ def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None
     device = next(model.parameters()).device
     if device.type == "meta":
         raise ValueError("model is on the meta device; materialise it first")
-    specs = ways_of(way, WAYS, without=_FSDP_DECIDES)
+    specs = ways_of(way, _tried(model), without=_FSDP_DECIDES)
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
     steps = _Steps(StepTrial(key, specs, device, group))
@@ -51,6 +52,14 @@ def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None
         module.set_custom_all_gather(_AllGather(steps))
         module.set_custom_reduce_scatter(_ReduceScatter(steps))
     return steps.trial
+
+
+def _tried(model: nn.Module) -> tuple[str, ...]:
+    """WAYS. A communicator of its own is tried where parameters are sharded over all ranks: those of a part of them may not be
+    able to make one (weft.controls.nccl_group)."""
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    whole = all(mesh.ndim == 1 and mesh.size() == dist.get_world_size() for mesh in meshes)
+    return tuple(spec for spec in WAYS if whole or not spec.startswith("vendor+ctas"))
 
 
 class _Steps:
