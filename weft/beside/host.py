@@ -57,13 +57,17 @@ class HostDevice(Device):
         works: list[dist.Work | None] = []
         try:
             if not way.late:
-                works += [self._begun(way, collective) for collective in collectives]
+                self._begin(way, collectives, works)
             yield
         finally:
             if way.late:
-                works += [self._begun(way, collective) for collective in collectives]
+                self._begin(way, collectives, works)
             for work in filter(None, works):
                 work.wait()
+
+    def _begin(self, way: Way, collectives: Sequence[Collective], works: list[dist.Work | None]) -> None:
+        for collective in collectives:
+            works.append(self._begun(way, collective))
 
     def _begun(self, way: Way, collective: Collective) -> dist.Work | None:
         if way.transport == "vendor":

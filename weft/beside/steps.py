@@ -21,8 +21,6 @@ from weft.planner.ways import Way, parse, possible
 
 WARM_UP = 2
 """Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
-
-
 PROBE = 1024
 """Elements of the collective by which ways are rehearsed."""
 NOT_IN_STEPS = ("late", "left", "resident")

@@ -1,7 +1,8 @@
 """Which way a key takes: found by a trial, in one go where the computation may be repeated, else a use at a time.
 
 One go (`contest`). Computation and collectives are timed alone, which says which ways are worth measuring; weft.execute.trial
-measures them. What the collectives read is kept, and put back at the end, where they would change it.
+measures them, and the best of them and sequential once more, in turns. What the collectives read is kept, and put back at the
+end, where they would change it.
 
 A use at a time (`rotation`). Every use is one the caller asked for, and runs once:
 
@@ -27,12 +28,12 @@ from weft.beside.collectives import Collective
 from weft.beside.device import Device
 from weft.errors import WeftError
 from weft.execute.choose import machine_for
-from weft.execute.trial import BASE, Contest, Trial, leader
+from weft.execute.trial import BASE, Contest, Trial, calls_of_a_run, leader
 from weft.machine import Machine, load
 from weft.planner.ways import SEQUENTIAL, Abilities, Load, Way, parse, share_of_ideal, shortlist
 from weft.team import Team
 
-SOUNDINGS, ROUNDS = 3, 3
+SOUNDINGS, ROUNDS, FINAL_TURNS = 3, 3, 5
 IN_ROTATION = 5
 """Ways that uses take in turn."""
 
@@ -128,9 +129,22 @@ class Judge:
             return Settled(key=self.key, way=specs[0], load=found)
         contest = Contest(bind=parse, drop=lambda way: None, call=run, timer=self.device.time_ns, meet=self._meet)
         way, trials = contest.fastest(specs)
-        # In the final the close ones are measured again, and may then all be slower than what sequential took before it.
-        chosen = leader((trials[0], next(trial for trial in trials if trial.spec == str(way))))
+        again = self._in_turns((SEQUENTIAL, way), run, trials) if way.beside else {}
+        trials = tuple(Trial(spec=trial.spec, us=again.get(trial.spec, trial.us)) for trial in trials)
+        chosen = leader([trial for trial in trials if trial.spec in (BASE, str(way))])
         return Settled(key=self.key, way=chosen.spec, load=found, trials=trials)
+
+    def _in_turns(self, ways: Sequence[Way], run: Callable[[Way], object], trials: Sequence[Trial]) -> dict[str, float]:
+        """us of each way. The contest timed sequential first, and its best last: a GPU that has warmed up meanwhile, or cooled,
+        would choose between them."""
+        us = {trial.spec: trial.us for trial in trials}
+        calls = {way: calls_of_a_run(round(1e3 * us[str(way)])) for way in ways}
+        times: dict[str, list[int]] = {str(way): [] for way in ways}
+        for turn in range(FINAL_TURNS):
+            for way in ways:
+                mine = self.device.time_ns(lambda way=way: run(way), calls[way])  # type: ignore[misc]
+                times[str(way)].append(max(self._meet(f"{way} in turns: {turn}", mine)))
+        return {spec: statistics.median(some) / 1e3 for spec, some in times.items()}
 
     def rotation(self, collectives: Sequence[Collective]) -> Steps:
         """Find the way a use at a time, from what each part takes alone on."""
