@@ -156,7 +156,7 @@ def test_a_slower_way_is_never_chosen(ranks: RankFixture, repeatable: bool) -> N
 
 def _drifting(way: str, rank: int, use: int) -> float:
     """The first uses are slow, whatever they do: a GPU that warms up."""
-    return {"sequential": 300.0, "computation": 200.0}.get(way, 310.0) * (1.0 if use > 12 else 2.0)
+    return {"sequential": 300.0, "computation": 200.0}.get(way, 310.0) * (1.0 if use > 17 else 2.0)
 
 
 def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> None:
