@@ -187,6 +187,27 @@ def test_gradients(ranks: RankFixture) -> None:
     ranks(3).run(_gradients)
 
 
+def _compiled() -> None:
+    """As one graph, forward and backward, where torch.compile works."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        whole = collectives.all_gather(x * 2, schedule="copy_engine:1")
+        return collectives.reduce_scatter(whole + 1, "avg", schedule="copy_engine:1")
+
+    x = torch.arange(6.0).view(3, 2).add(rank).requires_grad_()
+    out = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(out, 2 * x + 1)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3, 2), 2.0))
+    assert size == 2
+
+
+def test_compiles_as_one_graph(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled)
+
+
 def _mistakes() -> list[str]:
     x, whole = torch.zeros(4), torch.zeros(4 * dist.get_world_size())
     calls = (

@@ -56,8 +56,8 @@ def _in_turns(late: str) -> None:
     faulthandler.dump_traceback_later(80, exit=True)
     stream = CudaSpace.stream
 
-    def sleepy(self: CudaSpace, name: str, priority: int = -1) -> torch.cuda.Stream:
-        found = stream(self, name, priority)
+    def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
+        found = stream(self, name)
         if name == late:
             with torch.cuda.stream(found):
                 torch.cuda._sleep(2_000_000)

@@ -6,7 +6,7 @@ Into the caller's tensors, with torch.distributed's names and arguments:
     all_gather_into_tensor(output, input)        reduce_scatter_tensor(output, input, op)
     all_to_all_single(output, input)             all_reduce(tensor, op)
 
-As functions, which autograd goes through:
+As functions, which autograd and torch.compile go through:
 
     all_gather(x)    reduce_scatter(x, op)       all_to_all(x)    all_reduced(x, op)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from weft import machine
-from weft.execute.choose import machine_for
 from weft.execute.collective_calls import CollectiveCall, staging_from_environment
 from weft.execute.groups import GROUPS
+from weft.library.collectives import default_sms
 from weft.ops.checks import DTYPES, group_of, shape_of, spec_of
 from weft.problem import CollectiveProblem, Op
 from weft.schedule import Schedule
@@ -46,7 +44,8 @@ def call_of(
     """(the group's name, the call). Raises ValueError for what no rank could do."""
     group_name, rank, world_size = group_of(group)
     for name, tensor in zip(names, (output, input), strict=True):
-        _check_tensor(op, name, tensor)
+        check_tensor(op, name, tensor)
+        _check_contiguous(name, tensor)
     if output.dtype != input.dtype or output.device != input.device:
         have, need = f"{output.dtype} on {output.device}", f"{input.dtype} on {input.device}"
         raise ValueError(f"{names[0]} is {have}, {names[1]} {need}; they must agree")
@@ -58,20 +57,21 @@ def call_of(
         a=input,
         out=output,
         reduce_op=reduction(reduce_op),
-        staging_bytes=_staging(staging_bytes, input.device),
-        sms=_sms(sms, input.device),
+        staging_bytes=check_staging(staging_bytes) or staging_from_environment(input.device),
+        sms=check_sms(sms) or default_sms(input.device),
         reach=None if op == "reduce_scatter" else GROUPS.reach(group_name, output),
     )
     return group_name, call
 
 
-def _check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
+def check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
+    """What it must be, however it lies. Raises ValueError."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is {shape_of(tensor)}; it must be a tensor")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(f"{name} is {shape_of(tensor)} with strides {_strides(tensor)}; it must be contiguous")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be strided")
     sums = op in ("reduce_scatter", "all_reduce")
     if sums and tensor.dtype not in DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(DTYPES.values())}")
@@ -79,8 +79,9 @@ def _check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes at most {MOST_ELEMENTS}: split it")
 
 
-def _strides(tensor: torch.Tensor) -> object:
-    return tensor.stride() if tensor.layout == torch.strided else tensor.layout
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is {shape_of(tensor)} with strides {tensor.stride()}; it must be contiguous")
 
 
 def _check_sizes(op: Op, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:
@@ -108,23 +109,20 @@ def _check_overlap(op: Op, output: torch.Tensor, input: torch.Tensor, rank: int)
         raise ValueError(f"output overlaps input; {op} allows {allowed or 'no overlap'}{' alone' * bool(allowed)}")
 
 
-def _staging(staging_bytes: int | None, device: torch.device) -> int:
-    if staging_bytes is None:
-        return staging_from_environment(device)
+def check_staging(staging_bytes: int | None) -> int | None:
+    """As it is. Raises ValueError where it is no size, or too small a one."""
     least = CollectiveProblem.LEAST_STAGING
-    if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool) or staging_bytes < least:
+    if staging_bytes is not None and (not _is_count(staging_bytes) or staging_bytes < least):
         raise ValueError(f"staging_bytes is {staging_bytes!r}; it must be a whole number of at least {least}")
     return staging_bytes
 
 
-def _sms(sms: int | None, device: torch.device) -> int:
-    found = _default_sms(device) if sms is None else sms
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+def check_sms(sms: int | None) -> int | None:
+    """As it is. Raises ValueError where it is no number of SMs."""
+    if sms is not None and (not _is_count(sms) or sms < 1):
         raise ValueError(f"sms is {sms!r}; it must be a whole number of at least 1")
-    return found
+    return sms
 
 
-@cache
-def _default_sms(device: torch.device) -> int:
-    """What a lane of communication blocks occupies on the machine that this is."""
-    return machine.load(machine_for(device)).stores.sms
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

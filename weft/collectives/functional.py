@@ -1,4 +1,4 @@
-"""Collectives as functions of a tensor, along its first dimension, which autograd goes through.
+"""Collectives as functions of a tensor, along its first dimension, which autograd and torch.compile go through.
 
     forward                    backward
     all_gather(x)              reduce_scatter(grad)
@@ -12,17 +12,14 @@ Backward is collective, with the forward's options, but "auto" where the schedul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from weft.collectives.checks import Reduction, call_of, reduction
-from weft.collectives.work import run
+from weft.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.execute.groups import GROUPS
-from weft.library import backward_schedule
+from weft.library.collectives import run_collective
 from weft.ops.checks import group_of, shape_of, spec_of
 from weft.problem import Op
 from weft.schedule import Schedule
@@ -118,46 +115,10 @@ def empty(
 def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or x.dim() < 1:
         raise ValueError(f"x is {shape_of(x)}; it must be a tensor of at least one dimension")
-    world_size = group_of(options.group)[2]
+    group_name, _, world_size = group_of(options.group)
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % world_size:
         raise ValueError(f"x is {shape_of(x)}; its first dimension must be a multiple of world_size, {world_size}")
-    return _Collective.apply(x, op, options)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _run(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
-    world_size = group_of(options.group)[2]
-    rows: dict[str, Callable[[int], int]] = {
-        "all_gather": lambda m: m * world_size,
-        "reduce_scatter": lambda m: m // world_size,
-    }
-    out = x.new_empty(rows.get(op, int)(x.shape[0]), *x.shape[1:])
-    name, call = call_of(
-        op,
-        out,
-        x.contiguous(),
-        options.group,
-        names=("x", "x"),
-        reduce_op=options.reduce_op,
-        schedule=options.schedule,
-        staging_bytes=options.staging_bytes,
-        sms=options.sms,
-    )
-    run(name, call, async_op=False, stream=None)
-    return out
-
-
-class _Collective(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: Op, options: _Options) -> torch.Tensor:
-        ctx.op, ctx.options = op, options
-        return _run(op, x, options)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        back: dict[Op, Op] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-        op, options = back.get(ctx.op, ctx.op), ctx.options
-        if ctx.op == "reduce_scatter" and options.reduce_op == "avg":
-            grad = grad / group_of(options.group)[2]
-        spec = backward_schedule(spec_of(options.schedule, ctx.op), op) if ctx.op != op else options.schedule
-        options = replace(options, schedule=spec, reduce_op=options.reduce_op if op == "all_reduce" else "sum")
-        return _run(op, grad, options), None, None
+    check_tensor(op, "x", x)
+    staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
+    spec = spec_of(options.schedule, op)
+    return run_collective(x, op, reduction(options.reduce_op), group_name, world_size, spec, staging_bytes or 0, sms or 0)

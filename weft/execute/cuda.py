@@ -270,7 +270,7 @@ class CudaProgram(BoundProgram):
         lanes = tape.merged if self.spans is None else tape.lanes
         for lane, items in lanes:
             if lane.kind != "compute":
-                stream = self.space.lane_stream(lane.name, caller)
+                stream = self.space.stream(lane.name)
                 self.driver.after(stream.cuda_stream, caller, self._forks[lane.name][0])
                 with torch.cuda.stream(stream) if any(_by_torch(item) for item in items) else nullcontext():
                     self._enqueue(items, bindings, stream.cuda_stream)
@@ -279,7 +279,7 @@ class CudaProgram(BoundProgram):
                 self._enqueue(items, bindings, caller)
         for lane, _ in lanes:
             if lane.kind != "compute":
-                self.driver.after(caller, self.space.lane_stream(lane.name, caller).cuda_stream, self._forks[lane.name][1])
+                self.driver.after(caller, self.space.stream(lane.name).cuda_stream, self._forks[lane.name][1])
 
     def _enqueue(self, items: Sequence[Item], bindings: Bindings, stream: int) -> None:
         for item in items:

@@ -64,7 +64,6 @@ class CudaSpace:
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._priority = current_lane_priority()
-        self._priorities: dict[int, int] = {}
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
@@ -94,21 +93,11 @@ class CudaSpace:
         torch.cuda.synchronize(self.device)
         dist.barrier(self.team.group)
 
-    def stream(self, name: str, priority: int | None = None) -> torch.cuda.Stream:
-        """A lane's stream, of its own priority or the lanes'. It differs from the caller's, so that the two share no hardware
-        queue (lane_priority)."""
+    def stream(self, name: str) -> torch.cuda.Stream:
+        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
         if name not in self._streams:
-            of = self._priority if priority is None else priority
-            self._streams[name] = comm_stream(priority=of, device=self.device)
+            self._streams[name] = comm_stream(priority=self._priority, device=self.device)
         return self._streams[name]
-
-    def lane_stream(self, lane: str, caller: int) -> torch.cuda.Stream:
-        """A lane's stream beside a caller's that may have a priority of its own."""
-        if caller not in self._priorities:
-            self._priorities[caller] = int(self.named(caller).priority)
-        if self._priorities[caller] != self._priority:
-            return self.stream(lane)
-        return self.stream(f"{lane}, apart", priority=-1 if self._priority != -1 else -2)
 
     def current_stream(self) -> int:
         """The caller's stream."""

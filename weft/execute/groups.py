@@ -45,6 +45,7 @@ class Closes(Protocol):
 
 
 A = TypeVar("A", bound=Closes)
+_SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
@@ -99,6 +100,7 @@ class GroupState:
         self._peers: Peers | None = None
         self._attached: dict[type, Any] = {}
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
@@ -238,9 +240,9 @@ class GroupState:
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
         that callers have without asking for one."""
-        space = self._space(device)
-        assert isinstance(space, CudaSpace), device
-        return space.stream("side", priority=-2)
+        if device not in self._side:
+            self._side[device] = torch.cuda.Stream(device, priority=_SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+        return self._side[device]
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
         space = self._space(device)

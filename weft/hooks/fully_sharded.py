@@ -6,7 +6,8 @@ and on how many blocks. `vendor` alone is what fully_shard does by itself, and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from weft import collectives
 from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
 from weft.beside.steps import StepTrial, ways_of
+from weft.controls import comm_stream
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -78,17 +80,30 @@ class _Steps:
             self.trial.turn()
 
 
-class _Plain:
-    """Buffers from torch's allocator."""
+class _Ours:
+    """Buffers from torch's allocator. Copy engines have a stream of their own, apart from fully_shard's, whose priority weft's
+    lanes have, too: streams of one priority may share a hardware queue, and one that waits would hold up the lane that it
+    waits for."""
 
     def __init__(self, steps: _Steps) -> None:
         self._steps = steps
+        self._stream: torch.cuda.Stream | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def _moved(self, start: Callable[..., Any], device: torch.device, *, async_op: bool) -> dist.Work | None:
+        """start's collective, enqueued; joined on the caller's stream, unless async_op."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = comm_stream(priority="high", device=device)
+        work = start(async_op=True, schedule=COPY_ENGINE, stream=self._stream)
+        if async_op:
+            return Works([work])
+        work.wait()
+        return None
 
-class _AllGather(_Plain, AllGather):
+
+class _AllGather(_Ours, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -96,11 +111,11 @@ class _AllGather(_Plain, AllGather):
         if trial.way.transport == "vendor":
             on = trial.device.group(group, trial.way.ctas)
             return vendor_all_gather(output_tensor, input_tensor, group=on, async_op=async_op)  # type: ignore[no-any-return]
-        moved = collectives.all_gather_into_tensor(output_tensor, input_tensor, group, async_op, schedule=COPY_ENGINE)
-        return Works([moved]) if moved else None
+        start = partial(collectives.all_gather_into_tensor, output_tensor, input_tensor, group)
+        return self._moved(start, output_tensor.device, async_op=async_op)
 
 
-class _ReduceScatter(_Plain, ReduceScatter):
+class _ReduceScatter(_Ours, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -115,6 +130,5 @@ class _ReduceScatter(_Plain, ReduceScatter):
             on = trial.device.group(group, trial.way.ctas)
             done = vendor_reduce_scatter(output_tensor, input_tensor, op=op, group=on, async_op=async_op)
             return done  # type: ignore[no-any-return]  # noqa: RET504
-        options: dict[str, Any] = {"schedule": COPY_ENGINE, "sms": trial.way.ctas or None}
-        moved = collectives.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op, **options)
-        return Works([moved]) if moved else None
+        start = partial(collectives.reduce_scatter_tensor, output_tensor, input_tensor, op, group, sms=trial.way.ctas or None)
+        return self._moved(start, output_tensor.device, async_op=async_op)
