@@ -50,9 +50,10 @@ def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
     steps = _Steps(StepTrial(key, specs, device, group))
     model.register_forward_pre_hook(steps.forward)
+    gather, scatter = _AllGather(steps), _ReduceScatter(steps)
     for module in sharded:
-        module.set_custom_all_gather(_AllGather(steps))
-        module.set_custom_reduce_scatter(_ReduceScatter(steps))
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
     return steps.trial
 
 
