@@ -12,6 +12,16 @@ from weft.version import __version__
 
 if TYPE_CHECKING:
     from weft import collectives as collectives
+    from weft import hooks as hooks
+    from weft.beside import (
+        AllGather,
+        AllReduce,
+        AllToAll,
+        ReduceScatter,
+        SendReceive,
+        concurrent,
+        concurrent_choices,
+    )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
@@ -36,9 +46,16 @@ if TYPE_CHECKING:
     from weft.timelines import timeline
 
 
-_MODULES = ("collectives",)
+_MODULES = ("collectives", "hooks")
 """Those that are part of the front door as they are."""
 _HOMES = {
+    "AllGather": "beside",
+    "AllReduce": "beside",
+    "AllToAll": "beside",
+    "ReduceScatter": "beside",
+    "SendReceive": "beside",
+    "concurrent": "beside",
+    "concurrent_choices": "beside",
     "CollectiveProblem": "problem",
     "LookupProblem": "problem",
     "PeerLost": "errors",
@@ -82,15 +99,20 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SGD",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
     "CollectiveProblem",
     "LookupProblem",
     "Machine",
     "PeerLost",
     "Problem",
     "RankMismatch",
+    "ReduceScatter",
     "RowwiseAdagrad",
     "Schedule",
     "ScheduleError",
+    "SendReceive",
     "Span",
     "WaitTimeout",
     "WeftError",
@@ -101,6 +123,8 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "concurrent",
+    "concurrent_choices",
     "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",

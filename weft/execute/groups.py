@@ -11,8 +11,9 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,14 @@ if TYPE_CHECKING:
     from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
     from weft.triton.host import Peers
 
+
+class Closes(Protocol):
+    """What can be attached to a group."""
+
+    def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=Closes)
 _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
@@ -89,6 +98,7 @@ class GroupState:
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._peers: Peers | None = None
+        self._attached: dict[type, Any] = {}
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
@@ -189,7 +199,7 @@ class GroupState:
             return (self._choices[problem, device].spec,)
         return contenders(problem, device) if timer else (predicted(problem, device),)
 
-    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest:
+    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest[BoundProgram]:
         """Programs under trial are kept like others: if it fails, `close` gives them back."""
         problem, _, device = key
         return Contest(
@@ -241,11 +251,21 @@ class GroupState:
         """What has been chosen so far, oldest use first."""
         return [program.schedule for program in self._programs]
 
+    def attached(self, kind: type[A], make: Callable[[], A]) -> A:
+        """What another module keeps for this group, made when first asked for, and closed with it."""
+        with self.lock:
+            if kind not in self._attached:
+                self._attached[kind] = make()
+            found: A = self._attached[kind]
+            return found
+
     def choices(self) -> list[Choice]:
         """What "auto" has stood for so far, a problem each."""
         return list(self._choices.values())
 
     def close(self) -> None:
+        for attached in self._attached.values():
+            attached.close()
         for program in self._programs:
             program.close()
         for space in self._spaces.values():
@@ -287,6 +307,11 @@ class Groups:
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
+    def known(self, name: str) -> GroupState | None:
+        """The group's state, if it has been used. Not collective."""
+        known = self._states.get(name)
+        return known[1] if known else None
+
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
         known = self._states.get(name)
@@ -294,8 +319,8 @@ class Groups:
 
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""
-        known = self._states.get(name)
-        return known[1].choices() if known else []
+        known = self.known(name)
+        return known.choices() if known else []
 
     def keep(self, schedule: Schedule) -> str:
         """Remember a Schedule value; the string that names it in calls, the same on every rank."""
