@@ -6,8 +6,10 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text results MODE          benchmarks/results/tp.jsonl as a table
+    ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
-tests/test_docs.py holds that nothing is out of date.
+tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
+lie in docs/t3_sensitivity.json; `python docs/generate.py sensitivity` writes that file.
 """
 
 from __future__ import annotations
@@ -17,25 +19,32 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import weft
-from weft import machine
+from weft import codec, machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
 from weft.problem import LOOKUP_OPS, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.t3 import paper
+from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
+from weft.sim.t3.sensitivity import Sensitivity, sensitivity
+from weft.sim.t3.study import Study, run
+from weft.sim.t3.system import load
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/schedules.md")
+DOCUMENTS = ("README.md", "docs/schedules.md", "docs/simulator.md")
+SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_CHUNKS = 2
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart|results) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (timeline|counts|chart|results|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def timeline(op: str, family: str) -> str:
@@ -126,7 +135,74 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
-MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart, "results": results}
+@cache
+def study() -> Study:
+    """The whole evaluation, once for all tables."""
+    return run(load())
+
+
+def t3(what: str) -> str:
+    """A table of the simulated T3."""
+    makers = {
+        "figures": _t3_figures,
+        "sublayers": _t3_sublayers,
+        "mappings": _t3_mappings,
+        "sensitivity": _t3_sensitivity,
+        "system": _t3_system,
+    }
+    return _table(makers[what]())
+
+
+def _t3_figures() -> list[tuple[str, ...]]:
+    found = paper.figures(study())
+    rows = [(f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), "" if f.ok else "missed") for f in found]
+    return [("figure", "published", "ours", "tolerance", ""), *rows]
+
+
+def _t3_sublayers() -> list[tuple[str, ...]]:
+    heads = ("us, speed-ups", "GEMM", "RS", "AG", "T3", "T3-MCA", "ideal", "ideal+NMC", "traffic", "entries", "spilled")
+    return [heads, *map(_t3_row, (*study().sublayers, *study().large))]
+
+
+def _t3_row(run: SubLayerRun) -> tuple[str, ...]:
+    traffic = sum(run.traffic("t3_mca").values()) / sum(run.traffic("sequential").values()) - 1
+    times = (f"{part.ns / 1e3:.0f}" for part in (run.gemm, run.reduce_scatter, run.all_gather))
+    gains = (f"{run.speedup(name):.2f}" for name in CONFIGURATIONS[1:])
+    return (run.name, *times, *gains, f"{100 * traffic:.0f} %", str(run.t3_mca.entries), str(run.t3_mca.spilled))
+
+
+def _t3_mappings() -> list[tuple[str, ...]]:
+    rows = [
+        (m.collective, *(f"{ns / 1e3:.0f}" for ns in (m.gemm_ns, m.communication_ns, m.fused.ns)), str(m.fused.entries))
+        for m in study().mapped
+    ]
+    return [("", "GEMM alone us", "transfers alone us", "fused us", "entries"), *rows]
+
+
+def _t3_sensitivity() -> list[tuple[str, ...]]:
+    rows = codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+    return [("assumed number", "times", "T3", "T3-MCA", "traffic saved"), *map(_t3_headline, rows)]
+
+
+def _t3_headline(row: Sensitivity) -> tuple[str, ...]:
+    values = [f"{100 * value:.1f} %" for value in (row.t3, row.t3_mca, row.saved)]
+    return (row.path or "as it is", f"{row.factor:g}", *(["-"] * 3 if row.refused else values))
+
+
+def _t3_system() -> list[tuple[str, ...]]:
+    values: dict[str, list[str]] = {}
+    for path, value in machine.numbers(load()):
+        values.setdefault(path, []).append(f"{value:g}" if isinstance(value, float) else str(value))
+    return [("number", "value"), *((path, ", ".join(found)) for path, found in values.items())]
+
+
+MAKERS: dict[str, Callable[..., str]] = {
+    "timeline": timeline,
+    "counts": counts,
+    "chart": chart,
+    "results": results,
+    "t3": t3,
+}
 
 
 def rewritten(text: str) -> str:
@@ -140,6 +216,8 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["sensitivity"]:
+        SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

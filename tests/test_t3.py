@@ -300,7 +300,7 @@ def test_reads_wait_behind_communication(policy: Policy, threshold: int | None, 
     assert memory.latency_ns() == 20 + 2 * wait
 
 
-@pytest.mark.parametrize(("moved", "threshold"), [(0, None), (8, 30), (16, 10), (32, 5), (64, 5)])
+@pytest.mark.parametrize(("moved", "threshold"), [(0, None), (7, None), (8, 30), (24, 10), (40, 5), (64, 5)])
 def test_the_first_stage_sets_the_threshold(moved: int, threshold: int | None) -> None:
     memory = Memory(simpy.Environment(), tiny(), "compute_first")
     memory.observe(moved, 1)

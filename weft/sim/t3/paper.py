@@ -134,3 +134,6 @@ def _concurrent(study: Study) -> Iterator[Figure]:
     for run in study.concurrent:
         name, speedup = published[run.units]
         yield _ratio(name, speedup, geomean(run.speedups), 0.1)
+    shared = next(run for run in study.concurrent if run.units == 16)
+    yield _percent("the all-reduce on these 16 units, slower by", 0.07, geomean(shared.all_reduce_slowdowns) - 1, 0.02)
+    yield _percent("the GEMM on the other 64, slower by", 0.21, geomean(shared.gemm_slowdowns) - 1, 0.02)
