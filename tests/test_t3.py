@@ -72,6 +72,19 @@ def test_story_of_an_all_to_all() -> None:
     )
 
 
+def test_stores_wait_for_those_of_the_wave_before() -> None:
+    """A link takes 640 for what a wave sends. The second wave's stores leave when the first one's have, at 788, over a link of
+    their own; the third's, which stay, when these have, at 1428, take 2 to hand over and 2 to write."""
+    assert story(product(8, 12, 4), 3, "direct_reduce_scatter", tiny(link__gbps=0.1)) == (
+        "788 sent 0[0:2] link 0",
+        "798 arrived 0[0:2] link 0",
+        "1428 sent 1[0:2] link 1",
+        "1432 stored 2[0:2]",
+        "1438 arrived 1[0:2] link 1",
+        "1438 ready 2[0:2]",
+    )
+
+
 def test_a_gemm_alone() -> None:
     """Three waves of 150, and 64 bytes that leave the cache at the end, at 64 a ns."""
     part = gemm_alone(tiny(), product(8, 12, 4))
@@ -281,6 +294,19 @@ def test_round_robin_gives_half() -> None:
 def test_compute_first_leaves_what_is_over() -> None:
     """Compute has its 3/4, communication 1/4 until compute ends at 64; then 32 of its 48 are left at 3/4."""
     assert shares("compute_first") == (64, 64 + math.ceil(32 / 0.75))
+
+
+def test_stores_come_after_reads() -> None:
+    """Both want all of the memory's 64 a ns: reads have it for 10 ns, then posted stores, though they came first."""
+    env = simpy.Environment()
+    memory = Memory(env, tiny())
+    stores = memory.flow("compute", 640, lambda: 64.0, {"gemm_write": 640}, posted=True)
+    reads = memory.flow("compute", 640, lambda: 64.0, {"gemm_read": 640})
+    env.run(until=reads)
+    assert env.now == 10
+    env.run(until=stores)
+    assert env.now == 20
+    assert memory.busy_ns == pytest.approx(20)
 
 
 def test_starvation_has_a_limit() -> None:

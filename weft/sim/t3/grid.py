@@ -135,3 +135,12 @@ def chunk_at(rank: int, position: int, world_size: int) -> int:
     ([3, 2, 1, 0], [0, 3, 2, 1])
     """
     return (rank - position - 1) % world_size
+
+
+def position_of(rank: int, chunk: int, world_size: int) -> int:
+    """The position at which a rank produces a chunk.
+
+    >>> [chunk_at(2, position_of(2, chunk, 4), 4) for chunk in range(4)]
+    [0, 1, 2, 3]
+    """
+    return (rank - chunk - 1) % world_size

@@ -18,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.sim.t3.grid import chunk_at, position_of
+
 Collective = Literal["ring_reduce_scatter", "direct_reduce_scatter", "all_to_all", "all_gather"]
 
 
@@ -57,13 +59,18 @@ def mapping(name: Collective, world_size: int) -> Mapping:
 
 
 def _ring(world_size: int) -> tuple[Route, ...]:
-    first = Route(remote=True, links=(0,), lands=1)
-    between = [Route(updates=2, links=(0,), lands=position + 1) for position in range(1, world_size - 1)]
+    """Seen from rank 0: what it makes at a position, rank 1 makes at the one where it lands."""
+    lands = [position_of(1, chunk_at(0, position, world_size), world_size) for position in range(world_size - 1)]
+    first = Route(remote=True, links=(0,), lands=lands[0])
+    between = [Route(updates=2, links=(0,), lands=position) for position in lands[1:]]
     return (first, *between, Route(updates=2))
 
 
 def _direct(world_size: int) -> tuple[Route, ...]:
-    remote = [Route(remote=True, links=(link,), lands=world_size - 1) for link in range(world_size - 1)]
+    """Seen from rank 0: a chunk goes to the rank that makes it last, which owns it."""
+    owners = [chunk_at(0, position, world_size) for position in range(world_size - 1)]
+    lands = [position_of(owner, owner, world_size) for owner in owners]
+    remote = [Route(remote=True, links=(link,), lands=position) for link, position in enumerate(lands)]
     return (*remote, Route(updates=world_size))
 
 
