@@ -30,8 +30,7 @@ from weft.models import Site, load_model, sites
 from weft.problem import LOOKUP_OPS, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
-from weft.sim.t3 import paper
-from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
+from weft.sim.t3 import tables
 from weft.sim.t3.sensitivity import Sensitivity, sensitivity
 from weft.sim.t3.study import Study, run
 from weft.sim.t3.system import load
@@ -137,72 +136,27 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
 
 @cache
 def study() -> Study:
-    """The whole evaluation, once for all tables."""
+    """T3's whole evaluation, once for all of its tables."""
     return run(load())
 
 
 def t3(what: str) -> str:
     """A table of the simulated T3."""
-    makers = {
-        "figures": _t3_figures,
-        "sublayers": _t3_sublayers,
-        "mappings": _t3_mappings,
-        "sensitivity": _t3_sensitivity,
-        "system": _t3_system,
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: tables.figures_table(study()),
+        "sublayers": lambda: tables.sublayers_table((*study().sublayers, *study().large)),
+        "mappings": lambda: tables.mappings_table(study()),
+        "sensitivity": lambda: tables.sensitivity_table(_stored()),
+        "system": lambda: tables.system_table(load()),
     }
     return _table(makers[what]())
 
 
-def _t3_figures() -> list[tuple[str, ...]]:
-    found = paper.figures(study())
-    rows = [(f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), "" if f.ok else "missed") for f in found]
-    return [("figure", "published", "ours", "tolerance", ""), *rows]
+def _stored() -> Sequence[Sensitivity]:
+    return codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
 
 
-def _t3_sublayers() -> list[tuple[str, ...]]:
-    heads = ("us, speed-ups", "GEMM", "RS", "AG", "T3", "T3-MCA", "ideal", "ideal+NMC", "traffic", "entries", "spilled")
-    return [heads, *map(_t3_row, (*study().sublayers, *study().large))]
-
-
-def _t3_row(run: SubLayerRun) -> tuple[str, ...]:
-    traffic = sum(run.traffic("t3_mca").values()) / sum(run.traffic("sequential").values()) - 1
-    times = (f"{part.ns / 1e3:.0f}" for part in (run.gemm, run.reduce_scatter, run.all_gather))
-    gains = (f"{run.speedup(name):.2f}" for name in CONFIGURATIONS[1:])
-    return (run.name, *times, *gains, f"{100 * traffic:.0f} %", str(run.t3_mca.entries), str(run.t3_mca.spilled))
-
-
-def _t3_mappings() -> list[tuple[str, ...]]:
-    rows = [
-        (m.collective, *(f"{ns / 1e3:.0f}" for ns in (m.gemm_ns, m.communication_ns, m.fused.ns)), str(m.fused.entries))
-        for m in study().mapped
-    ]
-    return [("", "GEMM alone us", "transfers alone us", "fused us", "entries"), *rows]
-
-
-def _t3_sensitivity() -> list[tuple[str, ...]]:
-    rows = codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
-    return [("assumed number", "times", "T3", "T3-MCA", "traffic saved"), *map(_t3_headline, rows)]
-
-
-def _t3_headline(row: Sensitivity) -> tuple[str, ...]:
-    values = [f"{100 * value:.1f} %" for value in (row.t3, row.t3_mca, row.saved)]
-    return (row.path or "as it is", f"{row.factor:g}", *(["-"] * 3 if row.refused else values))
-
-
-def _t3_system() -> list[tuple[str, ...]]:
-    values: dict[str, list[str]] = {}
-    for path, value in machine.numbers(load()):
-        values.setdefault(path, []).append(f"{value:g}" if isinstance(value, float) else str(value))
-    return [("number", "value"), *((path, ", ".join(found)) for path, found in values.items())]
-
-
-MAKERS: dict[str, Callable[..., str]] = {
-    "timeline": timeline,
-    "counts": counts,
-    "chart": chart,
-    "results": results,
-    "t3": t3,
-}
+MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart, "results": results, "t3": t3}
 
 
 def rewritten(text: str) -> str:

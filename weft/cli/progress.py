@@ -11,7 +11,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @contextmanager
-def progress_bar(first: str) -> Iterator[Progress]:
+def progress_bar(first: str = "starting") -> Iterator[Progress]:
     """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there. first: its text
     until there is news.
 

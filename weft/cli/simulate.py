@@ -13,7 +13,6 @@ from weft.cli import output
 from weft.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from weft.sim.t3.configurations import SubLayerRun
     from weft.sim.t3.sensitivity import Sensitivity
     from weft.sim.t3.study import Study
     from weft.sim.t3.system import System
@@ -42,7 +41,7 @@ def command(
     from weft.sim.t3.record import record
     from weft.sim.t3.study import run
 
-    with progress_bar("starting") as progress:
+    with progress_bar() as progress:
         done = run(system, progress)
         rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
     if as_json:
@@ -70,49 +69,25 @@ def _system(settings: Sequence[str]) -> System:
 
 
 def _show(study: Study, rows: Sequence[Sensitivity]) -> None:
+    from weft.sim.t3 import tables
     from weft.sim.t3.paper import figures
 
     out = output.console()
     out.print(f"{study.system.words}; {study.system.peak_tflops:.0f} TFLOP/s, {study.system.hbm.gbps:g} GB/s of memory")
-    for runs in (study.sublayers, study.large):
-        out.print()
-        _show_runs(runs)
-    found = figures(study)
-    listed = output.table("figure", "published", "ours", "tolerance", "")
-    for figure in found:
-        listed.add_row(
-            figure.name,
-            *(figure.text(value) for value in (figure.published, figure.ours, figure.tolerance)),
-            "" if figure.ok else "missed",
-        )
-    out.print()
-    out.print(listed)
-    out.print(f"{sum(figure.ok for figure in found)} of {len(found)} figures are within their tolerance.")
+    _print(tables.sublayers_table((*study.sublayers, *study.large)))
+    _print(tables.figures_table(study))
+    good = [figure.ok for figure in figures(study)]
+    out.print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
+    _print(tables.mappings_table(study))
     if rows:
-        _show_sensitivity(rows)
+        _print(tables.sensitivity_table(rows))
 
 
-def _show_runs(runs: Sequence[SubLayerRun]) -> None:
-    """Times of sequential's parts, then speed-ups over sequential."""
-    from weft.sim.t3.configurations import CONFIGURATIONS
-    from weft.sim.t3.paper import TITLES
-
-    compared = CONFIGURATIONS[1:]
-    heads = ("GEMM us", "RS us", "AG us", *(TITLES[name] for name in compared), "traffic saved")
-    listed = output.table("sub-layer", *heads)
-    for run in runs:
-        saved = 1 - sum(run.traffic("t3_mca").values()) / sum(run.traffic("sequential").values())
-        times = (output.us(part.ns / 1e3) for part in (run.gemm, run.reduce_scatter, run.all_gather))
-        gains = (f"{run.speedup(name):.2f}x" for name in compared)
-        listed.add_row(run.name, *times, *gains, output.share(saved))
-    output.console().print(listed)
-
-
-def _show_sensitivity(rows: Sequence[Sensitivity]) -> None:
-    listed = output.table("assumed number", "times", "T3", "T3-MCA", "traffic saved")
-    for row in rows:
-        values = ("-",) * 3 if row.refused else tuple(f"{100 * value:.1f} %" for value in (row.t3, row.t3_mca, row.saved))
-        listed.add_row(row.path or "as it is", f"{row.factor:g}", *values)
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    """A table whose first row has the heads, with a line before it."""
+    listed = output.table(*rows[0])
+    for row in rows[1:]:
+        listed.add_row(*row)
     out = output.console()
     out.print()
     out.print(listed)
