@@ -30,7 +30,7 @@ from typing import Literal
 
 import simpy
 
-from weft.sim.network import LATE
+from weft.sim.fluid import LATE
 from weft.sim.t3.system import System
 
 Stream = Literal["compute", "communication"]
