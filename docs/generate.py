@@ -14,12 +14,12 @@ lie in docs/t3_sensitivity.json; `python docs/generate.py sensitivity` writes th
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +134,7 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
-@cache
+@functools.cache
 def study() -> Study:
     """T3's whole evaluation, once for all of its tables."""
     return run(load())

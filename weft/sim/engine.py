@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from weft.machine import Machine
 from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, Signal, Step, Wait
 from weft.sim import kernels, lookups, transfers
-from weft.sim.fluid import Resource, Usage
+from weft.sim.network import Resource, Usage
 from weft.sim.world import Process, Recorder, World, ns
 from weft.span import Span
 

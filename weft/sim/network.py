@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 
 from weft.machine import Machine
-from weft.sim.fluid import Fluid, Resource
+from weft.sim.fluid import Fluid, Resource, Usage
+
+__all__ = ["Network", "Resource", "Usage"]
 
 
 @dataclass

@@ -14,8 +14,7 @@ import simpy
 
 from weft.machine import Machine
 from weft.schedule import Flag, Schedule, Step, Wait
-from weft.sim.fluid import Resource
-from weft.sim.network import Network
+from weft.sim.network import Network, Resource
 from weft.span import Span
 from weft.work import span
 
