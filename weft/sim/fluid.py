@@ -24,6 +24,70 @@ DONE = 1e-6
 """Bytes: what is left of a finished transfer by rounding."""
 
 
+@dataclass
+class Settled(ABC):
+    """Activities whose rates hold from one change to the next: set once for all that starts and ends within a nanosecond."""
+
+    env: simpy.Environment
+
+    def __post_init__(self) -> None:
+        self._updated = 0
+        self._dirty = False
+        self._version = 0
+
+    @abstractmethod
+    def move(self, elapsed: int) -> None:
+        """So many nanoseconds have gone by at the rates that were set."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Set all rates."""
+
+    @abstractmethod
+    def next_end(self) -> float | None:
+        """Nanoseconds until the first activity ends at these rates; None if there is none."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End what is through."""
+
+    def advance(self) -> None:
+        """Take account of the time since the last change of rates; to be called before anything starts."""
+        elapsed = int(self.env.now) - self._updated
+        if elapsed:
+            self.move(elapsed)
+            self._updated = int(self.env.now)
+
+    def touch(self) -> None:
+        """Have rates set once, after everything else of this nanosecond."""
+        if self._dirty:
+            return
+        self._dirty = True
+        later = simpy.Event(self.env)
+        later._ok, later._value = True, None
+        assert later.callbacks is not None
+        later.callbacks.append(self._settle)
+        self.env.schedule(later, priority=LATE)  # type: ignore[arg-type]
+
+    def _settle(self, _: simpy.Event) -> None:
+        self._dirty = False
+        self.advance()
+        self.settle()
+        self._version += 1
+        wait = self.next_end()
+        if wait is not None:
+            timer = self.env.timeout(max(1, math.ceil(wait)), self._version)
+            assert timer.callbacks is not None
+            timer.callbacks.append(self._finish)
+
+    def _finish(self, timer: simpy.Event) -> None:
+        if timer.value != self._version:
+            return
+        self.advance()
+        self.finish()
+        self.touch()
+
+
 @dataclass(eq=False, slots=True)
 class Flow:
     """A transfer under way. left: bytes."""
@@ -50,17 +114,14 @@ class Usage:
 
 
 @dataclass
-class Fluid(ABC):
+class Fluid(Settled):
     """Flows within a simpy environment. usage: what each resource has carried."""
 
-    env: simpy.Environment
     usage: dict[Resource, Usage] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.streams: dict[tuple[Resource, ...], Stream] = {}
-        self._updated = 0
-        self._dirty = False
-        self._version = 0
 
     @abstractmethod
     def capacity(self, resource: Resource, flows: int) -> float:
@@ -72,49 +133,26 @@ class Fluid(ABC):
         if size <= 0:
             flow.done.succeed()
             return flow.done
-        self._advance()
+        self.advance()
         self.streams.setdefault(resources, Stream(resources)).flows.append(flow)
         for resource in resources:
             self.usage.setdefault(resource, Usage()).bytes += size
-        self._touch()
+        self.touch()
         return flow.done
 
-    def _touch(self) -> None:
-        """Have rates computed once, after everything else of this nanosecond."""
-        if self._dirty:
-            return
-        self._dirty = True
-        later = simpy.Event(self.env)
-        later._ok, later._value = True, None
-        assert later.callbacks is not None
-        later.callbacks.append(self._settle)
-        self.env.schedule(later, priority=LATE)  # type: ignore[arg-type]
+    def move(self, elapsed: int) -> None:
+        """See Settled."""
+        for stream in self.streams.values():
+            moved = stream.rate * elapsed
+            for flow in stream.flows:
+                flow.left -= moved
 
-    def _advance(self) -> None:
-        """Move what has flowed since the last change of rates."""
-        elapsed = self.env.now - self._updated
-        if elapsed:
-            for stream in self.streams.values():
-                moved = stream.rate * elapsed
-                for flow in stream.flows:
-                    flow.left -= moved
-            self._updated = int(self.env.now)
+    def next_end(self) -> float | None:
+        """See Settled."""
+        return min(((min(flow.left for flow in s.flows) - DONE) / s.rate for s in self.streams.values()), default=None)
 
-    def _settle(self, _: simpy.Event) -> None:
-        self._dirty = False
-        self._advance()
-        self._fill()
-        self._version += 1
-        if self.streams:
-            wait = min((min(flow.left for flow in s.flows) - DONE) / s.rate for s in self.streams.values())
-            timer = self.env.timeout(max(1, math.ceil(wait)), self._version)
-            assert timer.callbacks is not None
-            timer.callbacks.append(self._finish)
-
-    def _finish(self, timer: simpy.Event) -> None:
-        if timer.value != self._version:
-            return
-        self._advance()
+    def finish(self) -> None:
+        """See Settled."""
         for stream in list(self.streams.values()):
             for flow in stream.flows:
                 if flow.left <= DONE:
@@ -122,9 +160,8 @@ class Fluid(ABC):
             stream.flows = [flow for flow in stream.flows if flow.left > DONE]
             if not stream.flows:
                 del self.streams[stream.resources]
-        self._touch()
 
-    def _fill(self) -> None:
+    def settle(self) -> None:
         """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
         members: dict[Resource, list[Stream]] = {}
         for stream in self.streams.values():

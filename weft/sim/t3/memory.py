@@ -22,7 +22,6 @@ at which its last unit is through; rates are set once for all that starts and en
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,13 +29,11 @@ from typing import Literal
 
 import simpy
 
-from weft.sim.fluid import LATE
+from weft.sim.fluid import DONE, Settled
 from weft.sim.t3.system import System
 
 Stream = Literal["compute", "communication"]
 Policy = Literal["round_robin", "compute_first"]
-DONE = 1e-6
-"""Units: what is left of a finished flow by rounding."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,25 +60,21 @@ class Flow:
 
 
 @dataclass
-class Memory:
+class Memory(Settled):
     """The memory of one simulated GPU. threshold: entries of a queue that communication may hold; None: all.
 
-    traffic: bytes moved so far, by class. busy_ns: memory time given out so far; peak: the highest share of it ever.
+    traffic: bytes moved so far, by class; peak: the highest share of the memory's time that was ever given out.
     """
 
-    env: simpy.Environment
     system: System
     policy: Policy = "round_robin"
     threshold: int | None = None
     traffic: Counter[str] = field(default_factory=Counter)
-    busy_ns: float = 0.0
     peak: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._flows: list[Flow] = []
-        self._updated = 0
-        self._dirty = False
-        self._version = 0
 
     def flow(
         self,
@@ -104,10 +97,10 @@ class Memory:
         hbm = self.system.hbm
         size = sum(traffic.values())
         charged = sum(part * (hbm.update_cost if name in update else 1.0) for name, part in traffic.items())
-        self._advance()
+        self.advance()
         weight = charged / size if size else 1.0
         self._flows.append(Flow(stream, float(units), pace, charged / hbm.gbps / units, weight, posted, done))
-        self._touch()
+        self.touch()
         return done
 
     def latency_ns(self) -> float:
@@ -127,48 +120,24 @@ class Memory:
         passed = [threshold for least, threshold in limits if intensity >= least]
         self.threshold = passed[-1] if passed else None
 
-    def _touch(self) -> None:
-        if self._dirty:
-            return
-        self._dirty = True
-        later = simpy.Event(self.env)
-        later._ok, later._value = True, None
-        assert later.callbacks is not None
-        later.callbacks.append(self._settle)
-        self.env.schedule(later, priority=LATE)  # type: ignore[arg-type]
+    def move(self, elapsed: int) -> None:
+        """See Settled."""
+        for flow in self._flows:
+            flow.left -= flow.rate * elapsed
 
-    def _advance(self) -> None:
-        """Move what has flowed since the last change of rates."""
-        elapsed = int(self.env.now) - self._updated
-        if elapsed:
-            for flow in self._flows:
-                self.busy_ns += min(flow.left, flow.rate * elapsed) * flow.cost
-                flow.left -= flow.rate * elapsed
-            self._updated = int(self.env.now)
+    def next_end(self) -> float | None:
+        """See Settled."""
+        return min(((flow.left - DONE) / flow.rate for flow in self._flows if flow.rate), default=None)
 
-    def _settle(self, _: simpy.Event) -> None:
-        self._dirty = False
-        self._advance()
-        self._share()
-        self._version += 1
-        if self._flows:
-            wait = min((flow.left - DONE) / flow.rate for flow in self._flows if flow.rate)
-            timer = self.env.timeout(max(1, math.ceil(wait)), self._version)
-            assert timer.callbacks is not None
-            timer.callbacks.append(self._finish)
-
-    def _finish(self, timer: simpy.Event) -> None:
-        if timer.value != self._version:
-            return
-        self._advance()
+    def finish(self) -> None:
+        """See Settled."""
         for flow in self._flows:
             if flow.left <= DONE:
                 flow.done.succeed()
         self._flows = [flow for flow in self._flows if flow.left > DONE]
-        self._touch()
 
-    def _share(self) -> None:
-        """Set every flow's rate."""
+    def settle(self) -> None:
+        """Divide the memory's time between the streams, and within each give reads theirs before posted stores."""
         asked: dict[Stream, float] = {"compute": 0.0, "communication": 0.0}
         for flow in self._flows:
             asked[flow.stream] += flow.asks
