@@ -52,6 +52,22 @@ def test_a_figure_that_is_off_is_missed(study: Study) -> None:
     assert (figure.ok, off.ok) == (True, False)
 
 
+def test_times_of_configurations(study: Study) -> None:
+    """The table in weft.sim.t3.configurations."""
+    for run in study.sublayers:
+        gemm, scatter, near, gather = run.gemm.ns, run.reduce_scatter.ns, run.reduce_scatter_nmc.ns, run.all_gather.ns
+        expected = {
+            "sequential": gemm + scatter + gather,
+            "t3": run.t3.ns + gather,
+            "t3_mca": run.t3_mca.ns + gather,
+            "ideal": max(gemm, scatter) + gather,
+            "ideal_nmc": max(gemm, near) + gather,
+        }
+        assert {name: run.ns(name) for name in CONFIGURATIONS} == expected
+        assert run.speedup("ideal_nmc") == expected["sequential"] / expected["ideal_nmc"]
+    assert any(run.ns("ideal_nmc") < run.ns("ideal") for run in study.sublayers)
+
+
 def test_no_memory_traffic_appears_from_nowhere(study: Study) -> None:
     """T3 saves in every class but the all-gather's, which it does not touch."""
     for run in study.sublayers:
