@@ -227,8 +227,9 @@ def test_nothing_is_lost(
     routes = mapping(collective, world_size).routes
     chunk = work.out_bytes // world_size
     assert run.traffic["gemm_write"] == chunk * sum(not route.remote for route in routes)
-    assert run.traffic["rs_write"] == chunk * sum(len(route.links) for route in routes)
-    assert run.traffic.get("rs_read", 0) == chunk * sum(len(route.links) for route in routes if not route.remote)
+    name = "rs" if collective.endswith("reduce_scatter") else "moved"
+    assert run.traffic[f"{name}_write"] == chunk * sum(len(route.links) for route in routes)
+    assert run.traffic.get(f"{name}_read", 0) == chunk * sum(len(route.links) for route in routes if not route.remote)
     busiest = max(sum(link in route.links for route in routes) for link in range(mapping(collective, world_size).links))
     assert run.ns >= busiest * chunk / gbps
     assert run.ns * system.hbm.gbps >= sum(run.traffic.values()) - run.traffic["tracker"]

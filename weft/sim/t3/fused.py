@@ -136,10 +136,11 @@ class Fused:
     def _transfer(self, tiles: Tiles) -> simpy.Event:
         """Over one link. A command reads memory here; what a peer sends meanwhile is written here."""
         size = self.chunks.size(tiles.low, tiles.high)
-        reads = {} if self.mapping.routes[tiles.position].remote else {"rs_read": size}
-        update = frozenset(["rs_write"] if self.mapping.reduces else [])
+        read, write = (f"{self.mapping.traffic}_{way}" for way in ("read", "write"))
+        traffic = {write: size} if self.mapping.routes[tiles.position].remote else {read: size, write: size}
+        update = frozenset([write] if self.mapping.reduces else [])
         pace = self.system.link.gbps
-        return self.memory.flow("communication", size, lambda: pace, {**reads, "rs_write": size}, update=update)
+        return self.memory.flow("communication", size, lambda: pace, traffic, update=update)
 
     def _arrive(self, tiles: Tiles, link: int) -> Process:
         yield self.env.timeout(self.system.link.latency_ns)

@@ -44,6 +44,11 @@ class Mapping:
     reduces: bool
 
     @property
+    def traffic(self) -> str:
+        """What the classes of its memory traffic begin with."""
+        return "rs" if self.reduces else "moved"
+
+    @property
     def links(self) -> int:
         """How many links a GPU sends over."""
         return len({link for route in self.routes for link in route.links})
