@@ -59,6 +59,14 @@ def test_stores_come_after_reads() -> None:
     assert env.now == 20
 
 
+def test_memory_that_is_used_up_leaves_stores_nothing() -> None:
+    """Reads ask for more than what communication leaves; what rounding leaves of that must not turn stores back."""
+    sublayer = next(s for s in SUBLAYERS if s.name == "Mega-GPT-2 TP8 IP")
+    slow = fused(changed(load(), "hbm.gbps", 1.0), sublayer.gemm, 8, "compute_first")
+    assert slow.ns >= sum(slow.traffic.values()) - slow.traffic["tracker"]
+    assert slow.peak <= 1 + 1e-9
+
+
 def test_starvation_has_a_limit() -> None:
     """One request in two is communication's."""
     assert shares("compute_first", starvation=1) == (96, 96)

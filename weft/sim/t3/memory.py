@@ -147,7 +147,7 @@ class Memory(Settled):
                 flows = [flow for flow in self._flows if flow.stream == stream and flow.posted == posted]
                 wanted = sum(flow.asks for flow in flows)
                 part = min(1.0, left / wanted) if wanted else 1.0
-                given[stream] = left - part * wanted
+                given[stream] = max(0.0, left - part * wanted)
                 for flow in flows:
                     flow.rate = flow.pace() * (part if flow.cost else 1.0)
         self.peak = max(self.peak, sum(flow.rate * flow.cost for flow in self._flows))

@@ -81,8 +81,10 @@ class Study:
 def run(system: System, progress: Progress = lambda text, done, total: None) -> Study:
     """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
 
-    Raises ValueError where the tiles of an output do not divide among its ranks.
+    Raises ValueError where the tiles of an output do not divide among its ranks, or the units are too few to share.
     """
+    if system.units <= max(CONCURRENT_UNITS):
+        raise ValueError(f"units is {system.units}; sharing them needs more than {max(CONCURRENT_UNITS)}")
     total = len(SUBLAYERS) + len(LARGE_SUBLAYERS) + 3
     sublayers = tuple(run_sublayers(system, SUBLAYERS, lambda text, done: progress(text, done, total)))
     large = tuple(run_sublayers(system, LARGE_SUBLAYERS, lambda text, done: progress(text, len(SUBLAYERS) + done, total)))
