@@ -4,7 +4,7 @@ all_gather, all_to_all, reduce_scatter and all_reduce of bfloat16 tensors that a
 all_gather ends with, what each rank gives to the others.
 
     NCCL ...                  its ways (collectives.py)
-    copy_engine:C             weft.collectives, C pieces a part, sums on 16 SMs
+    copy_engine:C             weft.collectives, C pieces a part, sums on 32 SMs
     copy_engine:2, N SMs      the same with sums on N SMs
     copy_engine_pull:C        all_gather alone: peers pull
     copy_engine:C, straight   the result lies in collectives.empty: nothing is staged, or copied on arrival

@@ -309,7 +309,7 @@ class CollectiveProblem(Problem):
     n: int = 1
     k: int = 1
     staging_bytes: int = 1 << 28
-    sms: int = 16
+    sms: int = 32
     reachable: bool = False
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ Every function takes, beside torch's arguments:
                     "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.Schedule
     staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 256 MiB on a GPU, less
                     where less is free, and 16 MiB on a CPU. More bytes go through it in turns
-    sms             SMs that sum, default: the machine's `stores.sms`
+    sms             SMs that sum, default: twice the machine's `stores.sms`
     stream          with async_op=True on GPUs, where it runs; default: a stream of high priority
 
 and returns None, or with async_op=True a Work, whose wait() is ordered on streams, as torch's. Tensors are contiguous, on one

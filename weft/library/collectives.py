@@ -35,7 +35,7 @@ _WAY_BACK: dict[str, Op] = {
 @cache
 def default_sms(device: torch.device) -> int:
     """What a lane of communication blocks occupies on the machine that this is."""
-    return machine.load(machine_for(device)).stores.sms
+    return 2 * machine.load(machine_for(device)).stores.sms
 
 
 def _shape(x: torch.Tensor, op: str, world_size: int) -> Sequence[Any]:
