@@ -20,7 +20,7 @@ from typing import Literal
 from weft.machine import Machine
 
 Transport = Literal["none", "vendor", "copy_engine"]
-AT_MOST = 8
+AT_MOST = 10
 """Ways that are measured, sequential among them."""
 BLOCKS = (8, 16)
 """Blocks that a collective may be held to: 16 reach 0.89 of what all SMs store to peers on 8 x H200."""
