@@ -53,6 +53,8 @@ _COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
 PUSH_SMS = 16
 """SMs that stores to peers get beside a kernel whose blocks wait for them. On 4 x H200, 16 reach 218 GB/s at 4 MiB a peer, 32
 reach 224, copy engines 175 (docs/log.md)."""
+PULL_SMS = 8
+"""SMs that loads from peers get beside a kernel; each has 160 KiB under way."""
 _STORE_US, _STORE_BYTES_PER_US = 3.0, 2.2e5
 """How long the first of them takes to start, and their rate."""
 _L2_BYTES, _HBM_BYTES_PER_US = 4.0e7, 3.8e6
