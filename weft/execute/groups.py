@@ -127,9 +127,9 @@ class GroupState:
 
         if capturing:
             raise ValueError("splits: call the operator once with these sizes before capturing a graph")
-        self.team.enter(call.describe())
+        heights = self.team.enter(call.describe(), call.a.shape[0])
         self._peers = self._peers or Peers(self.team.group)
-        bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call)
+        bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call, a_rows=max(heights))
         self._ragged[call.key] = bound
         return bound
 

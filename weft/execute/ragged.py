@@ -71,11 +71,12 @@ class Arrived:
 
 
 class RaggedProgram:
-    """The kernels of one kind of call. Collective: every rank constructs it for the same."""
+    """The kernels of one kind of call. Collective: every rank constructs it for the same. a_rows: the most that an a of a rank
+    has in its first call."""
 
-    def __init__(self, peers: Peers, call: RaggedCall) -> None:
+    def __init__(self, peers: Peers, call: RaggedCall, *, a_rows: int) -> None:
         self.peers = peers
-        self.shape = _shape(call, peers.rank, peers.world_size)
+        self.shape = _shape(call, peers.rank, peers.world_size, a_rows)
         _check_kernels(call, peers.world_size)
         symmetric = {
             name: peers.tensor(extents, dtype, name=name) for name, (extents, dtype) in symmetric_shapes(self.shape).items()
@@ -86,6 +87,7 @@ class RaggedProgram:
     def run(self, call: RaggedCall) -> Arrived:
         """One call, on torch's current stream. Raises what an earlier one has noted."""
         self._raise_noted()
+        _check_room(call, self.shape)
         self._follow(call.a.device)
         a, b = _aligned(call.a), _unit_stride(call.b)
         counts = call.received(self.peers.world_size)
@@ -97,7 +99,7 @@ class RaggedProgram:
         self.exchange.dispatch(a, b, out)
         rows = a.new_empty(call.max_rows, self.shape.k) if call.return_received else None
         if rows is not None:
-            self.exchange.collect(a, rows)
+            self.exchange.collect(rows)
         return Arrived(out=out, counts=counts, rows=rows)
 
     def _follow(self, device: torch.device) -> None:
@@ -125,19 +127,29 @@ def _cut(kind: int, rows: int, capacity: int) -> str:
     return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; those past it were left out"
 
 
-def _shape(call: RaggedCall, rank: int, world_size: int) -> Shape:
+def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
     experts, k, n = call.b.shape
     return Shape(
         rank=rank,
         world_size=world_size,
         experts=experts,
         max_rows=call.max_rows,
+        a_rows=max(a_rows, call.max_rows),
         n=n,
         k=k,
         dtype=call.a.dtype,
         dispatch=call.dispatch,
         device=call.a.device,
     )
+
+
+def _check_room(call: RaggedCall, shape: Shape) -> None:
+    """Products of a combine wait in memory that all ranks share: it is as large as their first call asked for."""
+    if not call.dispatch and call.a.shape[0] > shape.a_rows:
+        raise ValueError(
+            f"a has {call.a.shape[0]} rows; with this max_rows, {shape.max_rows}, the first call left room for {shape.a_rows}: "
+            "give a as many rows in the first call, on any rank, as it will have at most"
+        )
 
 
 def _check_kernels(call: RaggedCall, world_size: int) -> None:
