@@ -205,7 +205,7 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     tile = f"tensordesc<bf16{[blocks.m, blocks.k]}>"
     types = {"a_desc": tile, "landing_desc": tile, "b_desc": f"tensordesc<bf16{b_block}>", "notes_ptr": "*i64"}
     types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
-    constants = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": 4, "PART_FIELDS": 3, "MOVE_FIELDS": 6, "MOVERS": 16}
+    constants = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": 4, "PART_FIELDS": 3, "MOVE_FIELDS": 6}
     constants |= {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "GROUP": 8, "ALIGN": 8, "B_TRANSPOSED": transposed}
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
     text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)

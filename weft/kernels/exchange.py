@@ -166,6 +166,7 @@ class Exchange:
             shape.n,
             shape.k,
             shape.max_rows,
+            shape.movers,
         )
         self._grouped(self._dispatch, arguments, a, b, out)
 
@@ -190,6 +191,7 @@ class Exchange:
             shape.n,
             shape.k,
             shape.max_rows,
+            shape.movers,
         )
         self._grouped(self._combine, arguments, a, b, out)
 
@@ -249,7 +251,7 @@ class Exchange:
 
     def _moving(self) -> dict[str, int]:
         rows, cols = self.shape.move
-        return {"MOVERS": self.shape.movers, "MOVE_ROWS": rows, "COLS": cols, "STAGES": _STAGES}
+        return {"MOVE_ROWS": rows, "COLS": cols, "STAGES": _STAGES}
 
 
 def symmetric_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

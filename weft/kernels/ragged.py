@@ -198,7 +198,7 @@ def _await(
     return known
 
 
-@triton.jit(do_not_specialize=["tries", "rank"])
+@triton.jit(do_not_specialize=["tries", "rank", "movers"])
 def dispatch_kernel(
     landing_desc,
     b_desc,
@@ -219,6 +219,7 @@ def dispatch_kernel(
     N,
     K,
     max_rows,
+    movers,
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
@@ -226,7 +227,6 @@ def dispatch_kernel(
     GROUP_FIELDS: tl.constexpr,
     PART_FIELDS: tl.constexpr,
     MOVE_FIELDS: tl.constexpr,
-    MOVERS: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -237,11 +237,11 @@ def dispatch_kernel(
     ALIGN: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
 ):
-    block, blocks = tl.program_id(0) - MOVERS, tl.num_programs(0)
+    block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
         _push(
-            block + MOVERS,
-            MOVERS,
+            block + movers,
+            movers,
             a_ptr,
             landing_ptr,
             landing_peers_ptr,
@@ -261,7 +261,7 @@ def dispatch_kernel(
     row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
     tiles = row_tiles * col_tiles
     # The first tiles are each block's own, which costs nothing; the last rounds are drawn.
-    own = tl.maximum(tiles // blocks - 2, 0) * (blocks - MOVERS)
+    own = tl.maximum(tiles // blocks - 2, 0) * (blocks - movers)
     tile = block
     if (block < 0) | (block >= own):
         tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
@@ -280,13 +280,13 @@ def dispatch_kernel(
         col = col_tile * BLOCK_N
         acc = _multiply(landing_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
         _store(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
-        tile += blocks - MOVERS
+        tile += blocks - movers
         if tile >= own:
             tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
     _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
 
 
-@triton.jit(do_not_specialize=["tries", "rank"])
+@triton.jit(do_not_specialize=["tries", "rank", "movers"])
 def combine_kernel(
     a_desc,
     b_desc,
@@ -305,6 +305,7 @@ def combine_kernel(
     N,
     K,
     max_rows,
+    movers,
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
@@ -312,7 +313,6 @@ def combine_kernel(
     GROUP_FIELDS: tl.constexpr,
     PART_FIELDS: tl.constexpr,
     MOVE_FIELDS: tl.constexpr,
-    MOVERS: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -323,11 +323,11 @@ def combine_kernel(
     ALIGN: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
 ):
-    block, blocks = tl.program_id(0), tl.num_programs(0) - MOVERS
+    block, blocks = tl.program_id(0), tl.num_programs(0) - movers
     if block >= blocks:
         _pull(
             block - blocks,
-            MOVERS,
+            movers,
             out_ptr,
             product_ptr,
             product_peers_ptr,
@@ -396,7 +396,6 @@ def collect_kernel(
     GROUP_FIELDS: tl.constexpr,
     PART_FIELDS: tl.constexpr,
     MOVE_FIELDS: tl.constexpr,
-    MOVERS: tl.constexpr,
     MOVE_ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
