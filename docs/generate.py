@@ -6,6 +6,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text results MODE          benchmarks/results/tp.jsonl as a table
+    ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
 
 tests/test_docs.py holds that nothing is out of date.
 """
@@ -29,13 +30,13 @@ from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Sign
 from weft.schedules import names
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/schedules.md")
+DOCUMENTS = ("README.md", "docs/measured.md", "docs/schedules.md")
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_CHUNKS = 2
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart|results) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def timeline(op: str, family: str) -> str:
@@ -112,9 +113,7 @@ def results(mode: str) -> str:
     rows = [row for row in map(json.loads, lines) if row["mode"] == mode]
     heads = ("operator, case", "NCCL", "cuBLAS", "sequential", "async TP", "weft", "schedule", "of ideal", "speed-up")
     table = [heads, *(_result(row) for row in rows)]
-    first = rows[0]
-    versions = " ".join(f"{name} {first['versions'][name]}" for name in ("torch", "cuda", "nccl"))
-    return f"{_table(table)}\n\n{first['machine']}, {versions}, {first['dtype']}, mode {mode}, commit {first['commit']}"
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
 
 
 def _result(row: dict[str, Any]) -> tuple[str, ...]:
@@ -126,7 +125,35 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
-MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart, "results": results}
+def fused(bench: str, mode: str) -> str:
+    """The cases of one of the fused operators' benchmarks. Times in us; best: of all that is not weft's."""
+    lines = (ROOT / "benchmarks" / "results" / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["mode"] == mode and row["overlapped_us"]]
+    heads = ("operator, case", "computation", "sequential", "best other", "weft", "auto", "schedule", "of ideal", "speed-up")
+    table = [heads, *(_fused(row) for row in rows)]
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _fused(row: dict[str, Any]) -> tuple[str, ...]:
+    others = [us for name, us in row["peers"].items() if not name.startswith(("computation", "communication", "lookup"))]
+    figures = (row["computation_us"], row["sequential_us"], min(others, default=None), row["overlapped_us"], row["auto_us"])
+    times = ["-" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in figures]
+    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
+    return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+
+
+def _machine(row: dict[str, Any]) -> str:
+    versions = " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
+    return f"{row['machine']}, {versions}, {row['dtype']}"
+
+
+MAKERS: dict[str, Callable[..., str]] = {
+    "timeline": timeline,
+    "counts": counts,
+    "chart": chart,
+    "results": results,
+    "fused": fused,
+}
 
 
 def rewritten(text: str) -> str:

@@ -70,6 +70,7 @@ class Runner:
         self.asked: dict[str, Any] = {}
         self.error = 1e-3
         self.overlapped_us = 2000.0
+        self.tried: dict[str, float] = {}
         self.raises: Exception | None = None
 
     def __call__(self, model: Model, **asked: Any) -> Run:
@@ -103,6 +104,7 @@ class Runner:
             tolerance=1e-2,
             sequential_us=3000.0,
             overlapped_us=self.overlapped_us,
+            tried=self.tried,
             computation_us=1500.0,
             communication_us=1000.0,
             plan=make_plan(site.problem(asked["machine_tokens"], asked["machine_ranks"], asked["dtype"]), asked["machine"]),
@@ -171,6 +173,12 @@ def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus:
 def test_run_on_gpus_does_not_excuse_its_times(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "gpu_count", lambda: 2)
     assert "not that it is fast" not in weft("run", "llama3-8b")[1]
+
+
+def test_what_was_tried_is_said(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    assert "tried" not in weft("run", "llama3-8b")[1]
+    runner.tried = {"sequential": 300.0, "flag_gated:1": 200.0}
+    assert "MLP down: flag_gated:1 200, sequential 300" in weft("run", "llama3-8b")[1]
 
 
 @pytest.mark.parametrize(("overlapped_us", "said"), [(2000.0, False), (1000.0, True)])

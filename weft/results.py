@@ -17,6 +17,7 @@ class SiteRun:
     Times are of the slowest rank, medians, in microseconds. computation_us: the whole matmul alone; communication_us: the
     whole collective alone. max_error: largest difference from the sequential program relative to the largest element of
     the reference; tolerance: what rounding allows. plan: the prediction for the named machine. spans: one measured call.
+    tried: where the schedule was chosen by measurement, each candidate's time.
     """
 
     site: str
@@ -31,6 +32,12 @@ class SiteRun:
     communication_us: float
     plan: Plan
     spans: tuple[Span, ...] = ()
+    tried: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def fastest_first(self) -> list[tuple[str, float]]:
+        """What was tried, with its times."""
+        return sorted(self.tried.items(), key=lambda item: item[1])
 
     @property
     def ok(self) -> bool:

@@ -25,6 +25,7 @@ from weft import schedules
 from weft.execute.calls import Call, MatmulCall
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
+from weft.execute.trial import Choice
 from weft.execute.versions import versions
 from weft.machine import Machine
 from weft.models import Model, Site, decode_sites, sites
@@ -152,6 +153,7 @@ class Measured:
     max_error: float
     rounds: tuple[Round, ...]
     spans: tuple[Span, ...]
+    tried: dict[str, float]
 
 
 def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measured:
@@ -160,18 +162,20 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measure
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     given = _inputs(problem, rank, seed, on)
     out = _run(problem, spec, given)
+    tried: dict[str, float] = {}
     if spec == "auto":
-        spec = _stands_for(problem)
+        choice = _stands_for(problem)
+        spec, tried = choice.spec, choice.us
     error = _error(problem, given, out, rank)
     _round(problem, spec, given, on)
     rounds = tuple(_round(problem, spec, given, on) for _ in range(ROUNDS[device]))
-    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, given))
+    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, given), tried=tried)
 
 
-def _stands_for(problem: Problem) -> str:
+def _stands_for(problem: Problem) -> Choice:
     """What auto has been found to be, after a call."""
     found = GROUPS.choices(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    return next(choice.spec for choice in found if choice.problem == problem)
+    return next(choice for choice in found if choice.problem == problem)
 
 
 def _round(problem: Problem, spec: str, given: Given, on: torch.device) -> Round:
@@ -309,6 +313,7 @@ def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan)
         communication_us=median(lambda ranks: _collective_us([s for r in ranks for s in r.sequential_spans])),
         plan=there,
         spans=_from_zero([s for m in measured for s in m.spans]),
+        tried=measured[0].tried,
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,7 +17,7 @@ from rank_work import both_have, check_both, check_gather, check_scatter, here, 
 
 import weft
 from weft.errors import PeerLost, WaitTimeout, WeftError
-from weft.execute.ranks import Ranks
+from weft.execute.ranks import RankFailed, Ranks
 from weft.problem import split
 
 GPUS = torch.cuda.device_count()
@@ -180,6 +183,45 @@ def _graphs() -> None:
 
 def test_graphs_replayed_between_eager_calls(pool: Ranks) -> None:
     pool.run(_graphs)
+
+
+def _replays_until(victim: int, how: int) -> tuple[str, float]:
+    """Replay a captured call without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    a, b = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
+    weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    struck = time.monotonic() + 0.5
+    if dist.get_rank() == victim:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), how)).start()
+    for _ in range(1_000_000):
+        graph.replay()
+        torch.cuda.synchronize()
+        if time.monotonic() > struck + 1.0:
+            break
+    ended = time.monotonic() - struck
+    try:
+        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    except WeftError as error:
+        # The GPU is usable once the team has failed.
+        assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
+        return f"{type(error).__name__}: {error}", ended
+    raise AssertionError("a rank died and nobody noticed")
+
+
+def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
+    """Replays that wait for it end soon: the watch looks after peers between calls, too, and releases the streams."""
+    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        ranks.start(_replays_until, 1, signal.SIGKILL)
+        with pytest.raises(RankFailed) as caught:
+            ranks.finish(timeout_s=60)
+    message, seconds = caught.value.results[0]
+    assert "rank 1" in message, message
+    assert seconds < BOUND_S + 5
 
 
 def _two_streams() -> None:

@@ -42,8 +42,18 @@ def print_measured(out: Console, run: Run) -> None:
     out.print(f"{run.machine} us is the prediction above, for {run.machine_ranks} ranks and {run.machine_tokens} tokens.")
     if run.over_ideal:
         out.print(OVER_IDEAL)
+    _print_tried(out, run)
     if run.device == "cpu":
         out.print(ON_CPU)
+
+
+def _print_tried(out: Console, run: Run) -> None:
+    """Why these schedules, where that was measured: every candidate's time."""
+    sites = [site for site in run.sites if site.tried]
+    if sites:
+        out.print("Chosen by measurement; us of each schedule that was tried:")
+    for site in sites:
+        out.print(f"  {site.site}: " + ", ".join(f"{spec} {us(time)}" for spec, time in site.fastest_first))
 
 
 def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:

@@ -66,7 +66,7 @@ class CudaSpace:
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
-        self._tickets = 0
+        self._tickets = self._seen_done = 0
         self._pending: deque[Pending] = deque()
         self._releases: dict[int, Callable[[], None]] = {}
         self._stop = threading.Event()
@@ -136,11 +136,16 @@ class CudaSpace:
         """
         self._tickets += 1
         ticket = self._tickets
-        if not self.done(ticket - _TICKETS + 1):
+        if not self._reusable(ticket):
             self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck)
         self.driver.record(self._begun[ticket % _TICKETS], stream)
         self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck))
         return ticket
+
+    def _reusable(self, ticket: int) -> bool:
+        """Whether a ticket's events are free. Mostly the watch has seen that, and the driver need not be asked."""
+        last_user = ticket - _TICKETS + 1
+        return last_user <= self._seen_done or self.done(last_user)
 
     def end(self, stream: int, ticket: int) -> None:
         """The call is done when `stream` comes here."""
@@ -175,7 +180,7 @@ class CudaSpace:
         first = None
         try:
             while self._pending and self.done(self._pending[0].ticket):
-                self._pending.popleft()
+                self._seen_done = self._pending.popleft().ticket
             first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
             self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
             if first is not None:

@@ -85,6 +85,12 @@ def finalists(trials: Sequence[Trial]) -> tuple[str, ...]:
     return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
 
 
+def _rotated(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
+    """Another one first in each run: what comes after a hot one is slower."""
+    first = run % len(specs)
+    return specs[first:] + specs[:first]
+
+
 def calls_of_a_run(call_ns: int) -> int:
     """As many as fill 5 ms, within bounds."""
     return max(_FEWEST, min(_MOST, _RUN_NS // max(1, call_ns)))
@@ -132,7 +138,8 @@ class Contest:
         calls = {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials if t.spec in programs}
         times: dict[str, list[int]] = {spec: [] for spec in programs}
         for run in range(_FINAL_RUNS):
-            for spec, program in programs.items():
+            for spec in _rotated(tuple(programs), run):
+                program = programs[spec]
                 time = self.timer(lambda p=program: self._drop_result(p), calls[spec])  # type: ignore[misc]
                 times[spec].append(max(self.meet(f"final of {spec}: run {run}", time)))
         us = {spec: statistics.median(runs) / 1e3 for spec, runs in times.items()}

@@ -96,7 +96,13 @@ def _caveats(run: Run) -> list[Html]:
         texts.append(
             "A share over 100 %: the slower half alone took longer than the overlapped call; times scatter by that much."
         )
+    texts += [f"{s.site}: chosen by measurement, µs: {_tried(s)}" for s in run.sites if s.tried]
     return [tag("p", text, class_="note") for text in texts]
+
+
+def _tried(site: SiteRun) -> str:
+    """Every candidate's time, the fastest first."""
+    return ", ".join(f"{name} {us(time)}" for name, time in site.fastest_first)
 
 
 def _predicted_table(run: Run) -> Html:
