@@ -194,7 +194,7 @@ class Vendor:
 
     def _exchange_columns(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """What comes from each rank is a block of its columns, laid side by side."""
-        columns = [self._problem.columns(rank) for rank in range(self._problem.world_size)]
+        columns = [right - left for left, right in self._problem.blocks]
         gives = [(high - low) * src.shape[1] for low, high in self._shards]
         takes = [dst.shape[0] * width for width in columns]
         landed = src.new_empty(sum(takes))

@@ -13,7 +13,7 @@ weft.kernels.exchange launches them.
     ... then tiles               of a tile's segments  own rows -> out                  product of r -> out
                                  multiply -> out
 
-A tile has rows of one expert, from any ranks, and tells, or waits for, each of them; only an expert's last tile is partly empty.
+A tile has rows of one expert, from any ranks, and tells, or waits for, each of those; only an expert's last tile may be short.
 In a dispatch the own rows are pushed like others, into the own landing, so that a tile's rows lie together. Its last tiles are
 taken in turn by whichever block is free: pushing takes a part of the time that multiplying takes.
 
@@ -184,8 +184,8 @@ def _await(
     E: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Wait for all segments that have rows of [row, row + valid). known: a bit for each that this block knows to be there, up to
-    64 of them; returned with those that it has waited for."""
+    """Wait for all segments that have rows of [row, row + valid). known: bits of those that this block knows to be there, if
+    there are at most 64; returned with what it has waited for."""
     for other in range(W):
         part = parts_ptr + FIELDS * (expert * W + other)
         first, rows = tl.load(part), tl.load(part + 1)
@@ -271,9 +271,8 @@ def dispatch_kernel(
     each = tl.cdiv(units, tl.maximum(tiles, 1))
     known = tl.full((), 0, tl.int64)
     while tile < tiles:
-        unit = _zero(
-            out_ptr, below, max_rows, N, unit, blocks, tl.minimum(each, tl.cdiv(units - unit, blocks)), MOVE_ROWS, COLS, ALIGN
-        )
+        times = tl.minimum(each, tl.cdiv(units - unit, blocks))
+        unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
         row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
         expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
         known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
@@ -353,9 +352,8 @@ def combine_kernel(
         unit = block
         each = tl.cdiv(units, tl.maximum(tiles, 1))
         for tile in range(block, tiles, blocks):
-            unit = _zero(
-                out_ptr, below, max_rows, N, unit, blocks, tl.minimum(each, tl.cdiv(units - unit, blocks)), MOVE_ROWS, COLS, ALIGN
-            )
+            times = tl.minimum(each, tl.cdiv(units - unit, blocks))
+            unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
             row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
             expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, False)
             col = col_tile * BLOCK_N

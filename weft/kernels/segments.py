@@ -7,12 +7,12 @@ sides; E experts a rank, W ranks.
     DISPATCH         dst_rank, expert                   expert, src_rank
     combine          expert, dst_rank                   src_rank, expert
 
-Each is the other's way back. The rows that an expert multiplies lie together in both: tiles are cut from those, whatever segments
-they hold. `layout` publishes this rank's counts to all, waits for theirs, and writes three tables of int32:
+Each is the other's way back. The rows that an expert multiplies lie together in both: tiles are cut from those, whatever
+segments they hold. `layout` publishes this rank's counts to all, waits for theirs, and writes three tables of int32:
 
     groups  by expert: end (row tiles of this expert and all before it), first row, rows, start (where its tiles begin)
     parts   by expert and other rank: first row of the segment, rows, and of this rank's own in a combine, its row in out
-    moves   by segment, in the order in which they are moved, MOVE_FIELDS each, a power of two of them; then all rows that arrive
+    moves   by segment, in the order in which they are moved, a power of two of them; then how many rows arrive in all
             end (units of this segment and all before it), rows, here (first row where it is read), there (where it lands),
             peer (other rank), expert
 
@@ -31,9 +31,9 @@ Two calls cannot race:
     store rows at rank 1, or products here
 
 Nobody overwrites what a peer may still read before that peer has told of this call, which it does when all its kernels of the
-call before have ended. Counts themselves are written before that: they have two places that calls take in turn, since a peer may
-be one call ahead, but not two. Words only grow: `told` by one a call, `arrived` by what is signalled of a segment, of which the
-receiver keeps the sum in `goals`: a unit that has been pushed, or a tile that has some of its rows. The number of the call is a
+call before have ended. Counts themselves are written before that: they have two places that calls take in turn, since a peer
+may be one call ahead, but not two. Words only grow: `told` by one a call, `arrived` by one for each unit of a segment that has
+been pushed, or for each tile that has rows of it; the receiver keeps the sum of those in `goals`. The number of the call is a
 word on the device, so that graphs may be replayed.
 
 Bounds. What does not fit, in a or at a receiver (max_rows), is cut off on both sides alike, and noted: nothing is written
