@@ -25,7 +25,7 @@ import weft
 from weft import machine
 from weft.cli.gantt import gantt
 from weft.models import Site, load_model, sites
-from weft.problem import LOOKUP_OPS, Op
+from weft.problem import COLUMN_OPS, LOOKUP_OPS, ColumnProblem, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 
@@ -48,7 +48,8 @@ def timeline(op: str, family: str) -> str:
 def _example(op: str) -> weft.Problem:
     if op in LOOKUP_OPS:
         return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
-    return weft.Problem(op=op, **EXAMPLE)  # type: ignore[arg-type]
+    kind = ColumnProblem if op in COLUMN_OPS else weft.Problem
+    return kind(op=op, **EXAMPLE)  # type: ignore[arg-type]
 
 
 def counts(op: Op) -> str:

@@ -176,6 +176,23 @@ def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
     assert "rows arrived in an earlier call" in text
 
 
+def _no_room() -> None:
+    """A first call with few rows leaves room for as many as max_rows; then some rank's a is larger."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    eye, splits = torch.eye(8, dtype=torch.float16), torch.zeros(size, dtype=torch.int32)
+    for rows in (3, 24, 11):
+        weft.matmul_all_to_all(torch.ones(rows, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"a has 25 rows; the first call with max_rows=24 left room for 24: "):
+            weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
+    dist.barrier()
+    weft.close()
+
+
+def test_products_have_the_room_of_the_first_call(interpreted: Ranks) -> None:
+    interpreted.run(_no_room)
+
+
 def _for_a_gpu(kernel: Any, constants: dict[str, int], types: dict[str, str], warps: int) -> str:
     """PTX of a kernel for an H100. Needs no GPU."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")

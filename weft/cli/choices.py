@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from weft.models import Model, Site, decode_sites, load_model, sites
-from weft.problem import ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
+from weft.problem import COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
 
 if TYPE_CHECKING:
     from weft.results import Skipped
@@ -52,7 +52,7 @@ def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, i
 
 def choose_op(op: str) -> Op:
     """`op`, if weft has it."""
-    known = (*OPS, *LOOKUP_OPS)
+    known = (*OPS, *LOOKUP_OPS, *COLUMN_OPS)
     if op not in known:
         raise ValueError(f"op is {op!r}; weft has {', '.join(known)}")
     return op

@@ -116,6 +116,10 @@ class GroupState:
                 return on_host(self.team, call)
             capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
             number, program = self._ragged.get(call.key) or self._bind_ragged(call, capturing=capturing)
+            try:
+                program.check_room(call)
+            except ValueError as error:
+                raise self._failed(error) from None
             if not capturing:
                 self.team.repeat(number)
             return program.run(call)

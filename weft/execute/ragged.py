@@ -87,7 +87,6 @@ class RaggedProgram:
     def run(self, call: RaggedCall) -> Arrived:
         """One call, on torch's current stream. Raises what an earlier one has noted."""
         self._raise_noted()
-        _check_room(call, self.shape)
         self._follow(call.a.device)
         a, b = _aligned(call.a), _unit_stride(call.b)
         counts = call.received(self.peers.world_size)
@@ -101,6 +100,16 @@ class RaggedProgram:
         if rows is not None:
             self.exchange.collect(rows)
         return Arrived(out=out, counts=counts, rows=rows)
+
+    def check_room(self, call: RaggedCall) -> None:
+        """Products of a combine wait in memory that all ranks share, as large as their first call asked for: ValueError if a
+        has more rows than that."""
+        rows, room = call.a.shape[0], self.shape.a_rows
+        if rows > room and not call.dispatch:
+            raise ValueError(
+                f"a has {rows} rows; the first call with max_rows={self.shape.max_rows} left room for {room}: give a as many "
+                "rows in that call, on any rank, as it will have at most"
+            )
 
     def _follow(self, device: torch.device) -> None:
         """Calls of one program share its memory: on another stream than the last one, after it."""
@@ -141,15 +150,6 @@ def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
         dispatch=call.dispatch,
         device=call.a.device,
     )
-
-
-def _check_room(call: RaggedCall, shape: Shape) -> None:
-    """Products of a combine wait in memory that all ranks share: it is as large as their first call asked for."""
-    if not call.dispatch and call.a.shape[0] > shape.a_rows:
-        raise ValueError(
-            f"a has {call.a.shape[0]} rows; with this max_rows, {shape.max_rows}, the first call left room for {shape.a_rows}: "
-            "give a as many rows in the first call, on any rank, as it will have at most"
-        )
 
 
 def _check_kernels(call: RaggedCall, world_size: int) -> None:

@@ -68,7 +68,8 @@ def matmul_all_to_all(
     Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the
     rank that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit
     (in a, or in max_rows) is left out, never written elsewhere, and a ValueError says so in a call after the next; on CPUs at
-    once. On GPUs: bfloat16 and float16, K and N multiples of 8.
+    once. On GPUs: bfloat16 and float16, K and N multiples of 8; a no larger than max_rows, or than any rank's a in the first
+    call with these sizes, whose room products have.
 
     split_dim=-1 cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
     Returns out [world_size * M, ..., n]: those columns, for the rows of every rank. So Ulysses' attention goes from parts of
