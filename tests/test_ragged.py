@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -220,15 +221,28 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     blocks = SHAPES[0]
     b_block = [1, blocks.n, blocks.k] if transposed else [1, blocks.k, blocks.n]
     tile = f"tensordesc<bf16{[blocks.m, blocks.k]}>"
-    types = {"a_desc": tile, "landing_desc": tile, "b_desc": f"tensordesc<bf16{b_block}>", "notes_ptr": "*i64"}
+    whole = f"tensordesc<bf16{[blocks.m, blocks.n]}>"
+    types = {
+        "out_desc": whole,
+        "product_desc": whole,
+        "a_desc": tile,
+        "landing_desc": tile,
+        "b_desc": f"tensordesc<bf16{b_block}>",
+        "notes_ptr": "*i64",
+    }
     types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
     constants = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": 4, "PART_FIELDS": 3, "MOVE_FIELDS": 6}
     constants |= {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "GROUP": 8, "ALIGN": 8, "B_TRANSPOSED": transposed}
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
+    constants |= {"ASYNCHRONOUS": 1} if name == "combine_kernel" else {}
     text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)
     for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.async.cg", "st.global.v4.b32", "sys.release.add"):
         assert needed in text, needed
     assert "sys.acquire" in text
+    # A tile that TMA stores is told of when it has been written, not when it has been read from shared memory.
+    settled = [len(re.findall(rf"bulk\.{wait}\s+0;", text)) for wait in ("wait_group", r"wait_group\.read")]
+    assert settled[0] == (2 if name == "combine_kernel" else 0)
+    assert settled[1] > 0
     assert "st.global.b16" not in text
 
 

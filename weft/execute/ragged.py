@@ -95,7 +95,7 @@ class RaggedProgram:
         if not call.dispatch:
             self.exchange.combine(a, b, out)
             return Arrived(out=out, counts=counts)
-        self.exchange.dispatch(a, b, out)
+        self.exchange.dispatch(a, b, out, keep_own=call.return_received)
         rows = a.new_empty(call.max_rows, self.shape.k) if call.return_received else None
         if rows is not None:
             self.exchange.collect(rows)

@@ -143,12 +143,15 @@ class Exchange:
         # Each segment is compared with each, in registers.
         self._layout(1, arguments, constants, key=key, num_warps=max(8, shape.segments // 8))
 
-    def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        """out = what arrives @ b, by expert; zeros below. a: [rows, K], contiguous."""
+    def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
+        """out = what arrives @ b, by expert; zeros below. a: [rows, K], contiguous. keep_own: for `collect` after it."""
         shape, blocks = self.shape, self.shape.blocks
+        a_block = [blocks.m, blocks.k]
         arguments = (
-            TensorDescriptor.from_tensor(self.rows.local, [blocks.m, blocks.k]),
+            TensorDescriptor.from_tensor(a, a_block),
+            TensorDescriptor.from_tensor(self.rows.local, a_block),
             _b_descriptor(b, blocks),
+            _descriptor(out, blocks),
             a,
             out,
             self.rows.local,
@@ -167,8 +170,9 @@ class Exchange:
             shape.k,
             shape.max_rows,
             shape.movers,
+            int(keep_own),
         )
-        self._grouped(self._dispatch, arguments, a, b, out)
+        self._grouped(self._dispatch, arguments, {}, a, b, out)
 
     def combine(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. a: [rows, K], contiguous, of at most a_rows."""
@@ -176,6 +180,7 @@ class Exchange:
         arguments = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
+            _descriptor(self.rows.local, blocks),
             out,
             self.rows.local,
             self.rows.peers,
@@ -193,10 +198,17 @@ class Exchange:
             shape.max_rows,
             shape.movers,
         )
-        self._grouped(self._combine, arguments, a, b, out)
+        # The interpreter stores at once, and knows no PTX.
+        self._grouped(self._combine, arguments, {"ASYNCHRONOUS": int(out.is_cuda)}, a, b, out)
 
     def _grouped(
-        self, launcher: Launcher, arguments: tuple[object, ...], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+        self,
+        launcher: Launcher,
+        arguments: tuple[object, ...],
+        more: dict[str, int],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         blocks = self.shape.blocks
         constants = {
@@ -208,6 +220,7 @@ class Exchange:
             "GROUP": blocks.group,
             "ALIGN": _ALIGN,
             "B_TRANSPOSED": int(bool(b.numel()) and _transposed(b)),
+            **more,
         }
         launcher(
             max(self.sms, self.shape.movers + 1),
@@ -268,6 +281,11 @@ def symmetric_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dty
 
 def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() % 16 for tensor in tensors)
+
+
+def _descriptor(rows: torch.Tensor, blocks: Blocks) -> TensorDescriptor:
+    """Of a contiguous matrix that whole tiles are stored to. Without columns nothing is stored: any descriptor will do."""
+    return TensorDescriptor.from_tensor(rows if rows.numel() else rows.new_empty(1, _ALIGN), [blocks.m, blocks.n])
 
 
 def _transposed(b: torch.Tensor) -> bool:

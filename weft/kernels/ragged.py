@@ -14,8 +14,12 @@ weft.kernels.exchange launches them.
                                  multiply -> out
 
 A tile has rows of one expert, from any ranks, and tells, or waits for, each of those; only an expert's last tile may be short.
-In a dispatch the own rows are pushed like others, into the own landing, so that a tile's rows lie together. Its last tiles are
-taken in turn by whichever block is free: pushing takes a part of the time that multiplying takes.
+In a dispatch, tiles of own rows alone read a; own rows that share a tile with others are pushed, too, into the own landing, so
+that a tile's rows lie together. Its last tiles are taken in turn by whichever block is free: pushing takes a part of the time
+that multiplying takes.
+
+Whole tiles are stored by TMA, which in a combine goes on while the next tile is multiplied. A block tells of a tile after that,
+when it has long been stored; a wait for the stores comes first all the same.
 
 A block that waits never keeps back what it waits for: pushing blocks wait for nothing until they have pushed all, here and on
 every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones.
@@ -114,25 +118,37 @@ def _push(
     landing_peers_ptr,
     arrived_ptr,
     arrived_peers_ptr,
+    groups_ptr,
     moves_ptr,
     rank,
     K,
+    keep_own,
     E: tl.constexpr,
     Q: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
     FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Rows of a to where they land, unit by unit, each with a signal."""
+    """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
+    if keep_own."""
     for unit in range(block, tl.load(moves_ptr + FIELDS * (Q - 1)), blocks):
         fields, within = move_of(moves_ptr, unit, Q, FIELDS)
         at = within * ROWS
         peer = tl.load(fields + 4)
         landing = peer_pointer(landing_ptr, landing_peers_ptr, peer)
-        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
-        _copy_rows(a_ptr, here, landing, there, tl.load(fields + 1) - at, K, ROWS, COLS, STAGES, ALIGN)
+        here, there, rows = tl.load(fields + 2) + at, tl.load(fields + 3) + at, tl.load(fields + 1) - at
+        group = groups_ptr + GROUP_FIELDS * tl.load(fields + 5)
+        top = tl.load(group + 1)
+        # The tiles that have rows of this unit, all of their rows.
+        first = top + (there - top) // TILE_ROWS * TILE_ROWS
+        last = top + ((there + tl.minimum(rows, ROWS) - 1 - top) // TILE_ROWS + 1) * TILE_ROWS
+        shared = (first < there - at) | (tl.minimum(last, top + tl.load(group + 2)) > there + rows)
+        if (peer != rank) | shared | (keep_own != 0):
+            _copy_rows(a_ptr, here, landing, there, rows, K, ROWS, COLS, STAGES, ALIGN)
         signal(peer_pointer(arrived_ptr, arrived_peers_ptr, peer) + rank * E + tl.load(fields + 5))
 
 
@@ -189,7 +205,7 @@ def _await(
     for other in range(W):
         part = parts_ptr + FIELDS * (expert * W + other)
         first, rows = tl.load(part), tl.load(part + 1)
-        if (first < row + valid) & (first + rows > row):
+        if tl.maximum(first, row) < tl.minimum(first + rows, row + valid):
             segment = other * E + expert
             bit = tl.full((), 1, tl.int64) << (segment % 64)
             if (W * E > 64) | ((known & bit) == 0):
@@ -198,10 +214,37 @@ def _await(
     return known
 
 
-@triton.jit(do_not_specialize=["tries", "rank", "movers"])
+@triton.jit
+def _tell(
+    expert,
+    row,
+    valid,
+    arrived_ptr,
+    arrived_peers_ptr,
+    parts_ptr,
+    rank,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
+):
+    """Signal to every peer that has rows of [row, row + valid), once they are stored."""
+    if ASYNCHRONOUS:
+        # What Triton waits for after a store by TMA is that it has been read from shared memory, not that it has been written.
+        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [valid], tl.int32, False, 1)
+    for other in range(W):
+        part = parts_ptr + FIELDS * (expert * W + other)
+        start, rows = tl.load(part), tl.load(part + 1)
+        if (other != rank) & (tl.maximum(start, row) < tl.minimum(start + rows, row + valid)):
+            signal(peer_pointer(arrived_ptr, arrived_peers_ptr, other) + rank * E + expert)
+
+
+@triton.jit(do_not_specialize=["tries", "rank", "movers", "keep_own"])
 def dispatch_kernel(
+    a_desc,
     landing_desc,
     b_desc,
+    out_desc,
     a_ptr,
     out_ptr,
     landing_ptr,
@@ -220,6 +263,7 @@ def dispatch_kernel(
     K,
     max_rows,
     movers,
+    keep_own,
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
@@ -247,12 +291,16 @@ def dispatch_kernel(
             landing_peers_ptr,
             arrived_ptr,
             arrived_peers_ptr,
+            groups_ptr,
             moves_ptr,
             rank,
             K,
+            keep_own,
             E,
             Q,
+            GROUP_FIELDS,
             MOVE_FIELDS,
+            BLOCK_M,
             MOVE_ROWS,
             COLS,
             STAGES,
@@ -275,10 +323,19 @@ def dispatch_kernel(
         unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
         row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
         expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
-        known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
+        part = parts_ptr + PART_FIELDS * (expert * W + rank)
+        first = tl.load(part)
+        src_row, src_desc = row, landing_desc
+        if (first <= row) & (first + tl.load(part + 1) >= row + valid):
+            src_row, src_desc = tl.load(part + 2) + row - first, a_desc
+        else:
+            known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
         col = col_tile * BLOCK_N
-        acc = _multiply(landing_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
-        _store(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+        acc = _multiply(src_desc, b_desc, src_row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        if valid == BLOCK_M:
+            out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
+        else:
+            _store(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
         tile += blocks - movers
         if tile >= own:
             tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
@@ -289,6 +346,7 @@ def dispatch_kernel(
 def combine_kernel(
     a_desc,
     b_desc,
+    product_desc,
     out_ptr,
     product_ptr,
     product_peers_ptr,
@@ -321,6 +379,7 @@ def combine_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0) - movers
     if block >= blocks:
@@ -351,6 +410,8 @@ def combine_kernel(
         units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
         unit = block
         each = tl.cdiv(units, tl.maximum(tiles, 1))
+        # The tile before: its expert, rows, and how many; none at first.
+        told, told_row, told_rows = 0, 0, 0
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
             unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
@@ -358,19 +419,20 @@ def combine_kernel(
             expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, False)
             col = col_tile * BLOCK_N
             acc = _multiply(a_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+            _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
+            told, told_row, told_rows = expert, row, valid
             own = parts_ptr + PART_FIELDS * (expert * W + rank)
             first, there = tl.load(own), tl.load(own + 2)
             low, high = tl.maximum(first - row, 0), tl.minimum(first + tl.load(own + 1) - row, valid)
             if (low > 0) | (high < valid):
-                _store(product_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+                if valid == BLOCK_M:
+                    product_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
+                else:
+                    _store(product_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
             if low < high:
                 landing = there + row - first
                 _store(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
-            for other in range(W):
-                part = parts_ptr + PART_FIELDS * (expert * W + other)
-                start, rows = tl.load(part), tl.load(part + 1)
-                if (other != rank) & (start < row + valid) & (start + rows > row):
-                    signal(peer_pointer(arrived_ptr, arrived_peers_ptr, other) + rank * E + expert)
+        _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
         _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
 
 

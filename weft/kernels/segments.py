@@ -11,7 +11,7 @@ Each is the other's way back. The rows that an expert multiplies lie together in
 segments they hold. `layout` publishes this rank's counts to all, waits for theirs, and writes three tables of int32:
 
     groups  by expert: end (row tiles of this expert and all before it), first row, rows, start (where its tiles begin)
-    parts   by expert and other rank: first row of the segment, rows, and of this rank's own in a combine, its row in out
+    parts   by expert and other rank: first row of the segment, rows, and of this rank's own its row in a (DISPATCH) or in out
     moves   by segment, in the order in which they are moved, a power of two of them; then how many rows arrive in all
             end (units of this segment and all before it), rows, here (first row where it is read), there (where it lands),
             peer (other rank), expert
@@ -20,7 +20,7 @@ A unit is what one block moves at once: as many rows of one segment. Segments ar
 multiplied in that order; within an expert
 
                     moves, on the rank that moves           tiles of an expert, from `start` on, as if in a ring
-    DISPATCH        pushed: own, successor, ...             downwards: own rows, predecessor's, ...: as they arrive
+    DISPATCH        pushed: successor's first, own last     downwards: own rows, predecessor's, ...: as they arrive
     combine         pulled: from the predecessor, ...       upwards: successor's rows first, own rows last
 
 Two calls cannot race:
@@ -232,12 +232,13 @@ def layout_kernel(
     me = tl.zeros((Q,), tl.int32) + rank
 
     # What this rank sends to dst. Beyond the last segment, no rows.
-    dst = (rank + turn + 1 - DISPATCH) % W
+    dst = (rank + turn + 1) % W
     rows = get(counts_ptr, rank * W * E + dst * E + expert, known)
     here = _rows_before(counts_ptr, me, dst, expert, Q, W, E, True, not DISPATCH)
     there = _rows_before(counts_ptr, dst, me, expert, Q, W, E, False, DISPATCH)
     parts = parts_ptr + PART_FIELDS * (expert * W + dst)
     if DISPATCH:
+        tl.store(parts + 2, here, mask=known)
         rows = tl.minimum(rows, tl.maximum(max_rows - there, 0))
         _write_moves(moves_ptr, (rows + MOVE_ROWS - 1) // MOVE_ROWS, rows, here, there, dst, expert, Q, MOVE_FIELDS)
     else:
@@ -247,7 +248,7 @@ def layout_kernel(
         tl.store(parts + 2, there, mask=known)
 
     # What it receives from src.
-    src = (rank + 2 * W - turn - 1 + DISPATCH) % W
+    src = (rank + 2 * W - turn - 1) % W
     sent = get(counts_ptr, src * W * E + rank * E + expert, known)
     _note(notes_ptr + 3, 2, tl.sum(sent, axis=0), max_rows)
     there = _rows_before(counts_ptr, me, src, expert, Q, W, E, False, DISPATCH)
