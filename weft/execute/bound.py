@@ -14,14 +14,14 @@ import torch
 
 from weft.execute.bindings import Bindings, Where
 from weft.problem import LookupProblem
-from weft.schedule import Collective, Copy, Flag, Lookup, Schedule, Wait, advances, regions
+from weft.schedule import Collective, Flag, Lookup, Schedule, Wait, advances, regions
 from weft.span import Span
 from weft.team import Team
 
 if TYPE_CHECKING:
     from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
-    from weft.execute.pushes import FusedPull, FusedPush
+    from weft.execute.pushes import FusedPush
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 Inputs = Mapping[str, Sequence[torch.Tensor]]
@@ -103,7 +103,7 @@ class BoundProgram(ABC):
         self.spans: list[Span] | None = None
         self._space = space
         self.kernels: dict[int, FusedStep] = {}
-        self.pushes: dict[tuple[str, int], FusedPush | FusedPull] = {}
+        self.pushes: dict[tuple[str, int], FusedPush] = {}
         self._growth: dict[Flag, int] = {}
         if space.runs_kernels(self.dtype):
             self._add_kernels()
@@ -121,7 +121,7 @@ class BoundProgram(ABC):
     def _add_kernels(self) -> None:
         # Where no kernel runs, nothing needs Triton: it is imported here.
         from weft.execute.fused import fused_step, growth
-        from weft.execute.pushes import FusedPull, FusedPush, pulls, push_growth, runs
+        from weft.execute.pushes import FusedPush, push_growth, runs
 
         device, itemsize = self._space.device, self.dtype.itemsize
         self._growth = growth(self.schedule, device) | push_growth(self.schedule, itemsize, device)
@@ -129,10 +129,6 @@ class BoundProgram(ABC):
             for run in runs(lane):
                 where = Where(self.rank, lane.name, run.first, lane.steps[run.first])
                 self.pushes[lane.name, run.first] = FusedPush(run, where, device, self)
-            for position in pulls(lane):
-                copy = lane.steps[position]
-                assert isinstance(copy, Copy), f"{copy} is no copy"
-                self.pushes[lane.name, position] = FusedPull(copy, Where(self.rank, lane.name, position, copy))
         for rank, lane, position, step in self.schedule:
             where = Where(rank, lane.name, position, step)
             inside = any(low <= position < high for low, high in lane.fused)

@@ -39,13 +39,14 @@ from weft.execute.pool import Piece
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
+from weft.kernels.shapes import PUSH_SMS
 from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, Wait, waits
 from weft.work import span
 
 if TYPE_CHECKING:
     from weft.execute.exchange import FusedExchange
     from weft.execute.fused import FusedStep
-    from weft.execute.pushes import FusedPull, FusedPush
+    from weft.execute.pushes import FusedPush
 
 _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
@@ -86,7 +87,7 @@ class CudaProgram(BoundProgram):
         }
         self._replayable = not self._vendors
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
-        self._push_sms = max((push.sms for push in self.pushes.values()), default=0) if beside else _PUSH_SMS_ALONE
+        self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
         self._copy_lanes = {lane.name for lane in lanes if lane.kind == "copy"}
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
@@ -169,7 +170,7 @@ class CudaProgram(BoundProgram):
         """A lane's fused steps: the kernel waits itself, for nothing that needs an SM of this GPU."""
         run.launch(bindings, silent=self._silent, tries=self.space.tries, stream=stream)
 
-    def push(self, run: FusedPush | FusedPull, bindings: Bindings, stream: int) -> None:
+    def push(self, run: FusedPush, bindings: Bindings, stream: int) -> None:
         """Copies by SMs that a gated kernel leaves free: what it waits for can run."""
         run.launch(bindings, silent=self._silent, sms=self._push_sms, stream=stream)
 
@@ -203,6 +204,7 @@ class CudaProgram(BoundProgram):
             return
         bindings = self.bind(inputs, outputs)
         if capturing:
+            self.space.captured()
             self._fork_and_join(bindings)
         else:
             self._submit(lambda: self._fork_and_join(bindings))

@@ -1,11 +1,9 @@
-"""Copies as kernels: what a lane that runs on SMs sends, by stores, and what it brings, by loads.
+"""Runs of copies as kernels: what a lane that runs on SMs sends, by stores.
 
 Such a lane is one of communication blocks ("blocks"), or the compute lane. Its steps that follow each other as Copy, Signal,
 Copy, Signal ..., each signal to the copy's receiver, are one kernel (weft.kernels.push), whose copies each add to the flag
 of their Signal, tile by tile. Other steps end a run. Which steps run so depends on the schedule alone, since a flag that a
 kernel counts grows by tiles, and its waiter must know.
-
-Any other copy of a blocks lane is a kernel of its own (weft.kernels.pull), which counts nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +15,7 @@ import torch
 
 from weft.execute.bindings import Bindings, Where
 from weft.execute.fused import FlagWords
-from weft.kernels import pull as pull_kernel
-from weft.kernels.pull import fits, pull
 from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
-from weft.kernels.shapes import PULL_SMS, PUSH_SMS
 from weft.schedule import Copy, Flag, Lane, Region, Schedule, Signal
 
 
@@ -53,13 +48,6 @@ def runs(lane: Lane) -> Iterator[Run]:
         position += not copies
 
 
-def pulls(lane: Lane) -> Iterator[int]:
-    """Where the copies of a blocks lane are that belong to no run."""
-    if lane.kind == "blocks":
-        sent = {position for run in runs(lane) for position in range(run.first, run.last)}
-        yield from (at for at, step in enumerate(lane.steps) if isinstance(step, Copy) and at not in sent)
-
-
 def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict[Flag, int]:
     """By flag that a push raises: how far one advance of the schedule moves its word."""
     return {
@@ -72,9 +60,7 @@ def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict
 
 
 class FusedPush:
-    """One run of one rank as a kernel, ready to launch call after call. sms: that it takes from a kernel beside it."""
-
-    sms = PUSH_SMS
+    """One run of one rank as a kernel, ready to launch call after call."""
 
     def __init__(self, run: Run, where: Where, device: torch.device, flags: FlagWords) -> None:
         self.where, self.length = where, run.last - run.first
@@ -113,22 +99,3 @@ class FusedPush:
             stride=stride,
             count_address=self._flags.count_address,
         )
-
-
-class FusedPull:
-    """One copy of one rank as a kernel, where TMA can move it; else torch's copy. sms: as of a push."""
-
-    sms = PULL_SMS
-    length = 1
-
-    def __init__(self, copy: Copy, where: Where) -> None:
-        self.where, self._copy = where, copy
-        self._launcher = pull_kernel.launcher()
-
-    def launch(self, bindings: Bindings, *, silent: bool, sms: int, stream: int | None = None) -> None:
-        """Make it. silent: says nothing here, there is no flag."""
-        src, dst = bindings.view(self._copy.src), bindings.view(self._copy.dst)
-        if fits(src, dst):
-            pull(src, dst, sms=sms, launched_by=self._launcher, stream=stream)
-        else:
-            dst.copy_(src)

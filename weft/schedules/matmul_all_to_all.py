@@ -30,7 +30,6 @@ Bad interleaving: s, a call ahead, overwrites product while r still pulls the ol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Literal
 
@@ -40,28 +39,16 @@ from weft.schedules.builder import Piece
 from weft.schedules.exchange import Exchange
 
 Staging = Literal["product", "recv"]
-Carrier = Literal["copy", "blocks"]
 
 
 class _Combine(Exchange):
-    """Flags and repeated idioms of this operator.
-
-    staging: the symmetric buffer that rows pass through. carriers: the kinds of lanes that bring them, which take turns by
-    chunk.
-    """
+    """Flags and repeated idioms of this operator. staging: the symmetric buffer that rows pass through."""
 
     def __init__(
-        self,
-        problem: Problem,
-        name: str,
-        chunks: int,
-        *,
-        staging: Staging = "product",
-        carriers: Sequence[Carrier] = ("copy",),
-        fan_out: bool = False,
+        self, problem: Problem, name: str, chunks: int, *, staging: Staging = "product", fan_out: bool = False
     ) -> None:
         super().__init__(problem, name, chunks, fan_out=fan_out)
-        self.pulled, self.carriers = staging == "product", carriers
+        self.pulled = staging == "product"
         rows = self.each(problem.shards[-1][1]) if self.pulled else self.arriving
         self.buffer(staging, "symmetric", rows, self.each(problem.columns(0)))
 
@@ -69,16 +56,8 @@ class _Combine(Exchange):
         """The owner's flag for a peer's piece."""
         return Flag("made" if self.pulled else "arrived", piece.shard, self.index(src_rank, piece))
 
-    def carrier(self, piece: Piece) -> Carrier:
-        return self.carriers[piece.index % len(self.carriers)]
-
-    def read(self, rank: int, peer: int, carrier: Carrier) -> Flag:
-        """The flag that tells `rank` that what the peer's lane of this kind brings has been read."""
-        return Flag("free" if carrier == "copy" else "loaded", rank, peer)
-
-    def free(self, rank: int, piece: Piece) -> Wait:
-        """Until a rank may write a piece anew."""
-        return Wait(self.read(rank, piece.shard, self.carrier(piece)), 0)
+    def free(self, rank: int, peer: int) -> Wait:
+        return Wait(Flag("free", rank, peer), 0)
 
     def by_step(self, rank: int) -> list[Piece]:
         """Peers' pieces in order of production: chunk by chunk, peers rotated by rank; peer by peer if each has a kernel."""
@@ -87,16 +66,13 @@ class _Combine(Exchange):
         return [p for index in range(self.chunks) for peer in self.peers(rank) for p in self.pieces[peer] if p.index == index]
 
     def bring(self, rank: int) -> None:
-        """The owner's lanes: every piece in order of production, into its result; then the peer may write anew."""
-        last = {self.carrier(piece): piece for piece in self.pieces[rank]}
+        """The owner's copy lanes: every piece in order of production, into its result; then the peer may write anew."""
         pieces, peers = self.pieces[rank], self.peers(rank, step=-1)
         by_peer, by_chunk = product(peers, pieces), ((peer, piece) for piece in pieces for peer in peers)
         for peer, piece in by_peer if self.sends_columns else by_chunk:
-            carrier = self.carrier(piece)
-            lane = self.copy_lane(peer) if carrier == "copy" else "blocks"
-            self.add(rank, lane, Wait(self.ready(peer, piece)), self._copy(rank, peer, piece))
-            if piece is last[carrier]:
-                self.add(rank, lane, Signal(self.read(peer, rank, carrier)))
+            self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), self._copy(rank, peer, piece))
+            if piece is pieces[-1]:
+                self.add(rank, self.copy_lane(peer), Signal(Flag("free", peer, rank)))
 
     def whole(self, rank: int) -> list[tuple[int, Part]]:
         """All of the product, by destination where each has a kernel."""
@@ -127,7 +103,7 @@ def sequential_stores(problem: Problem, name: str) -> Schedule:
     s = _Combine(problem, name, 1)
     for rank in range(s.world_size):
         peers = [peer for peer in s.peers(rank) if s.pieces[peer]]
-        s.add(rank, "compute", *(s.free(rank, s.pieces[peer][0]) for peer in peers))
+        s.add(rank, "compute", *(s.free(rank, peer) for peer in peers))
         s.multiply(rank, s.whole(rank) if problem.m else [])
         s.add(rank, "compute", *(Signal(s.ready(rank, s.pieces[peer][0])) for peer in peers))
         if s.pieces[rank]:
@@ -149,7 +125,7 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
     for rank in range(s.world_size):
         for piece in s.by_step(rank):
             if piece is s.pieces[piece.shard][0]:
-                s.add(rank, "compute", s.free(rank, piece))
+                s.add(rank, "compute", s.free(rank, piece.shard))
             rows = piece.rows
             s.multiply(rank, [(piece.shard, Part(s.source(rank, piece.shard, rows), s.region("product", rank, rows)))])
             s.add(rank, "compute", Signal(s.ready(rank, piece)))
@@ -158,26 +134,17 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
     return s.done()
 
 
-def counted(
-    problem: Problem,
-    name: str,
-    chunks: int,
-    *,
-    fan_out: bool = False,
-    stored: bool = False,
-    carriers: Sequence[Carrier] = ("copy",),
-) -> Schedule:
+def counted(problem: Problem, name: str, chunks: int, *, fan_out: bool = False, stored: bool = False) -> Schedule:
     """One GEMM that counts finished tiles by piece on the owner, remote pieces first; a full count starts the owner's copy.
 
-    stored: its tiles are stored straight to the owner, whose copies only bring them to its result. carriers: what makes the
-    copies, chunk by chunk in turns: copy engines, or communication blocks.
+    stored: its tiles are stored straight to the owner, whose copies only bring them to its result.
     """
-    s = _Combine(problem, name, chunks, staging="recv" if stored else "product", carriers=carriers, fan_out=fan_out)
+    s = _Combine(problem, name, chunks, staging="recv" if stored else "product", fan_out=fan_out)
     for rank in range(s.world_size):
         parts = []
         for piece in s.by_step(rank):
             out = s.arrival("recv", rank, piece) if stored else s.region("product", rank, piece.rows)
-            gates = (s.free(rank, piece),)
+            gates = (s.free(rank, piece.shard),)
             parts.append((piece.shard, Part(s.source(rank, piece.shard, piece.rows), out, gates, s.ready(rank, piece))))
         s.multiply(rank, parts + s.own(rank))
         s.bring(rank)
