@@ -15,6 +15,7 @@ from conftest import RankFixture
 from ragged_work import PATTERNS, Case, counts_of, round_trip
 
 import weft
+from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -175,6 +176,26 @@ def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
     (text,) = told[0]
     assert "max_rows is 20, but " in text
     assert "rows arrived in an earlier call" in text
+
+
+def _signals() -> None:
+    """An empty segment lies between others within a tile, and is told of by nobody."""
+    size, eye = dist.get_world_size(), torch.eye(8, dtype=torch.float16)
+    splits = torch.full((size,), 5, dtype=torch.int32)
+    splits[1] = 0
+    for _ in range(2):
+        there, counts = weft.all_to_all_matmul(torch.ones(5 * size, 8, dtype=torch.float16), eye, splits=splits, max_rows=40)
+        weft.matmul_all_to_all(there, eye, splits=counts, max_rows=40)
+        weft.matmul_all_to_all(there, eye, splits=splits, max_rows=40)
+    dist.barrier()
+    programs = GROUPS.state(dist.group.WORLD.group_name)._ragged.values()  # type: ignore[union-attr]
+    assert len(programs) == 2
+    for _, program in programs:
+        assert torch.equal(program.exchange.arrived.local, program.exchange.goals)
+
+
+def test_as_many_signals_as_are_waited_for(interpreted: Ranks) -> None:
+    interpreted.run(_signals)
 
 
 def _no_room() -> None:
