@@ -180,6 +180,7 @@ def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
 
 def _signals() -> None:
     """An empty segment lies between others within a tile, and is told of by nobody."""
+    weft.close()
     size, eye = dist.get_world_size(), torch.eye(8, dtype=torch.float16)
     splits = torch.full((size,), 5, dtype=torch.int32)
     splits[1] = 0
