@@ -28,7 +28,7 @@ import weft
 from weft import codec, machine
 from weft.cli.gantt import gantt
 from weft.models import load_model, sites
-from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 from weft.sim.t3 import tables
@@ -59,7 +59,8 @@ def _example(op: str) -> weft.Problem:
         return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
     if op in COLLECTIVE_OPS:
         return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=EXAMPLE["world_size"])  # type: ignore[arg-type]
-    return weft.Problem(op=op, **EXAMPLE)  # type: ignore[arg-type]
+    kind = ColumnProblem if op in COLUMN_OPS else weft.Problem
+    return kind(op=op, **EXAMPLE)  # type: ignore[arg-type]
 
 
 def counts(op: Op) -> str:

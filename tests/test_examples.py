@@ -52,6 +52,15 @@ def test_plan_a_small_config(tmp_path: Path) -> None:
     assert "small-llama" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
+def test_ulysses(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    chosen = ("--into", "hetero_unfused_1d:2", "--out", "uniform_fused_1d:2", "--tokens", "24")
+    text = run(*torchrun, str(EXAMPLES / "04_ulysses.py"), *chosen, folder=tmp_path)
+    assert "Ulysses on 2 cpu ranks: 48 tokens, 4 heads, y [24, 256]" in text
+    (difference,) = re.findall(r"largest difference .*: (\S+) of the largest element", text)
+    assert float(difference) < 1e-5
+
+
 def test_training_with_and_without_weft(tmp_path: Path) -> None:
     torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     text = run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--layers", "1", "--steps", "14", "--batch", "8", folder=tmp_path)

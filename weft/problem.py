@@ -14,6 +14,12 @@ sharded. Shard d of the M rows goes to rank d, which has them from every rank, i
     matmul_all_to_all       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a @ b)
     all_to_all_matmul       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a) @ b
 
+Between parts of a sequence and parts of its features (Ulysses), one side of the exchange lies across columns. Rank d has
+shard d of the product's columns, for the rows of all ranks; or shard d of the rows, with the columns of all ranks side by side:
+
+    matmul_all_to_all_columns   a_MK  b_KN  ->  out [world_size * M, n]   all_to_all of the columns of a @ b
+    all_to_all_columns_matmul   a_Mk  b_KN  ->  out_mN                    all_to_all(a), side by side, @ b
+
 Collectives alone move M elements, which lie one after the other (`CollectiveProblem`):
 
     all_gather      a_m  ->  out_M        reduce_scatter  a_M  ->  out_m
@@ -34,6 +40,8 @@ Op = Literal[
     "all_to_all_matmul",
     "matmul_all_reduce",
     "embedding_bag_all_to_all",
+    "matmul_all_to_all_columns",
+    "all_to_all_columns_matmul",
     "all_gather",
     "reduce_scatter",
     "all_reduce",
@@ -50,6 +58,8 @@ OPS: tuple[Op, ...] = (
 """Those around a matmul: a Problem each."""
 LOOKUP_OPS: tuple[Op, ...] = ("embedding_bag_all_to_all",)
 """Those around a lookup: a LookupProblem each."""
+COLUMN_OPS: tuple[Op, ...] = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
+"""Those around a matmul one side of whose exchange lies across columns: a ColumnProblem each."""
 COLLECTIVE_OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """Those of no computation but a sum: a CollectiveProblem each."""
 EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
@@ -164,6 +174,11 @@ class Problem:
         ends = tuple(accumulate(self.b_sizes))
         return tuple((end - size, end) for end, size in zip(ends, self.b_sizes, strict=True))
 
+    @cached_property
+    def blocks(self) -> tuple[Span1D, ...]:
+        """Where columns lie side by side that come from different ranks, those of each."""
+        return self.b_shards
+
     def columns(self, rank: int) -> int:
         """Columns of b, and of the result, on `rank`: its shard for all_gather_matmul, else all N."""
         if self.op != "all_gather_matmul":
@@ -177,6 +192,10 @@ class Problem:
             return self.k
         low, high = self.b_shards[rank]
         return high - low
+
+    def a_columns(self, rank: int) -> int:
+        """Columns of a on `rank`."""
+        return self.inner(rank)
 
     def a_rows(self, rank: int) -> int:
         """Rows of a on `rank`: its shard for all_gather_matmul, else M."""
@@ -283,6 +302,76 @@ class LookupProblem(Problem):
         tables = sum(map(len, self.dims))
         sizes = f"M={self.m} N={self.n} K={self.k} in {tables} tables"
         return f"{self.op} {sizes} {self.mode} {self.dtype} world_size={self.world_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnProblem(Problem):
+    """A matmul, and an all-to-all between parts of rows and parts of columns. m, k, n: a rank's; k rows of b.
+
+    matmul_all_to_all_columns: the columns of a @ b are cut. What goes to one rank is computed and laid together, so the product
+    reads as one of world_size * m rows and n / world_size columns, whose shard d, of m rows, goes to rank d (`shards`).
+    all_to_all_columns_matmul: the m rows are cut; each rank has k / world_size columns of a.
+    Raises ValueError where world_size does not divide what is cut.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[tuple[Op, ...]] = COLUMN_OPS
+
+    op: Op = "matmul_all_to_all_columns"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cut = {"n": self.n} if self.sends_columns else {"m": self.m, "k": self.k}
+        for name, extent in cut.items():
+            if extent % self.world_size:
+                raise ValueError(f"{name} is {extent}; {self.op} needs a multiple of world_size, {self.world_size}")
+
+    def _check_sizes(self) -> None:
+        raise ValueError(f"b_sizes is {self.b_sizes}; {self.op} has no sharded b, use ()")
+
+    @property
+    def sends_columns(self) -> bool:
+        """Whether the product's columns are cut, and received rows lie below each other."""
+        return self.op == "matmul_all_to_all_columns"
+
+    @cached_property
+    def shards(self) -> tuple[Span1D, ...]:
+        """Of the rows that are sent, those that go to each rank."""
+        return split(self.m * (self.world_size if self.sends_columns else 1), self.world_size)
+
+    def arrivals(self, src_rank: int, dst_rank: int) -> Span1D:
+        low, high = self.shards[dst_rank]
+        at = src_rank * self.m if self.sends_columns else 0
+        return at, at + high - low
+
+    @cached_property
+    def blocks(self) -> tuple[Span1D, ...]:
+        """Of the columns that are cut, or that lie side by side once received, those of each rank."""
+        return split(self.n if self.sends_columns else self.k, self.world_size)
+
+    @cached_property
+    def b_shards(self) -> tuple[Span1D, ...]:
+        return ((0, self.n),) * self.world_size
+
+    def columns(self, rank: int) -> int:
+        """Of the result, and of the product as it is laid together."""
+        return self.n // self.world_size if self.sends_columns else self.n
+
+    def a_columns(self, rank: int) -> int:
+        return self.k if self.sends_columns else self.k // self.world_size
+
+    def out_rows(self, rank: int) -> int:
+        low, high = self.shards[rank]
+        return (high - low) * (self.world_size if self.sends_columns else 1)
+
+    def product_rows(self, rank: int) -> int:
+        return self.out_rows(rank)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that one rank sends to one peer."""
+        rows, cols = (high - low for low, high in (self.shards[0], self.blocks[0]))
+        return rows * cols * self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

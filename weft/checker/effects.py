@@ -19,7 +19,7 @@ from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, d
 from weft.checker.memory import Conflict, Constant, Given, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
-from weft.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, Span1D
+from weft.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
@@ -55,12 +55,14 @@ class Effects:
 
     def _input(self, name: str, rank: int) -> Content:
         """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
-        other, and all ranks' b side by side."""
+        other (side by side where they are received so), and all ranks' b side by side."""
         if name == "bags":
             return ("P", 0, self._first_column(rank))
         if isinstance(self.problem, CollectiveProblem):
             return self._given_alone(self.problem, rank)
-        if self.problem.op in EXCHANGES:
+        if isinstance(self.problem, ColumnProblem) and not self.problem.sends_columns:
+            return ("A", 0, self.problem.blocks[rank][0]) if name == "a" else ("B", 0, rank * self.problem.n)
+        if self.problem.op in (*EXCHANGES, "matmul_all_to_all_columns"):
             return ("A", rank * self.problem.m, 0) if name == "a" else ("B", 0, rank * self.problem.n)
         if self.problem.op == "all_gather_matmul":
             offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
@@ -192,9 +194,9 @@ class Effects:
 
     def _landing(self, src_rank: int, rank: int, own: Rect, dst: Rect) -> Rect:
         """Where on `rank` the rows `own` of `src_rank` land."""
-        if self.problem.op in LOOKUP_OPS:
-            left = dst[2] + self._first_column(src_rank)
-            return dst[0], dst[1], left, left + own[3] - own[2]
+        if self.problem.op in (*LOOKUP_OPS, "all_to_all_columns_matmul"):
+            left, right = self.problem.blocks[src_rank]
+            return dst[0], dst[1], dst[2] + left, dst[2] + right
         first, last = self.problem.arrivals(src_rank, rank)
         return dst[0] + first, dst[0] + last, dst[2], dst[3]
 
@@ -224,6 +226,8 @@ class Effects:
         problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
         if problem.op in EXCHANGES or problem.op == "all_to_all":
             return [self._arrived(name, src_rank, rank) for src_rank in range(problem.world_size)]
+        if isinstance(problem, ColumnProblem):
+            return _wanted_of_columns(problem, name, rank)
         if isinstance(problem, CollectiveProblem):
             low, every = problem.shards[rank][0] if problem.op == "reduce_scatter" else 0, ((0, problem.world_size),)
             return [(rows, ("AB", low, 0, every, problem.divide_by) if problem.sums else ("A", 0, 0))]
@@ -275,6 +279,16 @@ class Effects:
         they = self.program.where(*other[:4]) + (" of the call before" if other[4] < at[4] else "")
         verb = "writes" if conflict.wrote else "reads"
         return ScheduleError(f"{where}: it touches {region}, which {they} {verb}; nothing orders the two")
+
+
+def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:
+    every_k = ((0, problem.k),)
+    if problem.sends_columns:
+        left = problem.blocks[rank][0]
+        sources = range(problem.world_size)
+        return [(problem.arrivals(src, rank), ("AB", 0, src * problem.n + left, every_k, 1)) for src in sources]
+    first, rows = problem.shards[rank][0], (0, problem.out_rows(rank))
+    return [(rows, ("A", first, 0) if name == "gathered" else ("AB", first, rank * problem.n, every_k, 1))]
 
 
 def _rows_of(action: Action, cells: Cells, low: int, high: int) -> tuple[Rect, Cells]:

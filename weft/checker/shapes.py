@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
-from weft.problem import CollectiveProblem, LookupProblem, Problem
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,6 +42,8 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
             "bags": ("input", (tuple(problem.m for _ in each), columns)),
             "out": ("output", (tuple(problem.out_rows(r) for r in each), tuple(problem.n for _ in each))),
         }
+    if isinstance(problem, ColumnProblem):
+        return _column_buffers(problem)
     if isinstance(problem, CollectiveProblem):
         return {
             "a": ("input", (tuple(problem.a_rows(r) for r in each), columns)),
@@ -58,6 +60,20 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     if problem.op in ("all_gather_matmul", "all_to_all_matmul") and problem.return_gathered:
         found["gathered"] = ("output", (tuple(problem.out_rows(r) for r in each), k))
     return found
+
+
+def _column_buffers(problem: ColumnProblem) -> dict[str, tuple[str, Shape]]:
+    each = range(problem.world_size)
+
+    def shape(rows: int, cols: int) -> Shape:
+        return tuple(rows for _ in each), tuple(cols for _ in each)
+
+    found = {
+        "a": ("input", shape(problem.m, problem.a_columns(0))),
+        "b": ("input", shape(problem.k, problem.n)),
+        "out": ("output", shape(problem.out_rows(0), problem.columns(0))),
+    }
+    return found | ({"gathered": ("output", shape(problem.out_rows(0), problem.k))} if problem.return_gathered else {})
 
 
 def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shape]]) -> None:
@@ -139,13 +155,14 @@ def bags_fault(part: Bags, problem: Problem, rank: int) -> str:
 def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     """Rows are cut by the problem's shards; columns are the same on both sides, or a rank's and all."""
     low, high = problem.shards[rank]
-    full, part, cols = problem.m, high - low, step.src.shape[1]
+    full, part, cols = problem.shards[-1][1], high - low, step.src.shape[1]
+    blocks = problem.blocks
     shapes = {
         "all_gather": ((part, cols), (full, cols)),
         "reduce_scatter": ((full, cols), (part, cols)),
         "all_reduce": ((full, cols), (full, cols)),
         "all_to_all": ((full, cols), (problem.world_size * part, cols)),
-        "all_to_all_columns": ((full, problem.columns(rank)), (part, problem.n)),
+        "all_to_all_columns": ((full, blocks[rank][1] - blocks[rank][0]), (part, blocks[-1][1])),
     }
     for region, shape in zip((step.src, step.dst), shapes[step.op], strict=True):
         if region.shape != shape:

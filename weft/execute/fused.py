@@ -133,7 +133,7 @@ class FusedGemm(FusedStep):
         if not self._regular:
             return False
         sources = [self._whole(bindings, key) for key in self._buffers]
-        bs = [b for b, _ in bindings.tensors[self.step.b.buffer, self.step.b.rank]]
+        bs = [b for b, _ in bindings.pieces(self.step.b)]
         adds = [self._whole(bindings, key) for key in self._adds]
         outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
         key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))

@@ -130,6 +130,10 @@ class GroupState:
                 return on_host(self.team, call)
             capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
             number, program = self._ragged.get(call.key) or self._bind_ragged(call, capturing=capturing)
+            try:
+                program.check_room(call)
+            except ValueError as error:
+                raise self._failed(error) from None
             if not capturing:
                 self.team.repeat(number)
             return program.run(call)
@@ -141,9 +145,9 @@ class GroupState:
 
         if capturing:
             raise ValueError("splits: call the operator once with these sizes before capturing a graph")
-        self.team.enter(call.describe())
+        heights = self.team.enter(call.describe(), call.a.shape[0])
         self._peers = self._peers or Peers(self.team.group)
-        bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call)
+        bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call, a_rows=max(heights))
         self._ragged[call.key] = bound
         return bound
 

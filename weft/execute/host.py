@@ -258,7 +258,7 @@ class HostProgram(BoundProgram, Device):
         self._meet(where)
         mine = self.schedule.problem.shards
         if step.op == "all_to_all_columns":
-            for cols, pooled in zip(self.schedule.problem.b_shards, staged, strict=True):
+            for cols, pooled in zip(self.schedule.problem.blocks, staged, strict=True):
                 dst[:, slice(*cols)].copy_(pooled[slice(*mine[self.rank])])
         elif step.op == "all_gather":
             for (low, high), shard in zip(mine, staged, strict=True):
@@ -280,8 +280,8 @@ class HostProgram(BoundProgram, Device):
         problem = self.schedule.problem
         low, high = problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
-        cols = problem.columns(rank) if step.op == "all_to_all_columns" else step.src.shape[1]
-        return self.symmetric(rank, self.layout.staging, rows, cols, self.dtype)
+        left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else step.src.cols
+        return self.symmetric(rank, self.layout.staging, rows, right - left, self.dtype)
 
     def _meet(self, where: Where) -> None:
         """Wait until every rank is here: a barrier on a word of each."""

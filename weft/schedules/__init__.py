@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, Op, Problem
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
+from weft.schedules import all_to_all_columns_matmul as beside
 from weft.schedules import all_to_all_matmul as dispatch
 from weft.schedules import collectives
 from weft.schedules import embedding_bag_all_to_all as bags
@@ -50,13 +51,15 @@ def _family(
     *others: Build | None,
     lookup: Build | None = None,
     alone: Build | None = None,
+    columns: tuple[Build | None, Build | None] = (None, None),
     chunked: bool = True,
 ) -> Family:
     """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all. alone: of
-    every collective alone."""
-    found = [*zip(OPS, (gather, scatter, *others), strict=False), *zip(LOOKUP_OPS, (lookup,), strict=True)]
-    found += [(op, alone) for op in COLLECTIVE_OPS]
-    builders = {op: build for op, build in found if build is not None}
+    every collective alone. columns: of matmul_all_to_all_columns and all_to_all_columns_matmul."""
+    by_op: dict[Op, Build | None] = dict(zip(OPS, (gather, scatter, *others), strict=False))
+    by_op |= zip((*LOOKUP_OPS, *COLUMN_OPS), (lookup, *columns), strict=True)
+    by_op |= dict.fromkeys(COLLECTIVE_OPS, alone)
+    builders = {op: build for op, build in by_op.items() if build is not None}
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
 
@@ -107,6 +110,7 @@ FAMILIES: dict[str, Family] = {
             _plain(dispatch.sequential),
             _plain(ar.sequential),
             lookup=_plain(bags.sequential),
+            columns=(_plain(combine.sequential), _plain(beside.sequential)),
             alone=_plain(collectives.sequential),
             chunked=False,
         ),
@@ -130,6 +134,7 @@ FAMILIES: dict[str, Family] = {
             _by_shard(combine.unfused),
             _by_shard(dispatch.unfused),
             _gathered(_by_shard(rs.unfused)),
+            columns=(_by_shard(combine.unfused), None),
             chunked=False,
         ),
         _family(
@@ -138,6 +143,7 @@ FAMILIES: dict[str, Family] = {
             "FiCCO",
             partial(ag.fused, uniform=True),
             partial(rs.fused, uniform=True),
+            columns=(None, beside.fused),
         ),
         _family(
             "hetero_fused_1d",
@@ -155,6 +161,7 @@ FAMILIES: dict[str, Family] = {
             combine.unfused,
             dispatch.unfused,
             _gathered(rs.unfused),
+            columns=(combine.unfused, None),
         ),
         _family(
             "uniform_fused_2d",
@@ -171,6 +178,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(rs.stored, pull=True)),
             None,
             partial(dispatch.gated, blocks=False),
+            columns=(None, partial(beside.gated, blocks=False)),
         ),
         _family(
             "track_and_trigger",
@@ -180,6 +188,7 @@ FAMILIES: dict[str, Family] = {
             rs.counted,
             combine.counted,
             lookup=_one_lane(bags.counted),
+            columns=(combine.counted, None),
         ),
         _family(
             "direct_store",
@@ -190,6 +199,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(combine.counted, stored=True)),
             _one_lane(partial(dispatch.gated, blocks=True)),
             lookup=_one_lane(bags.stored),
+            columns=(_one_lane(partial(combine.counted, stored=True)), _one_lane(partial(beside.gated, blocks=True))),
         ),
         _family(
             "flag_gated_2d",

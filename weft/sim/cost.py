@@ -27,6 +27,8 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all_matmul": "all_to_all",
     "matmul_all_reduce": "all_reduce",
     "embedding_bag_all_to_all": "all_to_all_columns",
+    "matmul_all_to_all_columns": "all_to_all",
+    "all_to_all_columns_matmul": "all_to_all_columns",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_reduce": "all_reduce",
