@@ -217,7 +217,7 @@ def _never_sent(packed: bool) -> str:
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_tile_that_never_comes_is_named(packed: bool) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "10"}) as pool:
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "6"}) as pool:
         told, silent = pool.run(_never_sent, packed)
     assert told.startswith("WaitTimeout: rank 0, lane compute, step 0")
     assert "of rank 1 has not arrived" in told

@@ -26,7 +26,7 @@ from weft.schedule import Gemm, Part
 class Blocks:
     """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate where TMA stores them,
     stored_rate where threads do, since they count, add, or go to peers. group: row tiles that take turns on the same
-    columns."""
+    columns. halves: whether tiles that fill no more than half of the last wave are cut in two, left and right."""
 
     m: int
     n: int
@@ -36,17 +36,20 @@ class Blocks:
     rate: float = 1.0
     stored_rate: float = 1.0
     group: int = 8
+    halves: bool = False
 
 
 SHAPES = (
-    Blocks(m=128, n=256, k=64, warps=8, stages=3),
+    Blocks(m=128, n=256, k=64, warps=8, stages=3, halves=True),
     Blocks(m=128, n=128, k=64, warps=8, stages=5, rate=0.93, stored_rate=0.87),
     Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
     Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
 )
 """What GPUs run, the best for large sizes first."""
-INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1)
+INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """What the interpreter runs, element by element."""
+_HALF_RATE = 0.9
+"""Of half tiles, relative to whole ones."""
 _SMS = 132
 _SM_FLOP_PER_US = 5.3e6
 _COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
@@ -60,9 +63,16 @@ _ITEMSIZE = 2
 
 
 def tiles_of(part: Part, blocks: Blocks) -> int:
-    """Tiles of one part: how far its count grows in a call."""
+    """How far a part's count grows in a call: its tiles, each of them twice where some may come as halves."""
     rows, cols = part.out.shape
-    return -(-rows // blocks.m) * -(-cols // blocks.n)
+    return -(-rows // blocks.m) * -(-cols // blocks.n) * (1 + blocks.halves)
+
+
+def whole_tiles(tiles: int, at_once: int, blocks: Blocks) -> int:
+    """How many of so many tiles, of which `at_once` run at a time, are not cut in two: those of the last wave are, where
+    their halves are no more than one wave."""
+    last = tiles % at_once
+    return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
 def blocks_for(step: Gemm, device: torch.device) -> Blocks:
@@ -77,9 +87,11 @@ def blocks_for(step: Gemm, device: torch.device) -> Blocks:
 
 
 def _waves(step: Gemm, blocks: Blocks) -> float:
-    tiles = sum(tiles_of(part, blocks) for part in step.parts)
+    tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
     by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
-    return -(-tiles // _SMS) * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
+    whole = whole_tiles(tiles, _SMS, blocks)
+    waves = -(-whole // _SMS) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
+    return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
 class _Arriving(NamedTuple):
