@@ -64,7 +64,7 @@ def command(
 
     from weft.run import run_model
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         done = run_model(
             sizes,
             ranks=ranks,
@@ -134,7 +134,7 @@ def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None)
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there.
 
     The bar is drawn by the caller's thread alone: rank processes may be forked meanwhile.
