@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from weft.planner import plan
+    from weft.planner.explanation import explain
     from weft.problem import LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
@@ -55,6 +56,7 @@ _HOMES = {
     "choices": "ops",
     "close": "ops",
     "embedding_bag_all_to_all": "ops",
+    "explain": "planner.explanation",
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
@@ -95,6 +97,7 @@ __all__ = [
     "choices",
     "close",
     "embedding_bag_all_to_all",
+    "explain",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
