@@ -26,6 +26,7 @@ from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
+from weft.execute.kept import KeptPlans
 from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
@@ -86,6 +87,7 @@ class GroupState:
         self._sites: dict[tuple[object, ...], Site] = {}
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
+        self._earlier = KeptPlans(self.team)
         self._peers: Peers | None = None
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
 
@@ -170,20 +172,24 @@ class GroupState:
             self._drop_oldest()
         except BaseException as error:
             raise self._failed(error) from error.__cause__
-        if spec == "auto":
+        if spec == "auto" and (problem, device) not in self._choices:
             chosen = program.schedule
             choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
-            self._choices.setdefault((problem, device), choice)
+            self._choices[problem, device] = choice
+            self._earlier.keep(choice, device)
         return program
 
     def _specs(self, key: Key, timer: Timer | None) -> tuple[str, ...]:
-        """What could run a call; one spec unless it is to be measured. A problem is measured once."""
+        """What could run a call; one spec unless it is to be measured. A problem is measured once, by this process or an
+        earlier one."""
         problem, spec, device = key
         if spec != "auto":
             return (spec,)
-        if (problem, device) in self._choices:
-            return (self._choices[problem, device].spec,)
-        return contenders(problem, device) if timer else (predicted(problem, device),)
+        known = self._choices.get((problem, device)) or (self._earlier.find(problem, device) if timer else None)
+        if known is None:
+            return contenders(problem, device) if timer else (predicted(problem, device),)
+        self._choices[problem, device] = known
+        return (known.spec,)
 
     def _contest(self, call: Call, key: Key, timer: Timer) -> Contest:
         """Programs under trial are kept like others: if it fails, `close` gives them back."""

@@ -55,11 +55,12 @@ class Trial:
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What "auto" stands for: the spec chosen for a problem, and what was measured, in this order; nothing where the choice
-    is the planner's, or there was only one spec."""
+    is the planner's, or there was only one spec. kept: by an earlier process."""
 
     problem: Problem
     spec: str
     trials: tuple[Trial, ...] = ()
+    kept: bool = False
 
     @property
     def us(self) -> dict[str, float]:
@@ -68,7 +69,8 @@ class Choice:
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
-        return f"{self.problem}: {self.spec} ({measured or 'not measured'})"
+        earlier = "kept from an earlier run" if self.kept else ""
+        return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, measured))) or 'not measured'})"
 
 
 def leader(trials: Sequence[Trial]) -> Trial:

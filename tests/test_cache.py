@@ -1,0 +1,236 @@
+"""Kept plans: what is written comes back, what is broken or foreign is skipped aloud, writers spoil no file of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_work import check_gather
+
+import weft
+from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.problem import LookupProblem, Problem
+from weft.schedules import NAMES, spec
+
+PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
+KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, space=space())
+ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "weft")
+    assert cache.read(KEY) is None
+    cache.write(ENTRY)
+    assert cache.read(KEY) == ENTRY
+    assert (mode(cache.folder), mode(cache.path(KEY))) == (0o700, 0o600)
+    later = dataclasses.replace(ENTRY, spec="sequential")
+    cache.write(later)
+    assert cache.read(KEY) == later
+    assert [path.name for path in cache.folder.iterdir()] == [cache.path(KEY).name]
+    lookup = dataclasses.replace(KEY, problem=LookupProblem.of(batch=4, dims=((2,), (2,))))
+    cache.write(Entry(key=lookup, spec="direct_store:1", us={}))
+    assert cache.read(lookup) == Entry(key=lookup, spec="direct_store:1", us={})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"machine": {"gpu": "another"}},
+        {"versions": {"weft": "1"}},
+        {"problem": dataclasses.replace(PROBLEM, m=65)},
+        {"space": "0123"},
+    ],
+)
+def test_another_key_has_another_entry(other: dict[str, object], tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    key = dataclasses.replace(KEY, **other)  # type: ignore[arg-type]
+    assert cache.read(key) is None
+    cache.path(KEY).rename(cache.path(key))
+    with pytest.warns(UserWarning, match="a kept plan is skipped, .*: it is for all_gather_matmul M=64"):
+        assert cache.read(key) is None
+
+
+def spoiled(text: str) -> list[tuple[str, str]]:
+    data = json.loads(text)
+    return [
+        ("", "is not JSON"),
+        (text[: len(text) // 2], "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
+        (json.dumps(data | {"spec": "one_shot"}), "is for matmul_all_reduce alone"),
+        (json.dumps(data | {"code": "import os"}), "code is not a field of Entry"),
+        (json.dumps({"key": data["key"], "us": {}}), "spec is missing"),
+        (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),
+    ]
+
+
+def test_broken_entries_are_skipped_aloud(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    path = cache.path(KEY)
+    for text, reason in spoiled(path.read_text()):
+        path.write_text(text)
+        with pytest.warns(UserWarning, match=f"a kept plan is skipped, .*{reason}"):
+            assert cache.read(KEY) is None
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(UserWarning, match="a kept plan is skipped"):
+        assert cache.read(KEY) is None
+
+
+def test_what_others_could_have_written_is_skipped(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    path = cache.path(KEY)
+    path.chmod(0o622)
+    with pytest.warns(UserWarning, match="other users could have written it"):
+        assert cache.read(KEY) is None
+    real = tmp_path / "elsewhere.json"
+    path.rename(real)
+    real.chmod(0o600)
+    path.symlink_to(real)
+    with pytest.warns(UserWarning, match="a kept plan is skipped"):
+        assert cache.read(KEY) is None
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="a measured plan is not kept: .*set WEFT_CACHE_DIR"):
+        Cache(tmp_path / "file").write(ENTRY)
+
+
+def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert from_environment() is None, "conftest switches it off"
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    assert from_environment().folder == tmp_path / "plans"  # type: ignore[union-attr]
+    monkeypatch.delenv("WEFT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert from_environment().folder == tmp_path / "xdg" / "weft" / "plans"  # type: ignore[union-attr]
+
+
+def test_specs_are_numbers_between_ranks() -> None:
+    specs = [spec(name, chunks) for name in NAMES for chunks in (1, 7, 4096)]
+    assert [decode(encode(text)) for text in specs] == specs
+    assert len({encode(text) for text in specs}) == len(set(specs))
+    assert min(encode(text) for text in specs) > 0 == encode(None)
+    assert decode(0) is None
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from weft.cache import Cache, Entry, Key, space
+from weft.problem import Problem
+problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
+key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())
+cache, me, until = Cache(Path(sys.argv[1])), int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+while time.monotonic() < until:
+    cache.write(Entry(key=key, spec=f"flag_gated:{1 + me}", us={f"flag_gated:{n}": float(me) for n in range(1, 400)}))
+"""
+
+
+def writer(folder: Path, me: int, seconds: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(me), str(seconds)])
+
+
+def test_eight_writers_and_a_killed_one(tmp_path: Path) -> None:
+    """While eight processes write one entry, and one of them is killed, a reader sees whole entries alone."""
+    cache = Cache(tmp_path)
+    writers = [writer(tmp_path, me, 0.8) for me in range(7)]
+    victim = writer(tmp_path, 7, 60.0)
+    seen = set()
+    deadline = time.monotonic() + 30
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while any(process.poll() is None for process in writers):
+            assert time.monotonic() < deadline
+            entry = cache.read(KEY)
+            if entry is not None:
+                assert set(entry.us.values()) == {float(entry.spec.partition(":")[2]) - 1}
+                seen.add(entry.spec)
+            if victim.poll() is None and len(seen) > 1:
+                victim.send_signal(signal.SIGKILL)
+        victim.kill()
+        victim.wait()
+        cache.write(ENTRY)
+        assert cache.read(KEY) == ENTRY
+    assert [process.returncode for process in writers] == [0] * 7
+    assert len(seen) > 1
+
+
+def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    old, new = cache.folder / ".old-x.tmp", cache.folder / ".new-x.tmp"
+    for path in (old, new):
+        path.write_text("{")
+    os.utime(old, (0, 0))
+    cache.write(ENTRY)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
+    """A first call of auto with a clock, in a process whose cache is its rank's; what was chosen, and trials' binds."""
+    from weft.execute import groups
+
+    rank = dist.get_rank()
+    os.environ["WEFT_CACHE_DIR"] = folders[rank]
+    bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
+    made = []
+
+    def noted(self: groups.GroupState, schedule: weft.Schedule, device: torch.device) -> object:
+        made.append(spec(schedule.name, schedule.chunks))
+        return bind(self, schedule, device)
+
+    def clock(call: Callable[[], object], calls: int) -> int:
+        call()
+        return 1_000_000 if made[-1].startswith("shard_p2p") else 4_000_000
+
+    groups.GroupState._bind = noted  # type: ignore[method-assign, assignment]
+    groups.timer_for = lambda device: clock  # type: ignore[assignment]
+    groups.contenders = lambda problem, device: ("sequential", "shard_p2p")
+    try:
+        weft.close()
+        check_gather(64, 48, 32, torch.float32, "auto", 0)
+        check_gather(64, 48, 32, torch.float32, "auto", 1)
+        found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
+        weft.close()
+        return found, len(made)
+    finally:
+        groups.GroupState._bind, groups.timer_for = bind, timer_for  # type: ignore[method-assign]
+        groups.contenders = contenders
+        os.environ["WEFT_CACHE_DIR"] = ""
+
+
+@pytest.mark.ranks
+def test_a_second_process_needs_no_trial_and_rank_0_decides(ranks: RankFixture, tmp_path: Path) -> None:
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    pool = ranks(2)
+    times = {"sequential": 4000.0, "shard_p2p": 1000.0}
+    for found, binds in pool.run(_first_calls, [mine, mine]):
+        assert (found, binds) == ([("shard_p2p", False, times)], 2)
+    assert len(list((tmp_path / "mine" / "plans").iterdir())) == 1
+    for found, binds in pool.run(_first_calls, [mine, mine]):
+        assert (found, binds) == ([("shard_p2p", True, times)], 1)
+    for found, binds in pool.run(_first_calls, [theirs, mine]):
+        assert (found, binds) == ([("shard_p2p", False, times)], 2), "rank 0 knows of none: all measure"
+    (first, binds), (second, _) = pool.run(_first_calls, [mine, str(tmp_path / "none")])
+    assert (first, binds) == ([("shard_p2p", True, times)], 1)
+    assert second == [("shard_p2p", True, {})], "rank 1 has read nothing, and runs what rank 0 has"

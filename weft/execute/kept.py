@@ -1,0 +1,52 @@
+"""Measured plans that outlive the process, agreed on by all ranks of a team.
+
+    find    each rank reads the entry for a problem; ranks meet, and what rank 0 has counts     collective
+    keep    rank 0 writes                                                                       local
+
+So ranks whose folders differ still run the same schedule, and a rank that can read nothing costs no more than the meeting.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.execute.trial import Choice, Trial
+from weft.execute.versions import machine_of, versions
+from weft.problem import Problem
+from weft.team import Team
+
+
+class KeptPlans:
+    """What a team knows of earlier processes. cache: default the user's."""
+
+    def __init__(self, team: Team, cache: Cache | None = None) -> None:
+        self._team = team
+        self._cache = cache or from_environment()
+
+    def find(self, problem: Problem, device: torch.device) -> Choice | None:
+        """What an earlier process chose by measuring; None if rank 0 knows of none. Collective."""
+        entry = self._cache.read(self._key(problem, device)) if self._cache else None
+        mine = encode(entry.spec) if entry else 0
+        chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
+        if chosen is None:
+            return None
+        us = entry.us if entry and entry.spec == chosen else {}
+        return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
+
+    def keep(self, choice: Choice, device: torch.device) -> None:
+        """For later processes: what was measured, on rank 0."""
+        if self._cache and self._team.rank == 0 and choice.trials:
+            key = self._key(choice.problem, device)
+            self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us))
+
+    def _key(self, problem: Problem, device: torch.device) -> Key:
+        machine, known = _here(device, self._team.world_size)
+        return Key(machine=machine, versions=known, problem=problem, space=space())
+
+
+@cache
+def _here(device: torch.device, world_size: int) -> tuple[dict[str, str], dict[str, str]]:
+    return machine_of(device, world_size), versions(device.type)
