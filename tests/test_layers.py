@@ -22,7 +22,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["codec", "errors", "machine", "problem", "span", "version"], 0),
     **dict.fromkeys(["cache", "checker", "rules", "schedule", "schedules", "timelines", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
-    **dict.fromkeys(["kernels", "memory", "team", "triton"], 3),
+    **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
     **dict.fromkeys(["controls", "transports"], 4),
     **dict.fromkeys(["execute"], 5),
     **dict.fromkeys(["calibrate", "characterize", "doctor", "library", "nn", "ops", "planner.tune", "run"], 6),

@@ -198,19 +198,21 @@ def _replays_until(victim: int, how: int) -> tuple[str, float]:
     struck = time.monotonic() + 0.5
     if dist.get_rank() == victim:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), how)).start()
-    for _ in range(1_000_000):
-        graph.replay()
-        torch.cuda.synchronize()
-        if time.monotonic() > struck + 1.0:
-            break
-    ended = time.monotonic() - struck
+    message = ""
     try:
+        while time.monotonic() < struck + 30:
+            graph.replay()
+            torch.cuda.synchronize()
+    except PeerLost as error:
+        message = f"{type(error).__name__}: {error}"
+    ended = time.monotonic() - struck
+    # What is replayed nevertheless ends, the GPU is usable, and calls say what happened.
+    graph.replay()
+    assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
+    with pytest.raises(WeftError, match="broken"):
         weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
-    except WeftError as error:
-        # The GPU is usable once the team has failed.
-        assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
-        return f"{type(error).__name__}: {error}", ended
-    raise AssertionError("a rank died and nobody noticed")
+    faulthandler.cancel_dump_traceback_later()
+    return message, ended
 
 
 def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
@@ -219,9 +221,10 @@ def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
         ranks.start(_replays_until, 1, signal.SIGKILL)
         with pytest.raises(RankFailed) as caught:
             ranks.finish(timeout_s=60)
+    assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
     message, seconds = caught.value.results[0]
-    assert "rank 1" in message, message
-    assert seconds < BOUND_S + 5
+    assert message.startswith("PeerLost: rank 1 (process")
+    assert seconds < BOUND_S
 
 
 def _two_streams() -> None:

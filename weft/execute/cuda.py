@@ -204,6 +204,7 @@ class CudaProgram(BoundProgram):
             return
         bindings = self.bind(inputs, outputs)
         if capturing:
+            self.space.captured()
             self._fork_and_join(bindings)
         else:
             self._submit(lambda: self._fork_and_join(bindings))

@@ -50,6 +50,8 @@ INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """What the interpreter runs, element by element."""
 _HALF_RATE = 0.9
 """Of half tiles, relative to whole ones."""
+_FEW_ROWS = 4096
+"""Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
 _SMS = 132
 _SM_FLOP_PER_US = 5.3e6
 _COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
@@ -110,7 +112,8 @@ def _ends(part: Part) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _gated_blocks(parts: tuple[_Arriving, ...]) -> Blocks:
-    choices = [dataclasses.replace(blocks, group=group) for blocks in SHAPES for group in (8, 4, 2, 1)]
+    few = sum(part.rows for part in parts) <= _FEW_ROWS
+    choices = [dataclasses.replace(blocks, group=group) for blocks in SHAPES for group in ((8, 4, 2, 1) if few else (8,))]
     return min(choices, key=lambda blocks: _gated_us(parts, blocks))
 
 
@@ -122,13 +125,19 @@ def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
     row_tiles = [(part, arrives) for part, arrives in arrivals for _ in range(-(-part.rows // blocks.m))]
     step_us = 2 * blocks.m * blocks.n / _SM_FLOP_PER_US / blocks.rate
     free = [0.0] * (_SMS - PUSH_SMS * sliced)
-    tile = 0
-    for first in range(0, len(row_tiles), blocks.group):
-        for _ in range(-(-columns // blocks.n)):
-            for part, arrives in row_tiles[first : first + blocks.group]:
-                at = tile % len(free)
-                free[at] = _tile_end(free[at], part.ends, arrives, step_us)
-                tile += 1
+    col_tiles = -(-columns // blocks.n)
+    tiles = [
+        tile
+        for first in range(0, len(row_tiles), blocks.group)
+        for _ in range(col_tiles)
+        for tile in row_tiles[first : first + blocks.group]
+    ]
+    whole = whole_tiles(len(tiles), len(free), blocks)
+    timed = [(tile, step_us) for tile in tiles[:whole]]
+    timed += [(tile, step_us / 2 / _HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
+    for number, ((part, arrives), column_us) in enumerate(timed):
+        at = number % len(free)
+        free[at] = _tile_end(free[at], part.ends, arrives, column_us)
     b_bytes = columns * inner * _ITEMSIZE
     passes = -(-len(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
     return max(*free, passes * b_bytes / _HBM_BYTES_PER_US)
