@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from conftest import RankFixture
 from rank_work import check_gather
 
 import weft
+from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.problem import LookupProblem, Problem
 from weft.schedules import NAMES, spec
@@ -137,6 +140,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from weft.cache import Cache, Entry, Key, space
+from weft.between import Between
 from weft.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())
@@ -186,36 +190,44 @@ def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
-    """A first call of auto with a clock, in a process whose cache is its rank's; what was chosen, and trials' binds."""
+@contextmanager
+def trials_by_a_clock() -> Iterator[list[str]]:
+    """Trials on CPUs, of sequential and shard_p2p, which is four times as fast; what is bound meanwhile."""
     from weft.execute import groups
 
-    rank = dist.get_rank()
-    os.environ["WEFT_CACHE_DIR"] = folders[rank]
     bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
-    made = []
+    made: list[str] = []
 
     def noted(self: groups.GroupState, schedule: weft.Schedule, device: torch.device) -> object:
-        made.append(spec(schedule.name, schedule.chunks))
+        made.append(schedule.name)
         return bind(self, schedule, device)
 
     def clock(call: Callable[[], object], calls: int) -> int:
         call()
-        return 1_000_000 if made[-1].startswith("shard_p2p") else 4_000_000
+        return 1_000_000 if made[-1] == "shard_p2p" else 4_000_000
 
     groups.GroupState._bind = noted  # type: ignore[method-assign, assignment]
     groups.timer_for = lambda device: clock  # type: ignore[assignment]
     groups.contenders = lambda problem, device: ("sequential", "shard_p2p")
     try:
-        weft.close()
-        check_gather(64, 48, 32, torch.float32, "auto", 0)
-        check_gather(64, 48, 32, torch.float32, "auto", 1)
-        found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
-        weft.close()
-        return found, len(made)
+        yield made
     finally:
         groups.GroupState._bind, groups.timer_for = bind, timer_for  # type: ignore[method-assign]
         groups.contenders = contenders
+
+
+def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
+    """Two calls of auto in a process whose cache is its rank's: what was chosen, and how many schedules were bound."""
+    os.environ["WEFT_CACHE_DIR"] = folders[dist.get_rank()]
+    try:
+        with trials_by_a_clock() as made:
+            weft.close()
+            check_gather(64, 48, 32, torch.float32, "auto", 0)
+            check_gather(64, 48, 32, torch.float32, "auto", 1)
+            found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
+            weft.close()
+            return found, len(made)
+    finally:
         os.environ["WEFT_CACHE_DIR"] = ""
 
 
@@ -234,3 +246,51 @@ def test_a_second_process_needs_no_trial_and_rank_0_decides(ranks: RankFixture, 
     (first, binds), (second, _) = pool.run(_first_calls, [mine, str(tmp_path / "none")])
     assert (first, binds) == ([("shard_p2p", True, times)], 1)
     assert second == [("shard_p2p", True, {})], "rank 1 has read nothing, and runs what rank 0 has"
+
+
+def test_row_counts_between_known_ones() -> None:
+    known = Between()
+    for m, text in ((1024, "flag_gated:1"), (4096, "flag_gated:1"), (8192, "shard_p2p"), (65536, "shard_p2p")):
+        known.add(dataclasses.replace(PROBLEM, m=m), text)
+
+    def found(m: int, **changes: Any) -> object:
+        return known.find(dataclasses.replace(PROBLEM, m=m, **changes))
+
+    assert found(2000) == ("flag_gated:1", 1024, 4096)
+    assert found(6000) is None, "the two sides differ"
+    assert found(20000) is None, "the two sides are far apart"
+    assert found(512) is found(100_000) is None, "one side is missing"
+    assert found(2000, k=64) is found(2000, dtype="float16") is None
+    known.add(dataclasses.replace(PROBLEM, m=4096), "sequential")
+    assert found(2000) is None
+
+
+def test_looking_between_takes_less_than_100_us() -> None:
+    known = Between()
+    for m in range(64, 64 * 500, 64):
+        known.add(dataclasses.replace(PROBLEM, m=m), "flag_gated:1")
+    times = []
+    for m in range(65, 65 + 200):
+        problem = dataclasses.replace(PROBLEM, m=m)
+        begun = time.perf_counter_ns()
+        known.find(problem)
+        times.append((time.perf_counter_ns() - begun) / 1e3)
+    assert min(times) < 100
+
+
+def _serves(rows: list[int]) -> tuple[list[tuple[int, str, tuple[int, ...]]], int]:
+    """A call of auto for one row count after the other."""
+    with trials_by_a_clock() as made:
+        weft.close()
+        for m in rows:
+            check_gather(m, 48, 32, torch.float32, "auto", 0)
+        found = [(choice.problem.m, choice.spec, choice.like) for choice in weft.choices()]
+        weft.close()
+        return found, len(made)
+
+
+@pytest.mark.ranks
+def test_a_row_count_between_measured_ones_needs_no_trial(ranks: RankFixture) -> None:
+    for found, binds in ranks(2).run(_serves, [64, 160, 96, 100]):
+        assert found == [(m, "shard_p2p", like) for m, like in ((64, ()), (160, ()), (96, (64, 160)), (100, (64, 160)))]
+        assert binds == 2 + 2 + 1 + 1

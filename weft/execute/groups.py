@@ -185,9 +185,11 @@ class GroupState:
         problem, spec, device = key
         if spec != "auto":
             return (spec,)
-        known = self._choices.get((problem, device)) or (self._earlier.find(problem, device) if timer else None)
+        if timer is None and (problem, device) not in self._choices:
+            return (predicted(problem, device),)
+        known = self._choices.get((problem, device)) or self._earlier.find(problem, device)
         if known is None:
-            return contenders(problem, device) if timer else (predicted(problem, device),)
+            return contenders(problem, device)
         self._choices[problem, device] = known
         return (known.spec,)
 

@@ -1,9 +1,11 @@
-"""Measured plans that outlive the process, agreed on by all ranks of a team.
+"""What was measured before, in an earlier process or of other row counts, agreed on by all ranks of a team.
 
     find    each rank reads the entry for a problem; ranks meet, and what rank 0 has counts     collective
+            else what was measured with fewer and with more rows (weft.between)
     keep    rank 0 writes                                                                       local
 
 So ranks whose folders differ still run the same schedule, and a rank that can read nothing costs no more than the meeting.
+Row counts are looked up in what ranks have found together, so that they find the same.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from functools import cache
 
 import torch
 
+from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.execute.trial import Choice, Trial
 from weft.execute.versions import machine_of, versions
@@ -25,20 +28,33 @@ class KeptPlans:
     def __init__(self, team: Team, cache: Cache | None = None) -> None:
         self._team = team
         self._cache = cache or from_environment()
+        self._between = Between()
 
     def find(self, problem: Problem, device: torch.device) -> Choice | None:
-        """What an earlier process chose by measuring; None if rank 0 knows of none. Collective."""
+        """What an earlier process chose by measuring, or this one for row counts around; None if it must be measured.
+        Collective."""
         entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = encode(entry.spec) if entry else 0
         chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
         if chosen is None:
-            return None
+            return self._around(problem)
+        self._between.add(problem, chosen)
         us = entry.us if entry and entry.spec == chosen else {}
         return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
 
+    def _around(self, problem: Problem) -> Choice | None:
+        found = self._between.find(problem)
+        if found is None:
+            return None
+        spec, *rows = found
+        return Choice(problem=problem, spec=spec, like=tuple(rows))
+
     def keep(self, choice: Choice, device: torch.device) -> None:
-        """For later processes: what was measured, on rank 0."""
-        if self._cache and self._team.rank == 0 and choice.trials:
+        """Remember what was measured; for later processes, on rank 0."""
+        if not choice.trials:
+            return
+        self._between.add(choice.problem, choice.spec)
+        if self._cache and self._team.rank == 0:
             key = self._key(choice.problem, device)
             self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us))
 

@@ -55,12 +55,14 @@ class Trial:
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What "auto" stands for: the spec chosen for a problem, and what was measured, in this order; nothing where the choice
-    is the planner's, or there was only one spec. kept: by an earlier process."""
+    is the planner's, or there was only one spec. kept: by an earlier process. like: the row counts on both sides of the
+    problem's that were measured, and whose choice it has taken over."""
 
     problem: Problem
     spec: str
     trials: tuple[Trial, ...] = ()
     kept: bool = False
+    like: tuple[int, ...] = ()
 
     @property
     def us(self) -> dict[str, float]:
@@ -70,7 +72,8 @@ class Choice:
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
         earlier = "kept from an earlier run" if self.kept else ""
-        return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, measured))) or 'not measured'})"
+        like = f"as with {' and '.join(map(str, self.like))} rows" if self.like else ""
+        return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, like, measured))) or 'not measured'})"
 
 
 def leader(trials: Sequence[Trial]) -> Trial:
