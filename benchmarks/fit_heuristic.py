@@ -157,7 +157,9 @@ def main() -> None:
     options.add_argument("--machine", default="h200x8", help="the profile that features are counted with (%(default)s)")
     options.add_argument("--out", type=Path, help="where the rules go; else they are printed alone")
     arguments = options.parse_args()
-    lines = [line for path in arguments.files for line in read_lines(path)] + (list(known()) if arguments.known else [])
+    lines = [line for path in arguments.files for line in read_lines(path) if not line.failed] + (
+        list(known()) if arguments.known else []
+    )
     found = fitted(lines, load(arguments.machine))
     for op, tree in found.trees.items():
         print(f"{op}\n{table(tree)}")

@@ -9,7 +9,8 @@ Problems are drawn (problems.py): `unseen` to hold the planner to, `fit` to set 
 
 --collect goes on where the file ends: problems that it holds already are left out, so a run may be cut into several. No problem
 is begun after the budget. Protocol: measure.py's, mode graph; a few rows of each result are compared with sequential's; the two
-halves alone are NCCL's default and cuBLAS. What fails is in the line's `missing`, with its reason. --simulate writes the same
+halves alone are NCCL's default and cuBLAS. What fails is in the line's `missing`, with its reason; a problem of which
+nothing can be measured has a line with `failed`. --simulate writes the same
 lines from the simulator, and says so in `machine`. --score (scores.py) needs no GPU. Traps: every candidate of a problem is
 bound at once (up to some 20 times its memory), so that they take turns; kernels are compiled at first use, a few seconds each.
 """
@@ -33,8 +34,6 @@ from weft import codec
 from weft.machine import load
 from weft.problem import LOOKUP_OPS, Problem
 from weft.schedules import build, parse
-from weft.sim import run
-from weft.sim.cost import whole_collective_us, whole_gemm_us
 
 ROUNDS = 3
 TIMEOUT_S, ALARM_S = "20", 40
@@ -100,22 +99,27 @@ def _collected(case: str, problem: Problem, arguments: argparse.Namespace) -> bo
     import torch
 
     begun_s = time.monotonic()
+    start = measure.row(bench="planner", op=problem.op, case=case, dtype=problem.dtype, mode="graph", arguments=arguments)
     try:
         with torch.no_grad():
-            line = _measured(case, problem, arguments)
+            us, missing = _measured(problem, arguments.rounds)
     except measure.Failed as failed:
         measure.say(f"LEFT OUT {case}: {failed}", file=sys.stderr)
-        line = None
-    if line is not None:
-        figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
-        left_out = f", {len(line['missing'])} missing" if line["missing"] else ""
-        measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
-        measure.append(arguments.json, line)
+        nothing = {"set": arguments.set, "candidates": {}, "failed": str(failed), "problem": codec.dump(problem)}
+        measure.append(arguments.json, start | nothing)
+        measure.release()
+        return False
+    line = line_of(arguments.set, case, problem, us, missing)
+    figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
+    left_out = f", {len(missing)} missing" if missing else ""
+    measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
+    measure.append(arguments.json, start | line)
     measure.release()
-    return line is not None
+    return True
 
 
-def _measured(case: str, problem: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measured(problem: Problem, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """(us by candidate and half, why others are missing)."""
     import measure
     import torch
     import torch.distributed as dist
@@ -131,16 +135,17 @@ def _measured(case: str, problem: Problem, arguments: argparse.Namespace) -> dic
         ("graph",),
         check=checked_against(expected),  # type: ignore[arg-type]
         needed=("sequential",),
-        rounds=arguments.rounds,
+        rounds=rounds,
         repeat=repeats(problem),
     )
-    us = {name: t.us for name, t in times["graph"].items()}
-    start = measure.row(bench="planner", op=problem.op, case=case, dtype=problem.dtype, mode="graph", arguments=arguments)
-    return start | line_of(arguments.set, case, problem, us, missing)
+    return {name: t.us for name, t in times["graph"].items()}, missing
 
 
 def simulated(set_name: str, machine_name: str, item: tuple[str, Problem]) -> dict[str, Any]:
     """A line of predictions."""
+    from weft.sim import run
+    from weft.sim.cost import whole_collective_us, whole_gemm_us
+
     case, problem = item
     machine = load(machine_name)
     us = {spec: run(build(problem, *parse(spec), fan_out=machine.fans_out), machine).total_us for spec in tried(problem)}

@@ -2,7 +2,7 @@
 
 A set is a function of its name and the world size alone. Operators take turns, so that any beginning of a set covers them
 evenly. A site of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode
-step: 1 to 1024), of which a quarter are rounded to powers of two, half to multiples of 64, and a quarter are left as drawn.
+step: 1 to 256), of which a quarter are rounded to powers of two, half to multiples of 64, and a quarter are left as drawn.
 What takes a rank more than MOST_FLOPS, or reads more than MOST_INDICES rows of tables, is drawn again.
 
 Sizes of models that are no presets of weft: their config.json on Hugging Face.
@@ -138,7 +138,7 @@ def _stream(name: SetName, world_size: int) -> Iterator[tuple[str, Problem]]:
     for op in itertools.cycle(ALL_OPS):
         while True:
             model, site = random_.choice(known[op])
-            tokens = _tokens(random_, (1, 1024) if op == "matmul_all_reduce" else (256, 65536))
+            tokens = _tokens(random_, (1, 256) if op == "matmul_all_reduce" else (256, 65536))
             problem = site.problem(tokens, world_size, "float32" if op in LOOKUP_OPS else "bfloat16")
             if _bearable(problem):
                 yield f"{model} {site.name} tokens={tokens}", problem

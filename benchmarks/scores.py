@@ -20,7 +20,6 @@ from weft.machine import Machine
 from weft.problem import LookupProblem, Problem
 from weft.rules import heuristic
 from weft.schedules import build, parse
-from weft.sim import run
 
 NEAR = 0.05
 AS_FAST = 0.01
@@ -29,13 +28,14 @@ AS_FAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """us: each candidate's time."""
+    """us: each candidate's time; none of a problem that could not be measured at all, and `failed` says why."""
 
     case: str
     problem: Problem | LookupProblem
     us: Mapping[str, float]
     machine: str
     simulated: bool
+    failed: str = ""
 
     @property
     def best_us(self) -> float:
@@ -62,6 +62,7 @@ def _line(row: Mapping[str, Any]) -> Line:
         us=row["candidates"],
         machine=machine,
         simulated=machine.startswith("simulated"),
+        failed=row.get("failed", ""),
     )
 
 
@@ -116,6 +117,8 @@ def verdict(lines: Sequence[Line], pick: Callable[[Line], str]) -> Verdict:
 
 def predictions(line: Line, machine: Machine) -> dict[str, float]:
     """The cost model's time of each candidate of a line."""
+    from weft.sim import run  # here, since to read lines and collect them needs no simulator
+
     schedules = {spec: build(line.problem, *parse(spec), fan_out=machine.fans_out) for spec in line.us}
     return {spec: run(schedule, machine).total_us for spec, schedule in schedules.items()}
 
@@ -136,8 +139,10 @@ def _least(us: Mapping[str, float]) -> str:
 
 def report(lines: Sequence[Line], machine: Machine, *, model: bool) -> str:
     """All figures, a line each, by operator and together. model: simulate, too."""
+    failed, lines = [line for line in lines if line.failed], [line for line in lines if not line.failed]
     predicted = {line.problem: predictions(line, machine) for line in lines} if model else {}
     rows = [f"{len(lines)} problems of {', '.join(sorted({line.machine for line in lines}))}; profile {machine.name}"]
+    rows += [f"NOT MEASURED {line.problem}: {line.failed}" for line in failed]
     for op in (*dict.fromkeys(line.problem.op for line in lines), ""):
         some = [line for line in lines if op in ("", line.problem.op)]
         rows.append(f"{op or 'all'}: heuristic {verdict(some, lambda line: heuristic(line.problem, machine))}")

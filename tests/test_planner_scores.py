@@ -92,7 +92,7 @@ def test_errors_and_percentiles() -> None:
 
 def test_a_line_comes_back(tmp_path: Path) -> None:
     from planner import line_of
-    from scores import read_lines
+    from scores import read_lines, report
 
     problems = (line({}).problem, LookupProblem.of(batch=64, dims=((8,), (8, 8))))
     path = tmp_path / "lines.jsonl"
@@ -104,6 +104,10 @@ def test_a_line_comes_back(tmp_path: Path) -> None:
     assert [found.problem for found in read_lines(path)] == list(problems)
     assert read_lines(path)[0].us == {"sequential": 10.0, "direct_store:1": 8.0}
     assert (written[0]["schedule"], written[0]["overlapped_us"], written[0]["communication_us"]) == ("direct_store:1", 8.0, 3.0)
+    failed = written[0] | {"candidates": {}, "failed": "rank 1: no memory"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*written, failed)))
+    assert [found.failed for found in read_lines(path)] == ["", "", "rank 1: no memory"]
+    assert "NOT MEASURED all_gather_matmul M=4096" in report(read_lines(path), H200, model=False)
     path.write_text(json.dumps(written[0] | {"problem": {"op": "all_gather_matmul"}}))
     with pytest.raises(ValueError, match=r"lines.jsonl, line 1: m is missing"):
         read_lines(path)
@@ -144,7 +148,7 @@ def measured_lines() -> list[Any]:
     from scores import read_lines
 
     unseen = RESULTS / "planner.jsonl"
-    return [*known(), *(read_lines(unseen) if unseen.exists() else ())]
+    return [*known(), *(one for one in (read_lines(unseen) if unseen.exists() else ()) if one.us)]
 
 
 def test_the_heuristic_holds_on_what_was_measured() -> None:
