@@ -12,7 +12,7 @@ import pytest
 import weft
 from weft.cli import main
 from weft.machine import load
-from weft.planner import plan
+from weft.planner import heuristic, plan
 from weft.planner.explanation import _faster_links, explained, summary
 from weft.problem import OPS, LookupProblem, Problem
 from weft.results import Skipped
@@ -31,6 +31,7 @@ def test_parts_add_up_to_the_prediction(op: Any) -> None:
     assert found.signatures[0].spec == found.plan.chosen.spec
     assert found.signatures[0].total_us == pytest.approx(found.plan.chosen.predicted_us)
     assert found.signatures[1].spec != found.signatures[0].spec
+    assert f"By sizes alone: {heuristic(found.plan.problem, H200)}." in str(found)
     assert f"Predicted {found.plan.chosen.predicted_us:.0f} us" in str(found)
 
 

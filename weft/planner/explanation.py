@@ -20,6 +20,7 @@ from weft.planner.choose import plan
 from weft.planner.signature import Signature, signature
 from weft.planner.values import Plan
 from weft.problem import LookupProblem, Problem
+from weft.rules import heuristic
 from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule
 from weft.schedules import build, parse
 from weft.sim import run
@@ -36,11 +37,13 @@ _MARGIN = 0.01
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the chosen schedule's, and
-    the runner-up's, of another family, where there is one. changes: sentences, each a change that would change the choice."""
+    the runner-up's, of another family, where there is one. by_sizes: what the heuristic names. changes: sentences, each of what
+    would let the runner-up or the sequential program be faster."""
 
     plan: Plan
     parts: Mapping[str, float]
     signatures: tuple[Signature, ...]
+    by_sizes: str
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -49,7 +52,7 @@ class Explanation:
         if self.parts:
             lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
         changes = self.changes or ("Nothing that was tried would change the choice.",) * bool(self.parts)
-        return "\n".join([*lines, *changes])
+        return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
 
 
 def explain(problem: Problem | LookupProblem, machine: Machine | str = DEFAULT_MACHINE) -> Explanation:
@@ -66,11 +69,12 @@ def explained(found: Plan, machine: Machine) -> Explanation:
     """A plan for `machine`, taken apart."""
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
-        return Explanation(plan=found, parts={}, signatures=(), changes=())
+        return Explanation(plan=found, parts={}, signatures=(), by_sizes="sequential", changes=())
     specs = [found.chosen.spec, *_rivals(found)]
     signatures = tuple(signature(_built(problem, spec, machine), machine) for spec in specs[:2])
     parts = _parts(signatures[0], _built(problem, specs[0], machine), machine)
-    return Explanation(plan=found, parts=parts, signatures=signatures, changes=tuple(_changes(problem, specs, machine)))
+    changes = tuple(_changes(problem, specs, machine))
+    return Explanation(plan=found, parts=parts, signatures=signatures, by_sizes=heuristic(problem, machine), changes=changes)
 
 
 def _rivals(found: Plan) -> list[str]:
