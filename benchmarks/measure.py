@@ -64,6 +64,14 @@ class Times:
     host_us: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A case that waits to be measured. run: measures it; its JSON lines, one a mode. Raises Failed."""
+
+    name: str
+    run: Callable[[], list[dict[str, Any]]]
+
+
 def start() -> int:
     """Join the world as torchrun set it up; this rank. Nothing of weft waits longer than the alarm, and nothing that an
     earlier run chose is taken over."""

@@ -26,7 +26,7 @@ import weft
 from weft import machine
 from weft.cli.gantt import gantt
 from weft.machine import Topology
-from weft.models import Site, load_model, sites
+from weft.models import load_model, sites
 from weft.problem import LOOKUP_OPS, Op
 from weft.rules import rules, table
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
@@ -102,7 +102,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def chart(model: str) -> str:
     """The predicted timeline of the site with the most work, on 8 x H200 and 8192 tokens."""
     h200 = machine.load("h200x8")
-    found = [site for site in sites(load_model(model)) if isinstance(site, Site)]
+    found = sites(load_model(model))
     problems = {site.name: site.problem(8192, h200.world_size, "bfloat16") for site in found}
     site = max(problems, key=lambda name: problems[name].flops)
     plan = weft.plan(problems[site], h200)

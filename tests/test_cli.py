@@ -20,7 +20,7 @@ from weft.machine import names
 from weft.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
-from weft.results import Run, SiteRun, Skipped
+from weft.results import Run, SiteRun
 from weft.schedules import NAMES
 from weft.schedules import names as families
 from weft.span import Span
@@ -90,8 +90,7 @@ class Runner:
             machine=asked["machine"].name,
             machine_ranks=asked["machine_ranks"],
             machine_tokens=asked["machine_tokens"],
-            sites=tuple(self.site(site, asked) for site in found if isinstance(site, Site)),
-            skipped=tuple(site for site in found if isinstance(site, Skipped)),
+            sites=tuple(self.site(site, asked) for site in found),
         )
 
     def site(self, site: Site, asked: dict[str, Any]) -> SiteRun:
@@ -351,7 +350,6 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
     plan = codec.load(Plan, data["sites"][0]["plan"])
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
-    assert data["skipped"] == []
 
 
 def test_machines_lists_every_profile(weft: Weft) -> None:

@@ -58,17 +58,6 @@ class SiteRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A site that weft cannot overlap yet, and the reason."""
-
-    site: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.site}: not yet ({self.reason})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """A whole `weft run`. device: "cpu" or "cuda". machine: the named machine of the predictions, machine_ranks its ranks,
     machine_tokens the tokens that are predicted for. versions: of what took part."""
@@ -83,7 +72,6 @@ class Run:
     machine_ranks: int
     machine_tokens: int
     sites: tuple[SiteRun, ...]
-    skipped: tuple[Skipped, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -28,11 +28,11 @@ from weft.execute.ranks import Ranks
 from weft.execute.trial import Choice
 from weft.execute.versions import versions
 from weft.machine import Machine
-from weft.models import Model, Site, decode_sites, sites
+from weft.models import Model, decode_sites, sites
 from weft.planner import plan
 from weft.planner.values import Plan
 from weft.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
-from weft.results import Run, SiteRun, Skipped
+from weft.results import Run, SiteRun
 from weft.run_lookups import LookupInputs
 from weft.schedule import Schedule
 from weft.span import Span
@@ -68,7 +68,7 @@ def run_model(
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
     element = cast(DType, dtype)
     found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
-    chosen = [s for s in found if isinstance(s, Site) and op in (None, s.op)]
+    chosen = [s for s in found if op in (None, s.op)]
     for site in chosen:
         schedules.check_op(schedule.partition(":")[0], site.op)
     done: list[SiteRun] = []
@@ -94,7 +94,6 @@ def run_model(
         machine_ranks=machine_ranks,
         machine_tokens=machine_tokens,
         sites=tuple(done),
-        skipped=tuple(s for s in found if isinstance(s, Skipped)),
         versions=versions(device),
     )
 

@@ -45,7 +45,7 @@ def command(
     target = load(machine)
     output.require_file(json, "--json")
     output.require_file(report, "--report")
-    _, sites, _ = choices.choose_sites(model, op)
+    _, sites = choices.choose_sites(model, op)
     if device != SIMULATED:
         device, ranks = choices.choose_device(device, ranks)
     size, kind = ranks or target.world_size, choices.choose_dtype(dtype)

@@ -14,7 +14,6 @@ from weft.cli import choices, options, output, tables
 if TYPE_CHECKING:
     from weft.machine import Machine
     from weft.models import Model
-    from weft.results import Skipped
 
 
 def command(
@@ -35,7 +34,7 @@ def command(
     """Choose a schedule for each distributed site of a model, without running anything."""
     from weft.machine import load
 
-    sizes, sites, skipped = choices.choose_sites(model, op)
+    sizes, sites = choices.choose_sites(model, op)
     only, chunks = choices.choose_schedule(schedule, sites)
     kind = choices.choose_dtype(dtype)
     target = load(machine)
@@ -44,12 +43,12 @@ def command(
 
     plans = [(site.name, plan(site.problem(tokens, ranks, kind), target, only=only, chunks=chunks)) for site in sites]
     if as_json:
-        data = _as_data(sizes, target, plans, skipped) | (_reasons(target, plans) if why else {})
+        data = _as_data(sizes, target, plans) | (_reasons(target, plans) if why else {})
         print(json.dumps(data, indent=2, allow_nan=False))
         return
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, skipped)
+    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans)
     if why:
-        _explain(target, plans, skipped)
+        _explain(target, plans)
 
 
 def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
@@ -60,7 +59,7 @@ def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, ob
     return {"why": {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in found.items()}}
 
 
-def _explain(machine: Machine, plans: Sequence[tables.SitePlan], skipped: Sequence[Skipped]) -> None:
+def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
     from weft.planner.explanation import explained, summary
 
     out = output.console()
@@ -68,19 +67,18 @@ def _explain(machine: Machine, plans: Sequence[tables.SitePlan], skipped: Sequen
         out.print(f"\n{site}: {plan.problem}", style="bold")
         out.print(str(explained(plan, machine)))
     out.print()
-    out.print(summary(plans, skipped))
+    out.print(summary(plans))
 
 
-def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan], skipped: Sequence[Skipped]) -> dict[str, object]:
+def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
     return {
         "model": model.name,
         "machine": machine.name,
         "sites": [{"site": site, "schedule": plan.chosen.spec, "plan": codec.dump(plan)} for site, plan in plans],
-        "skipped": codec.dump(skipped),
     }
 
 
-def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], skipped: Sequence[Skipped]) -> None:
+def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan]) -> None:
     out = output.console()
     out.print(str(model))
     for note in model.notes:
@@ -92,4 +90,3 @@ def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.Site
         tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
     for site, plan in plans:
         out.print(f"{site}: {plan.why}")
-    tables.print_skipped(out, skipped)

@@ -47,7 +47,7 @@ def command(
     """Run a model's distributed sites: predicted on a machine, then checked and timed here."""
     from weft.machine import load
 
-    sizes, sites, _ = choices.choose_sites(model, op)
+    sizes, sites = choices.choose_sites(model, op)
     dtype = choices.choose_dtype(dtype)
     choices.choose_schedule(schedule, sites)
     target = load(machine)
@@ -99,7 +99,6 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
 def _show(run: Run, machine: Machine) -> None:
     out = output.console()
     if not run.sites:
-        tables.print_skipped(out, run.skipped)
         return
     plans = [(site.site, site.plan) for site in run.sites]
     title = f"Predicted on {machine.words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
@@ -107,7 +106,6 @@ def _show(run: Run, machine: Machine) -> None:
     tables.print_predictions(out, title, plans)
     tables.print_chart(out, plans)
     tables.print_measured(out, run)
-    tables.print_skipped(out, run.skipped)
     wrong = [site.site for site in run.sites if not site.ok]
     out.print(f"WRONG results at {', '.join(wrong)}" if wrong else "All results are right.")
 

@@ -15,7 +15,7 @@ from weft.cli.output import share, table, us
 if TYPE_CHECKING:
     from weft.planner.values import Plan
     from weft.problem import Problem
-    from weft.results import Run, SiteRun, Skipped
+    from weft.results import Run, SiteRun
 
     SitePlan = tuple[str, Plan]
 
@@ -62,12 +62,6 @@ def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:
     out.print(f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
     out.print(gantt(plan.spans, rank=0, width=min(out.width, 120)))
     out.print()
-
-
-def print_skipped(out: Console, skipped: Sequence[Skipped]) -> None:
-    """Sites that weft cannot overlap yet, one a line."""
-    for site in skipped:
-        out.print(str(site))
 
 
 def print_candidates(out: Console, plans: Sequence[SitePlan]) -> None:

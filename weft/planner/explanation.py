@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from weft.machine import AlphaBeta, Machine, Table, load
 from weft.planner.choose import plan
@@ -24,9 +23,6 @@ from weft.rules import heuristic
 from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule
 from weft.schedules import build, parse
 from weft.sim import run
-
-if TYPE_CHECKING:
-    from weft.results import Skipped
 
 FACTORS = (2.0, 4.0, 16.0)
 """By which sizes and rates are varied, both ways, to see what changes the choice."""
@@ -194,11 +190,9 @@ def _winner(problem: Problem, machine: Machine, specs: Sequence[str]) -> str:
     return best if us[best] < (1 - _MARGIN) * us[specs[0]] else specs[0]
 
 
-def summary(plans: Sequence[tuple[str, Plan]], skipped: Sequence[Skipped] = ()) -> str:
+def summary(plans: Sequence[tuple[str, Plan]]) -> str:
     """A model in a few sentences: how many of its sites are overlapped, and of the others why not."""
     stay = [(site, found) for site, found in plans if found.chosen.schedule == "sequential"]
-    total = len(plans) + len(skipped)
-    lines = [f"Overlapped {len(plans) - len(stay)} of {total} sites."]
+    lines = [f"Overlapped {len(plans) - len(stay)} of {len(plans)} sites."]
     lines += [f"{site} stays sequential. {found.why}" for site, found in stay]
-    lines += [f"{one.site} is not overlapped: {one.reason}." for one in skipped]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The page of a run: one HTML file that loads nothing, with every number as text beside its chart.
 
-From the top: what ran where, what is predicted for the named machine, what was measured here, what was left out. The
-page's policy forbids all loading, so a browser holds it to being self-contained; plotly.js stands in it once.
+From the top: what ran where, what is predicted for the named machine, what was measured here. The page's policy forbids all
+loading, so a browser holds it to being self-contained; plotly.js stands in it once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from weft.report.charts import Figure
 from weft.report.html import Html, join, json_script, tag
-from weft.report.sections import measured_section, predicted_section, skipped_section, terms
+from weft.report.sections import measured_section, predicted_section, terms
 from weft.report.words import count
 from weft.results import Run
 
@@ -42,13 +42,12 @@ def page(run: Run) -> str:
         _header(run),
         predicted_section(run, charts),
         measured_section(run, charts),
-        skipped_section(run),
         terms(),
         json_script("charts", charts),
         Html(f"<script>{get_plotlyjs()}</script>"),
         Html(f"<script>{_resource('page.js')}</script>"),
     ]
-    return f'<!doctype html>\n<html lang="en">{_head(run)}{tag("body", tag("main", *body[:5]), *body[5:])}</html>\n'
+    return f'<!doctype html>\n<html lang="en">{_head(run)}{tag("body", tag("main", *body[:4]), *body[4:])}</html>\n'
 
 
 def _head(run: Run) -> Html:

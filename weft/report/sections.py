@@ -42,16 +42,6 @@ def measured_section(run: Run, charts: Charts) -> Html:
     return tag("section", tag("h2", title), *parts, *lines)
 
 
-def skipped_section(run: Run) -> Html:
-    """What weft cannot overlap yet; nothing where nothing was left out."""
-    if not run.skipped:
-        return Html("")
-    rows = [(s.site, s.reason) for s in run.skipped]
-    return tag(
-        "section", tag("h2", "Left out"), table("Sites that did not run, and why", ("site", "reason"), rows, words=(0, 1))
-    )
-
-
 def terms() -> Html:
     """What the words of the tables mean."""
     meanings = (
