@@ -29,12 +29,12 @@ from weft.rules import FEATURES, Feature, Leaf, Rules, Split, sizes, table
 from weft.schedules import parse, spec
 
 RESULTS = Path(__file__).with_name("results")
-DEPTH = 4
-LEAST = 2.5
-"""Weight of problems that a leaf must have."""
-GAIN = 0.004
+DEPTH = 3
+LEAST, LEAST_WEIGHT = 3, 1.25
+"""Problems that a leaf must have, and their weight."""
+GAIN = 0.002
 """What a threshold must take from the mean loss of an operator."""
-SIMULATED = 0.1
+SIMULATED = 0.05
 """Weight of a simulated line beside a measured one."""
 
 
@@ -81,7 +81,7 @@ def _splits(samples: Sequence[Sample]) -> Iterator[tuple[float, Feature, float]]
         for at_least in sorted({_round((low * high) ** 0.5) for low, high in pairwise(values)}):
             above = [s for s in samples if s.features[feature] >= at_least]
             below = [s for s in samples if s.features[feature] < at_least]
-            if min(_weight(above), _weight(below)) >= LEAST:
+            if min(len(above), len(below)) >= LEAST and min(_weight(above), _weight(below)) >= LEAST_WEIGHT:
                 yield _loss(above) + _loss(below), feature, at_least
 
 
