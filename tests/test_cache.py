@@ -25,6 +25,7 @@ from rank_work import check_gather
 import weft
 from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.execute.kept import PROVED_AFTER, Unproved
 from weft.problem import LookupProblem, Problem
 from weft.schedules import NAMES, spec
 
@@ -191,8 +192,8 @@ def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
 
 
 @contextmanager
-def trials_by_a_clock() -> Iterator[list[str]]:
-    """Trials on CPUs, of sequential and shard_p2p, which is four times as fast; what is bound meanwhile."""
+def trials_by_a_clock(fast: str = "shard_p2p") -> Iterator[list[str]]:
+    """Trials on CPUs, of sequential and shard_p2p, one of which is four times as fast; what is bound meanwhile."""
     from weft.execute import groups
 
     bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
@@ -204,7 +205,7 @@ def trials_by_a_clock() -> Iterator[list[str]]:
 
     def clock(call: Callable[[], object], calls: int) -> int:
         call()
-        return 1_000_000 if made[-1] == "shard_p2p" else 4_000_000
+        return 1_000_000 if made[-1] == fast else 4_000_000
 
     groups.GroupState._bind = noted  # type: ignore[method-assign, assignment]
     groups.timer_for = lambda device: clock  # type: ignore[assignment]
@@ -294,3 +295,48 @@ def test_a_row_count_between_measured_ones_needs_no_trial(ranks: RankFixture) ->
     for found, binds in ranks(2).run(_serves, [64, 160, 96, 100]):
         assert found == [(m, "shard_p2p", like) for m, like in ((64, ()), (160, ()), (96, (64, 160)), (100, (64, 160)))]
         assert binds == 2 + 2 + 1 + 1
+
+
+def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], list[str]]:
+    """Calls of auto with a kept plan, until it has been proved: choices, schedules that are bound, warnings."""
+    from weft.execute.groups import GROUPS
+
+    os.environ["WEFT_CACHE_DIR"] = folder
+    try:
+        with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            weft.close()
+            for call in range(PROVED_AFTER + 4):
+                check_gather(64, 48, 32, torch.float32, "auto", call)
+            group = dist.group.WORLD
+            assert group is not None
+            bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
+            found = [(choice.spec, choice.kept) for choice in weft.choices()]
+            weft.close()
+            return found, bound, [str(warning.message) for warning in seen]
+    finally:
+        os.environ["WEFT_CACHE_DIR"] = ""
+
+
+@pytest.mark.ranks
+def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture, tmp_path: Path) -> None:
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(_first_calls, [folder, folder])
+    assert pool.run(_in_use, folder, "shard_p2p") == [([("shard_p2p", True)], ["shard_p2p"], [])] * 2
+    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
+        assert found == [("sequential", False)]
+        assert bound == ["sequential", "shard_p2p"], "a graph of the caller's may be replaying the loser"
+        (text,) = seen
+        assert text.endswith("shard_p2p was taken over, but is no faster here; sequential is put back")
+    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
+        assert (found, bound, seen) == ([("sequential", True)], ["sequential"], []), "it is kept so, and said once"
+
+
+def test_calls_until_a_proof_are_counted_once() -> None:
+    left, program = Unproved(), object()
+    assert not left.due(program)  # type: ignore[arg-type]
+    left.add(program)  # type: ignore[arg-type]
+    assert [left.due(program) for _ in range(PROVED_AFTER + 3)].index(True) == PROVED_AFTER - 1  # type: ignore[arg-type]
+    left.add(program)  # type: ignore[arg-type]
+    left.forget(program)  # type: ignore[arg-type]
+    assert not any(left.due(program) for _ in range(PROVED_AFTER + 3))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
     find    each rank reads the entry for a problem; ranks meet, and what rank 0 has counts     collective
             else what was measured with fewer and with more rows (weft.between)
     keep    rank 0 writes                                                                       local
+    due     after some calls of such a choice: it is time to hold it against sequential         local
 
 So ranks whose folders differ still run the same schedule, and a rank that can read nothing costs no more than the meeting.
 Row counts are looked up in what ranks have found together, so that they find the same.
@@ -16,10 +17,14 @@ import torch
 
 from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.execute.bound import BoundProgram
 from weft.execute.trial import Choice, Trial
 from weft.execute.versions import machine_of, versions
 from weft.problem import Problem
 from weft.team import Team
+
+PROVED_AFTER = 20
+"""Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
 
 
 class KeptPlans:
@@ -61,6 +66,29 @@ class KeptPlans:
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)
         return Key(machine=machine, versions=known, problem=problem, space=space())
+
+
+class Unproved:
+    """Programs that run what was not measured here, and the calls that are left until they are held against sequential.
+
+    Calls alike are as many on every rank, so that all ranks come to the trial at the same one.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[BoundProgram, int] = {}
+
+    def add(self, program: BoundProgram) -> None:
+        self._left[program] = PROVED_AFTER
+
+    def due(self, program: BoundProgram) -> bool:
+        """Count a call. Whether it is the one before which the program is to be proved, once."""
+        if program not in self._left:
+            return False
+        self._left[program] -= 1
+        return self._left[program] == 0 and self._left.pop(program) == 0
+
+    def forget(self, program: BoundProgram) -> None:
+        self._left.pop(program, None)
 
 
 @cache
