@@ -157,9 +157,22 @@ def writer(folder: Path, me: int, seconds: float) -> subprocess.Popen[bytes]:
 
 def test_eight_writers_and_a_killed_one(tmp_path: Path) -> None:
     """While eight processes write one entry, and one of them is killed, a reader sees whole entries alone."""
-    cache = Cache(tmp_path)
     writers = [writer(tmp_path, me, 0.8) for me in range(7)]
     victim = writer(tmp_path, 7, 60.0)
+    try:
+        seen = _seen_meanwhile(Cache(tmp_path), writers, victim)
+        assert [process.returncode for process in writers] == [0] * 7
+        assert len(seen) > 1
+        Cache(tmp_path).write(ENTRY)
+        assert Cache(tmp_path).read(KEY) == ENTRY
+    finally:
+        for process in (*writers, victim):
+            process.kill()
+            process.wait()
+
+
+def _seen_meanwhile(cache: Cache, writers: list[subprocess.Popen[bytes]], victim: subprocess.Popen[bytes]) -> set[str]:
+    """Read until the writers have ended; the victim is killed while it writes. A warning is an error."""
     seen = set()
     deadline = time.monotonic() + 30
     with warnings.catch_warnings():
@@ -170,14 +183,9 @@ def test_eight_writers_and_a_killed_one(tmp_path: Path) -> None:
             if entry is not None:
                 assert set(entry.us.values()) == {float(entry.spec.partition(":")[2]) - 1}
                 seen.add(entry.spec)
-            if victim.poll() is None and len(seen) > 1:
+            if len(seen) > 1:
                 victim.send_signal(signal.SIGKILL)
-        victim.kill()
-        victim.wait()
-        cache.write(ENTRY)
-        assert cache.read(KEY) == ENTRY
-    assert [process.returncode for process in writers] == [0] * 7
-    assert len(seen) > 1
+    return seen
 
 
 def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
