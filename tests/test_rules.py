@@ -18,7 +18,10 @@ from rank_work import check_gather, check_scatter
 
 import weft
 from weft import codec, machine
+from weft.execute import choose
+from weft.execute.choose import contenders
 from weft.planner import heuristic
+from weft.planner.shortlist import AT_MOST
 from weft.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
 from weft.rules import FEATURES, Leaf, Split, decide, rules, sizes, table
 from weft.schedules import check_op, parse, spec
@@ -139,6 +142,15 @@ def test_it_needs_the_standard_library_alone() -> None:
         "sys.exit(bool({'torch', 'numpy', 'simpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_auto_measures_what_it_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, cpu = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4), torch.device("cpu")
+    listed = contenders(problem, cpu)
+    assert listed[0] == "sequential"
+    assert heuristic(problem, H200) in listed
+    monkeypatch.setattr(choose, "by_sizes", lambda problem, device: "uniform_fused_1d:7")
+    assert contenders(problem, cpu) == (*listed[: AT_MOST - 1], "uniform_fused_1d:7")
 
 
 def _called() -> list[str]:

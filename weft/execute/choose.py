@@ -50,11 +50,16 @@ def predicted(problem: Problem, device: torch.device) -> str:
 
 
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """The specs worth measuring, sequential first; it alone, with a warning, where no profile has so many GPUs."""
+    """The specs worth measuring: the planner's shortlist, sequential first, and what sizes alone speak for, in the place of the
+    last one if there are too many. Sequential alone, with a warning, where no profile has so many GPUs."""
     from weft.planner import shortlist
+    from weft.planner.shortlist import AT_MOST
 
     found = _plan(problem, device)
-    return shortlist(found) if found else ("sequential",)
+    if found is None:
+        return ("sequential",)
+    listed, named = shortlist(found), by_sizes(problem, device)
+    return listed if named in listed else (*listed[: AT_MOST - 1], named)
 
 
 def _plan(problem: Problem, device: torch.device) -> Plan | None:
