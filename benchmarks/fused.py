@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 benchmarks/fused.py --only paper --json benchmarks/results/paper.jsonl
     torchrun --nproc-per-node 4 benchmarks/fused.py --only all_reduce --cases batch=64,batch=128 --modes graph --specs two_shot
 
-Each part is a module that says what it asks, its cases and its baselines: all_reduce.py, embedding.py, all_to_all.py, paper.py.
+Each part is a module that says what it asks, its cases and its baselines: all_reduce.py, embedding.py, all_to_all.py,
+ulysses.py, paper.py.
 Protocol: measure.py's. All parts in both modes take minutes; `--only` and `--cases` choose.
 """
 
@@ -22,6 +23,7 @@ import embedding
 import measure
 import paper
 import torch.distributed as dist
+import ulysses
 from collectives import REGISTERED, Way, ways
 from measure import Failed, Job, append, parser, release, say, start, stop
 
@@ -63,6 +65,10 @@ def _all_to_alls(found: Sequence[Way], arguments: argparse.Namespace) -> list[Jo
     return [job for pair in zip(*made, strict=True) for job in pair]
 
 
+def _ulysses(_: Sequence[Way], arguments: argparse.Namespace) -> list[Job]:
+    return [job for op, us in ulysses.SPECS.items() for job in ulysses.jobs(op, specs_of(arguments, us, op), arguments)]
+
+
 def _of_the_paper(found: Sequence[Way], arguments: argparse.Namespace) -> list[Job]:
     return paper.jobs(found, dist.get_world_size(), arguments)
 
@@ -85,6 +91,7 @@ PARTS = {
         summary=all_to_all.summary,
         room=(REGISTERED, _largest(all_to_all.EVEN)),
     ),
+    "ulysses": Part(jobs=_ulysses, sentence=all_to_all.sentence, summary=ulysses.summary),
     "paper": Part(jobs=_of_the_paper, sentence=paper.sentence, summary=paper.summary),
 }
 

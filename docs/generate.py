@@ -8,12 +8,15 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
     ```text rules TOPOLOGY        the heuristic's decision trees
+    ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
-tests/test_docs.py holds that nothing is out of date.
+tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
+lie in docs/t3_sensitivity.json; `python docs/generate.py sensitivity` writes that file.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -23,23 +26,31 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft import machine
+from weft import codec, machine
 from weft.cli.gantt import gantt
 from weft.machine import Topology
 from weft.models import load_model, sites
-from weft.problem import LOOKUP_OPS, Op
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, Op
 from weft.rules import rules, table
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.t3 import tables
+from weft.sim.t3.sensitivity import Sensitivity, sensitivity
+from weft.sim.t3.study import Study, run
+from weft.sim.t3.system import load
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md")
+DOCUMENTS = (
+    *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+)
+SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
+EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|rules) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def timeline(op: str, family: str) -> str:
@@ -51,7 +62,10 @@ def timeline(op: str, family: str) -> str:
 def _example(op: str) -> weft.Problem:
     if op in LOOKUP_OPS:
         return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
-    return weft.Problem(op=op, **EXAMPLE)  # type: ignore[arg-type]
+    if op in COLLECTIVE_OPS:
+        return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=EXAMPLE["world_size"])  # type: ignore[arg-type]
+    kind = ColumnProblem if op in COLUMN_OPS else weft.Problem
+    return kind(op=op, **EXAMPLE)  # type: ignore[arg-type]
 
 
 def counts(op: Op) -> str:
@@ -157,6 +171,28 @@ def _machine(row: dict[str, Any]) -> str:
     return f"{row['machine']}, {versions}, {row['dtype']}"
 
 
+@functools.cache
+def study() -> Study:
+    """T3's whole evaluation, once for all of its tables."""
+    return run(load())
+
+
+def t3(what: str) -> str:
+    """A table of the simulated T3."""
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: tables.figures_table(study()),
+        "sublayers": lambda: tables.sublayers_table((*study().sublayers, *study().large)),
+        "mappings": lambda: tables.mappings_table(study()),
+        "sensitivity": lambda: tables.sensitivity_table(_stored()),
+        "system": lambda: tables.system_table(load()),
+    }
+    return _table(makers[what]())
+
+
+def _stored() -> Sequence[Sensitivity]:
+    return codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+
+
 MAKERS: dict[str, Callable[..., str]] = {
     "timeline": timeline,
     "counts": counts,
@@ -164,6 +200,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "results": results,
     "fused": fused,
     "rules": decisions,
+    "t3": t3,
 }
 
 
@@ -178,6 +215,8 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["sensitivity"]:
+        SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

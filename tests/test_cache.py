@@ -26,7 +26,7 @@ import weft
 from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.execute.kept import PROVED_AFTER, Unproved
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import NAMES, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
@@ -48,9 +48,15 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     cache.write(later)
     assert cache.read(KEY) == later
     assert [path.name for path in cache.folder.iterdir()] == [cache.path(KEY).name]
-    lookup = dataclasses.replace(KEY, problem=LookupProblem.of(batch=4, dims=((2,), (2,))))
-    cache.write(Entry(key=lookup, spec="direct_store:1", us={}))
-    assert cache.read(lookup) == Entry(key=lookup, spec="direct_store:1", us={})
+    others = (
+        LookupProblem.of(batch=4, dims=((2,), (2,))),
+        ColumnProblem(m=4, n=4, k=4, world_size=2),
+        CollectiveProblem(op="all_to_all", m=4, world_size=2, dtype="uint8"),
+    )
+    for problem in others:
+        entry = Entry(key=dataclasses.replace(KEY, problem=problem), spec="sequential", us={})
+        cache.write(entry)
+        assert cache.read(entry.key) == entry
 
 
 @pytest.mark.parametrize(

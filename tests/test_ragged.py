@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from conftest import RankFixture
 from ragged_work import PATTERNS, Case, counts_of, round_trip
 
 import weft
+from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -176,6 +178,44 @@ def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
     assert "rows arrived in an earlier call" in text
 
 
+def _signals() -> None:
+    """An empty segment lies between others within a tile, and is told of by nobody."""
+    weft.close()
+    size, eye = dist.get_world_size(), torch.eye(8, dtype=torch.float16)
+    splits = torch.full((size,), 5, dtype=torch.int32)
+    splits[1] = 0
+    for _ in range(2):
+        there, counts = weft.all_to_all_matmul(torch.ones(5 * size, 8, dtype=torch.float16), eye, splits=splits, max_rows=40)
+        weft.matmul_all_to_all(there, eye, splits=counts, max_rows=40)
+        weft.matmul_all_to_all(there, eye, splits=splits, max_rows=40)
+    dist.barrier()
+    programs = GROUPS.state(dist.group.WORLD.group_name)._ragged.values()  # type: ignore[union-attr]
+    assert len(programs) == 2
+    for _, program in programs:
+        assert torch.equal(program.exchange.arrived.local, program.exchange.goals)
+
+
+def test_as_many_signals_as_are_waited_for(interpreted: Ranks) -> None:
+    interpreted.run(_signals)
+
+
+def _no_room() -> None:
+    """A first call with few rows leaves room for as many as max_rows; then some rank's a is larger."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    eye, splits = torch.eye(8, dtype=torch.float16), torch.zeros(size, dtype=torch.int32)
+    for rows in (3, 24, 11):
+        weft.matmul_all_to_all(torch.ones(rows, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"a has 25 rows; the first call with max_rows=24 left room for 24: "):
+            weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
+    dist.barrier()
+    weft.close()
+
+
+def test_products_have_the_room_of_the_first_call(interpreted: Ranks) -> None:
+    interpreted.run(_no_room)
+
+
 def _for_a_gpu(kernel: Any, constants: dict[str, int], types: dict[str, str], warps: int) -> str:
     """PTX of a kernel for an H100. Needs no GPU."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -195,7 +235,7 @@ def _for_a_gpu(kernel: Any, constants: dict[str, int], types: dict[str, str], wa
 @pytest.mark.parametrize("name", ["dispatch_kernel", "combine_kernel"])
 @pytest.mark.parametrize("transposed", [0, 1])
 def test_what_gpus_run(name: str, transposed: int) -> None:
-    """Loads by TMA, products by tensor cores, rows moved 16 bytes at a time, flags at system scope."""
+    """Loads by TMA, products by tensor cores, rows moved 16 bytes at a time with loads ahead, flags at system scope."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from weft.kernels import ragged
     from weft.kernels.shapes import SHAPES
@@ -203,16 +243,29 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     blocks = SHAPES[0]
     b_block = [1, blocks.n, blocks.k] if transposed else [1, blocks.k, blocks.n]
     tile = f"tensordesc<bf16{[blocks.m, blocks.k]}>"
-    types = {"a_desc": tile, "landing_desc": tile, "b_desc": f"tensordesc<bf16{b_block}>", "notes_ptr": "*i64"}
-    types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr"), "*bf16")
-    constants = {"W": 8, "E": 4, "Q": 32, "WIDTH": 6, "GROUP": 8, "COLS": 512, "ALIGN": 8, "B_TRANSPOSED": transposed}
+    whole = f"tensordesc<bf16{[blocks.m, blocks.n]}>"
+    types = {
+        "out_desc": whole,
+        "product_desc": whole,
+        "a_desc": tile,
+        "landing_desc": tile,
+        "b_desc": f"tensordesc<bf16{b_block}>",
+        "notes_ptr": "*i64",
+    }
+    types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
+    constants = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": 4, "PART_FIELDS": 3, "MOVE_FIELDS": 6}
+    constants |= {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "GROUP": 8, "ALIGN": 8, "B_TRANSPOSED": transposed}
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
-    constants |= {"PUSHERS": 16, "PUSH_ROWS": 32} if name == "dispatch_kernel" else {}
+    constants |= {"ASYNCHRONOUS": 1} if name == "combine_kernel" else {}
     text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)
-    for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "st.global.v4.b32", "sys.release.add"):
+    for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.async.cg", "st.global.v4.b32", "sys.release.add"):
         assert needed in text, needed
+    assert "sys.acquire" in text
+    # A tile that TMA stores is told of when it has been written, not when it has been read from shared memory.
+    settled = [len(re.findall(rf"bulk\.{wait}\s+0;", text)) for wait in ("wait_group", r"wait_group\.read")]
+    assert settled[0] == (2 if name == "combine_kernel" else 0)
+    assert settled[1] > 0
     assert "st.global.b16" not in text
-    assert ("sys.acquire" in text) == (name == "dispatch_kernel")
 
 
 def _mistakes() -> None:

@@ -22,7 +22,17 @@ from weft.execute import choose
 from weft.execute.choose import contenders
 from weft.planner import heuristic
 from weft.planner.shortlist import AT_MOST
-from weft.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
+from weft.problem import (
+    COLLECTIVE_OPS,
+    COLUMN_OPS,
+    LOOKUP_OPS,
+    OPS,
+    CollectiveProblem,
+    ColumnProblem,
+    LookupProblem,
+    Op,
+    Problem,
+)
 from weft.rules import FEATURES, Leaf, Split, decide, rules, sizes, table
 from weft.schedules import check_op, parse, spec
 
@@ -42,8 +52,24 @@ def problems() -> st.SearchStrategy[Problem]:
         world_size=st.integers(1, 4),
         dtype=st.sampled_from(("bfloat16", "float16", "float32")),
     )
+    # Of whole parts, and small enough to be built each time.
+    columns = st.builds(
+        lambda op, size, m, n, k: ColumnProblem(op=op, m=m * size, n=n * size, k=k * size, world_size=size),
+        op=st.sampled_from(COLUMN_OPS),
+        size=st.integers(1, 4),
+        m=st.integers(1, 300),
+        n=st.integers(1, 300),
+        k=st.integers(1, 300),
+    )
+    alone = st.builds(
+        lambda op, size, m, dtype: CollectiveProblem(op=op, m=m * size, world_size=size, dtype=dtype),
+        op=st.sampled_from(COLLECTIVE_OPS),
+        size=st.integers(1, 4),
+        m=st.integers(1, 1 << 20),
+        dtype=st.sampled_from(("bfloat16", "float32")),
+    )
     dims = st.lists(st.lists(st.integers(1, 256), max_size=3).map(tuple), min_size=1, max_size=4).map(tuple)
-    return matmuls | st.builds(LookupProblem.of, batch=extents, dims=dims, pooling=st.integers(1, 100))
+    return matmuls | columns | alone | st.builds(LookupProblem.of, batch=extents, dims=dims, pooling=st.integers(1, 100))
 
 
 @settings(max_examples=120, deadline=None)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft import codec
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import FAMILIES, check_op, parse, spec
 
 _FORMAT = 1
@@ -48,7 +48,7 @@ class Key:
 
     machine: Mapping[str, str]
     versions: Mapping[str, str]
-    problem: Problem | LookupProblem
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
     space: str
 
     @property

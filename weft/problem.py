@@ -13,6 +13,17 @@ sharded. Shard d of the M rows goes to rank d, which has them from every rank, i
 
     matmul_all_to_all       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a @ b)
     all_to_all_matmul       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a) @ b
+
+Between parts of a sequence and parts of its features (Ulysses), one side of the exchange lies across columns. Rank d has
+shard d of the product's columns, for the rows of all ranks; or shard d of the rows, with the columns of all ranks side by side:
+
+    matmul_all_to_all_columns   a_MK  b_KN  ->  out [world_size * M, n]   all_to_all of the columns of a @ b
+    all_to_all_columns_matmul   a_Mk  b_KN  ->  out_mN                    all_to_all(a), side by side, @ b
+
+Collectives alone move M elements, which lie one after the other (`CollectiveProblem`):
+
+    all_gather      a_m  ->  out_M        reduce_scatter  a_M  ->  out_m
+    all_to_all      a_M  ->  out_M        all_reduce      a_M  ->  out_M
 """
 
 from __future__ import annotations
@@ -29,8 +40,14 @@ Op = Literal[
     "all_to_all_matmul",
     "matmul_all_reduce",
     "embedding_bag_all_to_all",
+    "matmul_all_to_all_columns",
+    "all_to_all_columns_matmul",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
 ]
-DType = Literal["bfloat16", "float16", "float32"]
+DType = Literal["bfloat16", "float16", "float32", "uint8"]
 OPS: tuple[Op, ...] = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -41,6 +58,10 @@ OPS: tuple[Op, ...] = (
 """Those around a matmul: a Problem each."""
 LOOKUP_OPS: tuple[Op, ...] = ("embedding_bag_all_to_all",)
 """Those around a lookup: a LookupProblem each."""
+COLUMN_OPS: tuple[Op, ...] = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
+"""Those around a matmul one side of whose exchange lies across columns: a ColumnProblem each."""
+COLLECTIVE_OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""Those of no computation but a sum: a CollectiveProblem each."""
 EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
 """Those around a matmul whose rows go all to all."""
 REDUCTIONS: tuple[Op, ...] = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -49,6 +70,7 @@ Addend = Literal["bias", "residual"]
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
 """What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Of what weft computes with."""
 
 Span1D = tuple[int, int]
 """A half-open range [low, high)."""
@@ -82,6 +104,7 @@ class Problem:
     """
 
     KNOWN: ClassVar[tuple[Op, ...]] = OPS
+    DTYPES: ClassVar[tuple[str, ...]] = tuple(ITEMSIZE)
 
     op: Op
     m: int
@@ -98,8 +121,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
             raise ValueError(f"op is {self.op!r}; weft has {', '.join(self.KNOWN)}")
-        if self.dtype not in ITEMSIZE:
-            raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
+        if self.dtype not in self.DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(self.DTYPES)}")
         if self.reduce_op not in ("sum", "avg"):
             raise ValueError(f"reduce_op is {self.reduce_op!r}; use 'sum' or 'avg'")
         for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1)):
@@ -151,6 +174,11 @@ class Problem:
         ends = tuple(accumulate(self.b_sizes))
         return tuple((end - size, end) for end, size in zip(ends, self.b_sizes, strict=True))
 
+    @cached_property
+    def blocks(self) -> tuple[Span1D, ...]:
+        """Where columns lie side by side that come from different ranks, those of each."""
+        return self.b_shards
+
     def columns(self, rank: int) -> int:
         """Columns of b, and of the result, on `rank`: its shard for all_gather_matmul, else all N."""
         if self.op != "all_gather_matmul":
@@ -164,6 +192,10 @@ class Problem:
             return self.k
         low, high = self.b_shards[rank]
         return high - low
+
+    def a_columns(self, rank: int) -> int:
+        """Columns of a on `rank`."""
+        return self.inner(rank)
 
     def a_rows(self, rank: int) -> int:
         """Rows of a on `rank`: its shard for all_gather_matmul, else M."""
@@ -270,3 +302,160 @@ class LookupProblem(Problem):
         tables = sum(map(len, self.dims))
         sizes = f"M={self.m} N={self.n} K={self.k} in {tables} tables"
         return f"{self.op} {sizes} {self.mode} {self.dtype} world_size={self.world_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnProblem(Problem):
+    """A matmul, and an all-to-all between parts of rows and parts of columns. m, k, n: a rank's; k rows of b.
+
+    matmul_all_to_all_columns: the columns of a @ b are cut. What goes to one rank is computed and laid together, so the product
+    reads as one of world_size * m rows and n / world_size columns, whose shard d, of m rows, goes to rank d (`shards`).
+    all_to_all_columns_matmul: the m rows are cut; each rank has k / world_size columns of a.
+    Raises ValueError where world_size does not divide what is cut.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[tuple[Op, ...]] = COLUMN_OPS
+
+    op: Op = "matmul_all_to_all_columns"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cut = {"n": self.n} if self.sends_columns else {"m": self.m, "k": self.k}
+        for name, extent in cut.items():
+            if extent % self.world_size:
+                raise ValueError(f"{name} is {extent}; {self.op} needs a multiple of world_size, {self.world_size}")
+
+    def _check_sizes(self) -> None:
+        raise ValueError(f"b_sizes is {self.b_sizes}; {self.op} has no sharded b, use ()")
+
+    @property
+    def sends_columns(self) -> bool:
+        """Whether the product's columns are cut, and received rows lie below each other."""
+        return self.op == "matmul_all_to_all_columns"
+
+    @cached_property
+    def shards(self) -> tuple[Span1D, ...]:
+        """Of the rows that are sent, those that go to each rank."""
+        return split(self.m * (self.world_size if self.sends_columns else 1), self.world_size)
+
+    def arrivals(self, src_rank: int, dst_rank: int) -> Span1D:
+        low, high = self.shards[dst_rank]
+        at = src_rank * self.m if self.sends_columns else 0
+        return at, at + high - low
+
+    @cached_property
+    def blocks(self) -> tuple[Span1D, ...]:
+        """Of the columns that are cut, or that lie side by side once received, those of each rank."""
+        return split(self.n if self.sends_columns else self.k, self.world_size)
+
+    @cached_property
+    def b_shards(self) -> tuple[Span1D, ...]:
+        return ((0, self.n),) * self.world_size
+
+    def columns(self, rank: int) -> int:
+        """Of the result, and of the product as it is laid together."""
+        return self.n // self.world_size if self.sends_columns else self.n
+
+    def a_columns(self, rank: int) -> int:
+        return self.k if self.sends_columns else self.k // self.world_size
+
+    def out_rows(self, rank: int) -> int:
+        low, high = self.shards[rank]
+        return (high - low) * (self.world_size if self.sends_columns else 1)
+
+    def product_rows(self, rank: int) -> int:
+        return self.out_rows(rank)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that one rank sends to one peer."""
+        rows, cols = (high - low for low, high in (self.shards[0], self.blocks[0]))
+        return rows * cols * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveProblem(Problem):
+    """A collective by itself, of M elements that lie one after the other: rows of one column.
+
+    all_gather: m elements of each rank, M in all. reduce_scatter: M of each rank, summed; each keeps its m. all_reduce: M of
+    each, summed. all_to_all: M of each; m of them go to each rank.
+    In place: a may be the part of out that it becomes (all_gather), out the part of a that it stands for (reduce_scatter), or
+    both the same (all_reduce). A schedule has to be right for these, too.
+    m: M. dtype: "uint8" for bytes of any type, where nothing is summed; sums are in float32, over ranks in their order,
+    rounded once. staging_bytes: symmetric memory that a schedule may take on a rank. sms: SMs that sum.
+    reachable: out lies in symmetric memory, on every rank, so that peers may write it while a call is under way.
+    Raises ValueError as Problem does, and where M is no multiple of world_size, but for an all_reduce.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[tuple[Op, ...]] = COLLECTIVE_OPS
+    DTYPES: ClassVar[tuple[str, ...]] = (*ITEMSIZE, "uint8")
+    LEAST_STAGING: ClassVar[int] = 1 << 16
+    ALIGN_BYTES: ClassVar[int] = 16
+    """Parts of an all_reduce, and pieces of all parts, begin at multiples of it, counted from the part's first byte."""
+
+    n: int = 1
+    k: int = 1
+    staging_bytes: int = 1 << 28
+    sms: int = 32
+    reachable: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low in (("staging_bytes", self.LEAST_STAGING), ("sms", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+        if self.n != 1 or self.k != 1 or self.row_multiple != 1 or self.b_sizes:
+            raise ValueError(f"n is {self.n}, k {self.k}; a collective has m alone: leave out the others")
+        if self.op != "all_reduce" and self.m % self.world_size:
+            raise ValueError(f"m is {self.m}; {self.op} needs a multiple of world_size, {self.world_size}")
+        if self.sums and self.dtype == "uint8":
+            raise ValueError(f"dtype is 'uint8'; {self.op} sums {', '.join(ITEMSIZE)}")
+        if self.reduce_op != "sum" and not self.sums:
+            raise ValueError(f"reduce_op is {self.reduce_op!r}; {self.op} sums nothing, use 'sum'")
+
+    @property
+    def sums(self) -> bool:
+        """Whether elements of ranks are added up."""
+        return self.op in ("reduce_scatter", "all_reduce")
+
+    @property
+    def divide_by(self) -> int:
+        """Of the sum."""
+        return self.world_size if self.reduce_op == "avg" else 1
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE.get(self.dtype, 1)
+
+    @cached_property
+    def shards(self) -> tuple[Span1D, ...]:
+        """Elements of M that each rank owns; of an all-to-all, those of every rank that go to it."""
+        unit = self.ALIGN_BYTES // self.itemsize if self.op == "all_reduce" else 1
+        cuts = split(-(-self.m // unit), self.world_size)
+        return tuple((min(low * unit, self.m), min(high * unit, self.m)) for low, high in cuts)
+
+    def a_rows(self, rank: int) -> int:
+        """Elements of the input on `rank`."""
+        low, high = self.shards[rank]
+        return high - low if self.op == "all_gather" else self.m
+
+    def out_rows(self, rank: int) -> int:
+        """Elements of the result on `rank`."""
+        low, high = self.shards[rank]
+        return high - low if self.op == "reduce_scatter" else self.m
+
+    def alias(self, rank: int) -> int | None:
+        """In place: which element of a is the first of out, if they are one memory; None where they must not be."""
+        low = self.shards[rank][0]
+        return {"all_gather": -low, "reduce_scatter": low, "all_reduce": 0}.get(self.op)
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
+        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{flags}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.planner.values import Plan
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, LookupProblem, Problem
 from weft.span import Span
 
 
@@ -21,7 +21,7 @@ class SiteRun:
     """
 
     site: str
-    problem: Problem | LookupProblem
+    problem: Problem | LookupProblem | CollectiveProblem
     schedule: str
     chunks: int
     max_error: float

@@ -29,8 +29,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 from weft import codec
 from weft.machine import Machine, Topology
-from weft.problem import EXCHANGES, REDUCTIONS, LookupProblem, Problem
-from weft.schedules import parse, spec
+from weft.problem import COLLECTIVE_OPS, REDUCTIONS, Op, Problem
+from weft.schedules import FAMILIES, parse, spec
 
 Feature = Literal[
     "world_size",
@@ -48,6 +48,13 @@ _TILE = 128 * 256
 _FOLDER = Path(__file__).with_name("decisions")
 _FILES: dict[Topology, str] = {"switch": "switch", "pcie": "switch", "ring": "ring", "mesh": "mesh"}
 """A host's shared bridge is nearest to a switch: any pair, through ports that all traffic shares."""
+
+
+_LIKE: dict[Op, Op] = {
+    "matmul_all_to_all_columns": "matmul_all_to_all",
+    "all_to_all_columns_matmul": "all_to_all_matmul",
+}
+"""Operators without a tree of their own, and whose they take: as much is multiplied, and as much sent."""
 
 
 class Sizes(NamedTuple):
@@ -88,17 +95,13 @@ class Sizes(NamedTuple):
 
 def sizes(problem: Problem, machine: Machine) -> Sizes:
     """The sizes that features are made of."""
-    parts = problem.world_size
-    shard = -(-problem.m // parts)
     most = max(problem.b_sizes, default=0)
-    columns, inner = problem.n, problem.k
+    columns, inner = problem.columns(0), problem.inner(0)
     if problem.op in REDUCTIONS:
-        inner = most or -(-inner // parts)
-    elif problem.op not in EXCHANGES:
-        columns = most or -(-columns // parts)
-    sent = problem.k if problem.op in ("all_gather_matmul", "all_to_all_matmul") else columns
-    rows = shard * parts if problem.op == "all_to_all_matmul" else problem.m
-    return Sizes(problem, machine, rows, columns, inner, shard * sent * problem.itemsize)
+        inner = max(inner, most)
+    else:
+        columns = max(columns, most)
+    return Sizes(problem, machine, problem.product_rows(0), columns, inner, problem.shard_bytes)
 
 
 FEATURES: dict[Feature, Callable[[Sizes], float]] = {
@@ -153,18 +156,21 @@ def rules(topology: Topology) -> Rules:
     return codec.read(Rules, _FOLDER / f"{_FILES[topology]}.json")
 
 
-def heuristic(problem: Problem | LookupProblem, machine: Machine) -> str:
-    """The schedule that static sizes speak for, as `schedule=` takes it. Nothing to overlap: sequential.
+def heuristic(problem: Problem, machine: Machine) -> str:
+    """The schedule that static sizes speak for, as `schedule=` takes it. Sequential where there is nothing to overlap, for a
+    collective by itself, and where an operator without a tree of its own lacks what its like has.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
     machine.require(problem.world_size)
+    if problem.op in COLLECTIVE_OPS:
+        return "sequential"
     machine.tflops(problem.dtype)
     if problem.world_size == 1 or not problem.m or not problem.n:
         return "sequential"
-    leaf = decide(rules(machine.links.topology).trees[problem.op], sizes(problem, machine))
-    name, chunks = parse(leaf.spec)
-    return spec(name, chunks or problem.world_size)
+    tree = rules(machine.links.topology).trees[_LIKE.get(problem.op, problem.op)]
+    name, chunks = parse(decide(tree, sizes(problem, machine)).spec)
+    return spec(name, chunks or problem.world_size) if problem.op in FAMILIES[name].builders else "sequential"
 
 
 def decide(tree: Split | Leaf, found: Sizes) -> Leaf:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from ragged_work import PATTERNS, counts_of, round_trip
 from rank_work import bound, here
 from test_all_to_all import COMBINE, DISPATCH, check_both
+from test_columns import APART, BESIDE
+from test_columns import check_both as check_columns
 
 import weft
 from weft.execute.ranks import Ranks
@@ -50,6 +52,23 @@ def _every_schedule(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_schedule_is_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dtype) -> None:
     pool.run(_every_schedule, dtype)
+
+
+def _columns(dtype: torch.dtype) -> None:
+    faulthandler.dump_traceback_later(90, exit=True)
+    for m, n, k in ((512, 256, 128), (253, 40, 72), (5, 3, 7)):
+        for name in dict.fromkeys((*APART, *BESIDE)):
+            apart, beside = (name if name in names else "sequential" for names in (APART, BESIDE))
+            for call in range(6):
+                _late(call)
+                check_columns(m, n, k, dtype, apart, beside, call)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_columns_are_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dtype) -> None:
+    pool.run(_columns, dtype)
 
 
 def _splits(dtype: torch.dtype) -> None:

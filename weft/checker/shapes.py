@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,6 +42,13 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
             "bags": ("input", (tuple(problem.m for _ in each), columns)),
             "out": ("output", (tuple(problem.out_rows(r) for r in each), tuple(problem.n for _ in each))),
         }
+    if isinstance(problem, ColumnProblem):
+        return _column_buffers(problem)
+    if isinstance(problem, CollectiveProblem):
+        return {
+            "a": ("input", (tuple(problem.a_rows(r) for r in each), columns)),
+            "out": ("output", (tuple(problem.out_rows(r) for r in each), columns)),
+        }
     found: dict[str, tuple[str, Shape]] = {
         "a": ("input", (tuple(problem.a_rows(r) for r in each), k)),
         "b": ("input", (k, columns)),
@@ -55,6 +62,20 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
     return found
 
 
+def _column_buffers(problem: ColumnProblem) -> dict[str, tuple[str, Shape]]:
+    each = range(problem.world_size)
+
+    def shape(rows: int, cols: int) -> Shape:
+        return tuple(rows for _ in each), tuple(cols for _ in each)
+
+    found = {
+        "a": ("input", shape(problem.m, problem.a_columns(0))),
+        "b": ("input", shape(problem.k, problem.n)),
+        "out": ("output", shape(problem.out_rows(0), problem.columns(0))),
+    }
+    return found | ({"gathered": ("output", shape(problem.out_rows(0), problem.k))} if problem.return_gathered else {})
+
+
 def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shape]]) -> None:
     extents = (*buffer.rows, *buffer.cols)
     if len(buffer.rows) != size or len(buffer.cols) != size or min(extents) < 0:
@@ -65,6 +86,12 @@ def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shap
         wanted = f"{kind} {shape}" if shape else "not the caller's"
         have = f"{buffer.kind} {(buffer.rows, buffer.cols)}"
         raise ScheduleError(f"buffer {buffer.name} is {have}; for this problem it is {wanted}")
+
+
+def reachable_outputs(schedule: Schedule) -> set[str]:
+    """Buffers of the caller's that peers may write."""
+    problem = schedule.problem
+    return {"out"} if isinstance(problem, CollectiveProblem) and problem.reachable else set()
 
 
 def gemm_fault(step: Gemm, part: Part) -> str:
@@ -128,18 +155,19 @@ def bags_fault(part: Bags, problem: Problem, rank: int) -> str:
 def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     """Rows are cut by the problem's shards; columns are the same on both sides, or a rank's and all."""
     low, high = problem.shards[rank]
-    full, part, cols = problem.m, high - low, step.src.shape[1]
+    full, part, cols = problem.shards[-1][1], high - low, step.src.shape[1]
+    blocks = problem.blocks
     shapes = {
         "all_gather": ((part, cols), (full, cols)),
         "reduce_scatter": ((full, cols), (part, cols)),
         "all_reduce": ((full, cols), (full, cols)),
         "all_to_all": ((full, cols), (problem.world_size * part, cols)),
-        "all_to_all_columns": ((full, problem.columns(rank)), (part, problem.n)),
+        "all_to_all_columns": ((full, blocks[rank][1] - blocks[rank][0]), (part, blocks[-1][1])),
     }
     for region, shape in zip((step.src, step.dst), shapes[step.op], strict=True):
         if region.shape != shape:
             return f"{region} has shape {region.shape}; {step.op} on rank {rank} needs {shape}"
-    if step.divide_by != 1 and step.op != "reduce_scatter":
+    if step.divide_by != 1 and step.op not in ("reduce_scatter", "all_reduce"):
         return f"divide_by is {step.divide_by}; {step.op} divides nothing"
     return ""
 

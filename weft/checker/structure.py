@@ -17,6 +17,7 @@ from weft.checker.shapes import (
     collective_fault,
     fused_fault,
     gemm_fault,
+    reachable_outputs,
     sum_fault,
 )
 from weft.schedule import (
@@ -75,7 +76,8 @@ class _Compiler:
         self.buffers = schedule.buffer
         self.first_memory = {b.name: i * self.world_size for i, b in enumerate(schedule.buffers)}
         self.memories = [(b.name, rank) for b in schedule.buffers for rank in range(self.world_size)]
-        self.shared = [b.kind == "symmetric" for b in schedule.buffers for _ in range(self.world_size)]
+        self.open = {b.name for b in schedule.buffers if b.kind == "symmetric"} | reachable_outputs(schedule)
+        self.shared = [b.name in self.open for b in schedule.buffers for _ in range(self.world_size)]
         self.numbers: dict[Flag, int] = {}
         self.flags: list[Flag] = []
         self.owners: list[tuple[int, int] | None] = []
@@ -169,7 +171,7 @@ class _Compiler:
             self.fail(f"{region} lies on no rank; ranks are 0 to {self.world_size - 1}")
         if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
             self.fail(f"{region} does not lie within {buffer.whole(rank)}")
-        if rank != self.rank and not (remote and buffer.kind == "symmetric"):
+        if rank != self.rank and not (remote and buffer.name in self.open):
             self._fail_remote(region, buffer, remote)
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")

@@ -9,7 +9,7 @@ import typer
 
 from weft import codec
 from weft.cli import choices, output
-from weft.cli.run import progress_bar
+from weft.cli.progress import progress_bar
 
 MOST_UNSTEADY = 8
 
@@ -27,7 +27,7 @@ def command(
     output.require_file(out, "--out")
     from weft.calibrate import calibrate
 
-    with progress_bar() as progress:
+    with progress_bar("starting ranks") as progress:
         machine, samples = calibrate(device=device, ranks=ranks, name=name or out.stem, progress=progress)
     out.write_text(codec.dumps(machine, indent=2) + "\n", encoding="utf-8")
     console = output.console()

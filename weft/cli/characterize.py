@@ -11,7 +11,7 @@ import typer
 
 from weft import codec
 from weft.cli import choices, options, output
-from weft.cli.run import Progress, progress_bar
+from weft.cli.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from weft.machine import Machine

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Sequence
 
 from weft.models import Model, Site, decode_sites, load_model, sites
-from weft.problem import ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
 
 CPU_RANKS = 4
 DEVICES = ("auto", "cpu", "cuda")
@@ -47,7 +47,7 @@ def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, i
 
 def choose_op(op: str) -> Op:
     """`op`, if weft has it."""
-    known = (*OPS, *LOOKUP_OPS)
+    known = (*OPS, *LOOKUP_OPS, *COLUMN_OPS, *COLLECTIVE_OPS)
     if op not in known:
         raise ValueError(f"op is {op!r}; weft has {', '.join(known)}")
     return op

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +9,13 @@ import typer
 
 from weft import codec
 from weft.cli import choices, options, output, tables
+from weft.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from weft.machine import Machine
     from weft.results import Run
 
 CPU_TOKENS, GPU_TOKENS = 512, 8192
-Progress = Callable[[str, int, int], None]
 
 
 def command(
@@ -64,7 +61,7 @@ def command(
 
     from weft.run import run_model
 
-    with progress_bar() as progress:
+    with progress_bar("starting ranks") as progress:
         done = run_model(
             sizes,
             ranks=ranks,
@@ -129,24 +126,3 @@ def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None)
         raise ValueError(f"cannot write {error.filename or 'results'}: {error.strerror}") from None
     for path in written:
         print(f"wrote {path}")
-
-
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there.
-
-    The bar is drawn by the caller's thread alone: rank processes may be forked meanwhile.
-    """
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.TaskProgressColumn())
-    console = Console(stderr=True)
-    with bars.Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("starting ranks", total=None)
-
-        def update(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-            bar.refresh()
-
-        yield update

@@ -3,6 +3,8 @@
 Call         what GroupState needs of any operator's call
 MatmulCall   a matmul and a collective
 LookupCall   embedding tables and an exchange
+
+A collective alone is in weft.execute.collective_calls.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import Literal
 
 import torch
 
-from weft.execute.bound import Inputs
-from weft.problem import EXCHANGES, REDUCTIONS, DType, LookupProblem, Op, Problem, split
+from weft.execute.bound import Inputs, Outputs
+from weft.problem import COLUMN_OPS, EXCHANGES, REDUCTIONS, ColumnProblem, DType, LookupProblem, Op, Problem, split
 from weft.span import Span
 from weft.version import __version__
 
@@ -35,6 +37,21 @@ class Call(ABC):
     @abstractmethod
     def inputs(self) -> Inputs:
         """The caller's tensors by the names of the schedule's input buffers."""
+
+    @property
+    def outputs(self) -> Outputs | None:
+        """The caller's tensors for results; None for new ones."""
+        return None
+
+    @property
+    def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Of the caller's tensors that peers can reach, every rank's, by rank."""
+        return {}
+
+    @property
+    def tried(self) -> bool:
+        """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
+        return True
 
     @property
     @abstractmethod
@@ -95,7 +112,7 @@ class MatmulCall(Call):
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
-        common = f"{k}, {n}" if self.op in EXCHANGES else n if self.op in REDUCTIONS else k
+        common = f"{k}, {n}" if self.op in (*EXCHANGES, *COLUMN_OPS) else n if self.op in REDUCTIONS else k
         lines = (
             f"op: {self.op}",
             f"M: {self.rows}",
@@ -114,6 +131,8 @@ class MatmulCall(Call):
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
         total = sum(shares)
+        if self.op in COLUMN_OPS:
+            return self._column_problem(len(shares))
         regular = self.op in EXCHANGES or tuple(high - low for low, high in split(total, len(shares))) == shares
         return Problem(
             op=self.op,
@@ -127,6 +146,18 @@ class MatmulCall(Call):
             row_multiple=self.row_multiple,
             b_sizes=() if regular else shares,
             addends=tuple(self.extras),  # type: ignore[arg-type]
+        )
+
+    def _column_problem(self, world_size: int) -> ColumnProblem:
+        k, n = self.bs[0].shape
+        return ColumnProblem(
+            op=self.op,
+            m=self.rows,
+            n=n,
+            k=k,
+            world_size=world_size,
+            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            return_gathered=self.return_gathered,
         )
 
 

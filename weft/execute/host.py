@@ -20,14 +20,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
 
 from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bindings import Bindings, Where
-from weft.execute.bound import BoundProgram, Inputs, Outputs
+from weft.execute.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
 from weft.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, Wait, waits
@@ -199,9 +199,16 @@ class HostProgram(BoundProgram, Device):
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)
 
-    def run(self, inputs: Inputs, *, spans: list[Span] | None = None) -> Outputs:
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        outputs: Outputs | None = None,
+        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        spans: list[Span] | None = None,
+    ) -> Outputs:
         self.space.reserve(self.layout.nbytes)
-        return super().run(inputs, spans=spans)
+        return super().run(inputs, outputs=outputs, reached=reached, spans=spans)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         self._program.run(self.epoch, self.bind(inputs, outputs))
@@ -251,7 +258,7 @@ class HostProgram(BoundProgram, Device):
         self._meet(where)
         mine = self.schedule.problem.shards
         if step.op == "all_to_all_columns":
-            for cols, pooled in zip(self.schedule.problem.b_shards, staged, strict=True):
+            for cols, pooled in zip(self.schedule.problem.blocks, staged, strict=True):
                 dst[:, slice(*cols)].copy_(pooled[slice(*mine[self.rank])])
         elif step.op == "all_gather":
             for (low, high), shard in zip(mine, staged, strict=True):
@@ -273,8 +280,8 @@ class HostProgram(BoundProgram, Device):
         problem = self.schedule.problem
         low, high = problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
-        cols = problem.columns(rank) if step.op == "all_to_all_columns" else step.src.shape[1]
-        return self.symmetric(rank, self.layout.staging, rows, cols, self.dtype)
+        left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else step.src.cols
+        return self.symmetric(rank, self.layout.staging, rows, right - left, self.dtype)
 
     def _meet(self, where: Where) -> None:
         """Wait until every rank is here: a barrier on a word of each."""

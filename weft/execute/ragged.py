@@ -71,11 +71,12 @@ class Arrived:
 
 
 class RaggedProgram:
-    """The kernels of one kind of call. Collective: every rank constructs it for the same."""
+    """The kernels of one kind of call. Collective: every rank constructs it for the same. a_rows: the most that an a of a rank
+    has in its first call."""
 
-    def __init__(self, peers: Peers, call: RaggedCall) -> None:
+    def __init__(self, peers: Peers, call: RaggedCall, *, a_rows: int) -> None:
         self.peers = peers
-        self.shape = _shape(call, peers.rank, peers.world_size)
+        self.shape = _shape(call, peers.rank, peers.world_size, a_rows)
         _check_kernels(call, peers.world_size)
         symmetric = {
             name: peers.tensor(extents, dtype, name=name) for name, (extents, dtype) in symmetric_shapes(self.shape).items()
@@ -94,11 +95,21 @@ class RaggedProgram:
         if not call.dispatch:
             self.exchange.combine(a, b, out)
             return Arrived(out=out, counts=counts)
-        self.exchange.dispatch(a, b, out)
+        self.exchange.dispatch(a, b, out, keep_own=call.return_received)
         rows = a.new_empty(call.max_rows, self.shape.k) if call.return_received else None
         if rows is not None:
-            self.exchange.collect(a, rows)
+            self.exchange.collect(rows)
         return Arrived(out=out, counts=counts, rows=rows)
+
+    def check_room(self, call: RaggedCall) -> None:
+        """Products of a combine wait in memory that all ranks share, as large as their first call asked for: ValueError if a
+        has more rows than that."""
+        rows, room = call.a.shape[0], self.shape.a_rows
+        if rows > room and not call.dispatch:
+            raise ValueError(
+                f"a has {rows} rows; the first call with max_rows={self.shape.max_rows} left room for {room}: give a as many "
+                "rows in that call, on any rank, as it will have at most"
+            )
 
     def _follow(self, device: torch.device) -> None:
         """Calls of one program share its memory: on another stream than the last one, after it."""
@@ -125,13 +136,14 @@ def _cut(kind: int, rows: int, capacity: int) -> str:
     return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; those past it were left out"
 
 
-def _shape(call: RaggedCall, rank: int, world_size: int) -> Shape:
+def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
     experts, k, n = call.b.shape
     return Shape(
         rank=rank,
         world_size=world_size,
         experts=experts,
         max_rows=call.max_rows,
+        a_rows=max(a_rows, call.max_rows),
         n=n,
         k=k,
         dtype=call.a.dtype,

@@ -24,12 +24,15 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from weft.errors import WeftError
-from weft.execute.bound import BoundProgram
 from weft.problem import Problem
+
+P = TypeVar("P")
+"""What a spec is bound to: for an operator's schedules, a BoundProgram."""
 
 Timer = Callable[[Callable[[], object], int], int]
 """(call, calls) -> ns that one of so many calls takes on this rank; calls once more before the clock starts."""
@@ -107,20 +110,20 @@ def calls_of_a_run(call_ns: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class Contest(Generic[P]):
     """One rank's side of a trial.
 
     bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
     program, as later ones will be. timer: times calls. meet: (text, mine) -> what each rank gave as mine, by rank.
     """
 
-    bind: Callable[[str], BoundProgram]
-    drop: Callable[[BoundProgram], None]
-    call: Callable[[BoundProgram], object]
+    bind: Callable[[str], P]
+    drop: Callable[[P], None]
+    call: Callable[[P], object]
     timer: Timer
     meet: Callable[[str, int], tuple[int, ...]]
 
-    def fastest(self, specs: Sequence[str]) -> tuple[BoundProgram, tuple[Trial, ...]]:
+    def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
         """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
 
         A spec that a rank cannot bind is left out on all, with a warning. Any other error ends the trial on this rank: the
@@ -138,7 +141,7 @@ class Contest:
                 self.drop(loser)
         return self._final(best, trials)
 
-    def _final(self, best: BoundProgram, trials: list[Trial]) -> tuple[BoundProgram, tuple[Trial, ...]]:
+    def _final(self, best: P, trials: list[Trial]) -> tuple[P, tuple[Trial, ...]]:
         """Those that are close once more, in turns. best: the program of the leader so far."""
         first = leader(trials).spec
         others = finalists(trials)
@@ -161,18 +164,18 @@ class Contest:
                 self.drop(program)
         return programs[winner], measured
 
-    def _bound_again(self, spec: str) -> BoundProgram:
+    def _bound_again(self, spec: str) -> P:
         program = self.bind(spec)
         self._all_bound(spec, True)
         for _ in range(_FIRST_CALLS):
             self._drop_result(program)
         return program
 
-    def _drop_result(self, program: BoundProgram) -> None:
+    def _drop_result(self, program: P) -> None:
         """A call whose result is dropped at once, so that the next one lies where it lay."""
         self.call(program)
 
-    def _bound(self, spec: str) -> BoundProgram | None:
+    def _bound(self, spec: str) -> P | None:
         """The spec's program; None, said aloud, if a rank cannot bind it."""
         program, reason = None, "another rank could not bind it"
         try:
@@ -191,7 +194,7 @@ class Contest:
     def _all_bound(self, spec: str, mine: bool) -> bool:
         return all(self.meet(f"trial of {spec}: bound", int(mine)))
 
-    def _measured_us(self, spec: str, program: BoundProgram) -> float:
+    def _measured_us(self, spec: str, program: P) -> float:
         def call() -> None:
             self._drop_result(program)
 

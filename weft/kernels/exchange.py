@@ -2,14 +2,15 @@
 
     start(splits)   layout_kernel, one block: counts exchanged, tables made        first in every call
     dispatch()      dispatch_kernel
-    combine()       combine_kernel, then collect_kernel
-    collect()       collect_kernel
+    collect()       collect_kernel, after a dispatch
+    combine()       combine_kernel
 
 What they do is in weft.kernels.segments and weft.kernels.ragged. Legend: N, K of each GEMM.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import collect_kernel, combine_kernel, dispatch_kernel
-from weft.kernels.segments import FIELDS, NOTES, layout_kernel
+from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
 from weft.kernels.shapes import INTERPRETED, SHAPES, Blocks
 from weft.triton.host import SymmetricTensor
 
@@ -28,16 +29,23 @@ MOST_SEGMENTS = 256
 _ALIGN = 8
 """Elements of 16 bits that are accessed at once: widths and row strides are multiples of it."""
 _PUSH_SMS = 16
+_PULL_SMS = (4, 12)
+_PULL_BYTES_PER_US = 4.0e4
+"""What one SM brings from peers: 96 KiB under way, some 2 us each."""
+_FLOP_PER_US = 6.5e8
+"""Of a whole GPU, as it multiplies here."""
+_STAGES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of an exchange; the same on every rank but for rank. width: columns of the rows that travel."""
+    """Of an exchange; the same on every rank but for rank. max_rows: that may arrive. a_rows: of a at most, for a combine."""
 
     rank: int
     world_size: int
     experts: int
     max_rows: int
+    a_rows: int
     n: int
     k: int
     dtype: torch.dtype
@@ -45,47 +53,56 @@ class Shape:
     device: torch.device = field(compare=False)
 
     @property
-    def width(self) -> int:
-        return self.k if self.dispatch else self.n
-
-    @property
     def segments(self) -> int:
-        """Rows of a table: a power of two."""
+        """Rows of the table of moves: a power of two."""
         return max(2, int(triton.next_power_of_2(self.world_size * self.experts)))
 
     @property
+    def groups(self) -> int:
+        """Rows of the table of groups: a power of two."""
+        return max(2, int(triton.next_power_of_2(self.experts)))
+
+    @property
     def blocks(self) -> Blocks:
-        """The tile shape: lower where segments are short; the same on every rank."""
+        """The tile shape: lower where experts have few rows; the same on every rank."""
         if self.device.type != "cuda":
             return INTERPRETED
-        return SHAPES[0] if self.max_rows // (self.world_size * self.experts) >= SHAPES[0].m else SHAPES[2]
+        return SHAPES[0] if self.max_rows // self.experts >= SHAPES[0].m else SHAPES[2]
 
     @property
-    def push_rows(self) -> int:
-        """Rows that a block moves at once."""
-        return 32 if self.device.type == "cuda" else 16
+    def move(self) -> tuple[int, int]:
+        """Rows and columns that a block moves at once."""
+        return (64, 256) if self.device.type == "cuda" else (16, 64)
 
     @property
-    def send_columns(self) -> int:
-        """Signals for each unit that is sent."""
-        return 1 if self.dispatch else -(-self.n // self.blocks.n)
+    def movers(self) -> int:
+        """Blocks that push, or pull: those that pull keep up with those that multiply, and half as many again."""
+        if self.device.type != "cuda":
+            return 1
+        if self.dispatch:
+            return _PUSH_SMS
+        per_us = _FLOP_PER_US / self.k * (self.world_size - 1) / self.world_size
+        least, most = _PULL_SMS
+        return min(most, max(least, math.ceil(1.5 * per_us / _PULL_BYTES_PER_US)))
 
 
 class Exchange:
     """What one operator of one shape keeps on a device between calls, and its kernels.
 
-    counts, told, arrived, landing: symmetric tensors of `symmetric_shapes`, zero at first. sms: blocks that may run at once.
+    symmetric: tensors of `symmetric_shapes`, zero at first. sms: blocks that may run at once.
     """
 
     def __init__(self, shape: Shape, symmetric: dict[str, SymmetricTensor], *, sms: int, tries: int) -> None:
         self.shape, self.sms, self.tries = shape, sms, tries
-        self.counts, self.told, self.arrived, self.landing = (symmetric[name] for name in symmetric_shapes(shape))
+        self.counts, self.told, self.arrived, self.rows = (symmetric[name] for name in symmetric_shapes(shape))
 
         def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=shape.device)
 
-        self.calls, self.goals = words(1), words(shape.world_size * shape.experts)
-        self.send, self.recv = (words(FIELDS * shape.segments + 1) for _ in range(2))
+        segments = shape.world_size * shape.experts
+        self.calls, self.turn, self.goals = words(1), words(1), words(segments)
+        self.groups, self.parts = words(GROUP_FIELDS * shape.groups), words(PART_FIELDS * segments)
+        self.moves = words(MOVE_FIELDS * shape.segments + 1)
         self.notes = words(NOTES, torch.int64)
         self.host_notes = torch.zeros(NOTES, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
         kernels: tuple[Any, ...] = (layout_kernel, dispatch_kernel, combine_kernel, collect_kernel)
@@ -102,8 +119,10 @@ class Exchange:
             self.told.peers,
             self.calls,
             self.goals,
-            self.send,
-            self.recv,
+            self.groups,
+            self.parts,
+            self.moves,
+            self.turn,
             received,
             self.notes,
             self.host_notes.data_ptr(),
@@ -111,37 +130,38 @@ class Exchange:
             shape.max_rows,
             self.tries,
             shape.rank,
-            shape.send_columns,
+            -(-shape.n // blocks.n),
         )
-        sent, arriving = (shape.push_rows, blocks.m) if shape.dispatch else (blocks.m, shape.push_rows)
         constants = {
             **self._sizes(),
             "NOTES": NOTES,
             "DISPATCH": int(shape.dispatch),
-            "SEND_ROWS": sent,
-            "RECV_ROWS": arriving,
+            "MOVE_ROWS": shape.move[0],
+            "TILE_ROWS": blocks.m,
         }
         key = (splits.dtype, *_alignments(splits, received))
         # Each segment is compared with each, in registers.
         self._layout(1, arguments, constants, key=key, num_warps=max(8, shape.segments // 8))
 
-    def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        """out = what arrives @ b, by expert; zeros below. a: [rows, K], contiguous."""
+    def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
+        """out = what arrives @ b, by expert; zeros below. a: [rows, K], contiguous. keep_own: for `collect` after it."""
         shape, blocks = self.shape, self.shape.blocks
-        pushers = min(_PUSH_SMS, self.sms // 2) if shape.device.type == "cuda" else 1
         a_block = [blocks.m, blocks.k]
         arguments = (
             TensorDescriptor.from_tensor(a, a_block),
-            TensorDescriptor.from_tensor(self.landing.local, a_block),
+            TensorDescriptor.from_tensor(self.rows.local, a_block),
             _b_descriptor(b, blocks),
+            _descriptor(out, blocks),
             a,
             out,
-            self.landing.local,
-            self.landing.peers,
+            self.rows.local,
+            self.rows.peers,
             self.arrived.local,
             self.arrived.peers,
-            self.send,
-            self.recv,
+            self.groups,
+            self.parts,
+            self.moves,
+            self.turn,
             self.goals,
             self.notes,
             self.tries,
@@ -149,82 +169,113 @@ class Exchange:
             shape.n,
             shape.k,
             shape.max_rows,
+            shape.movers,
+            int(keep_own),
         )
-        constants = {**self._sizes(), "PUSHERS": pushers, "PUSH_ROWS": shape.push_rows, **_tile_constants(b, blocks)}
-        self._dispatch(
-            max(self.sms, pushers + 1),
-            arguments,
-            constants,
-            key=(b.stride(), *_alignments(a, b, out)),
-            num_warps=blocks.warps,
-            num_stages=blocks.stages,
-        )
+        self._grouped(self._dispatch, arguments, {}, a, b, out)
 
     def combine(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        """out = what arrives of all ranks' a @ b, by expert; zeros below. a: [rows, K], contiguous."""
+        """out = what arrives of all ranks' a @ b, by expert; zeros below. a: [rows, K], contiguous, of at most a_rows."""
         shape, blocks = self.shape, self.shape.blocks
         arguments = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
+            _descriptor(self.rows.local, blocks),
             out,
-            self.landing.local,
-            self.landing.peers,
+            self.rows.local,
+            self.rows.peers,
             self.arrived.local,
             self.arrived.peers,
-            self.send,
+            self.groups,
+            self.parts,
+            self.moves,
+            self.goals,
+            self.notes,
+            self.tries,
             shape.rank,
             shape.n,
             shape.k,
+            shape.max_rows,
+            shape.movers,
         )
-        constants = {**self._sizes(), **_tile_constants(b, blocks)}
-        self._combine(
-            self.sms,
+        # The interpreter stores at once, and knows no PTX.
+        self._grouped(self._combine, arguments, {"ASYNCHRONOUS": int(out.is_cuda)}, a, b, out)
+
+    def _grouped(
+        self,
+        launcher: Launcher,
+        arguments: tuple[object, ...],
+        more: dict[str, int],
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        blocks = self.shape.blocks
+        constants = {
+            **self._sizes(),
+            **self._moving(),
+            "BLOCK_M": blocks.m,
+            "BLOCK_N": blocks.n,
+            "BLOCK_K": blocks.k,
+            "GROUP": blocks.group,
+            "ALIGN": _ALIGN,
+            "B_TRANSPOSED": int(bool(b.numel()) and _transposed(b)),
+            **more,
+        }
+        launcher(
+            max(self.sms, self.shape.movers + 1),
             arguments,
             constants,
             key=(b.stride(), *_alignments(a, b, out)),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
-        self.collect(out, out)
 
-    def collect(self, a: torch.Tensor, out: torch.Tensor) -> None:
-        """out = what has landed, in its order, with the own rows from a where `dispatch` left them there; zeros below."""
+    def collect(self, out: torch.Tensor) -> None:
+        """out = what a dispatch has brought, in its order; zeros below."""
         shape = self.shape
         arguments = (
-            a,
-            self.landing.local,
+            self.rows.local,
             out,
             self.arrived.local,
-            self.recv,
+            self.groups,
+            self.parts,
+            self.moves,
             self.goals,
             self.notes,
             self.tries,
-            shape.rank,
-            shape.width,
+            shape.k,
             shape.max_rows,
         )
-        unit = shape.blocks.m if shape.dispatch else shape.push_rows
-        constants = {
-            **self._sizes(),
-            "UNIT": unit,
-            "ROWS": min(unit, shape.push_rows),
-            "COLS": _columns(shape),
-            "ALIGN": _ALIGN,
-        }
-        self._collect(self.sms, arguments, constants, key=_alignments(a, out), num_warps=8)
+        constants = {**self._sizes(), **self._moving(), "BLOCK_M": shape.blocks.m, "ALIGN": _ALIGN}
+        self._collect(self.sms, arguments, constants, key=_alignments(out), num_warps=8)
 
     def _sizes(self) -> dict[str, int]:
-        return {"W": self.shape.world_size, "E": self.shape.experts, "Q": self.shape.segments, "WIDTH": FIELDS}
+        shape = self.shape
+        return {
+            "W": shape.world_size,
+            "E": shape.experts,
+            "Q": shape.segments,
+            "EQ": shape.groups,
+            "GROUP_FIELDS": GROUP_FIELDS,
+            "PART_FIELDS": PART_FIELDS,
+            "MOVE_FIELDS": MOVE_FIELDS,
+        }
+
+    def _moving(self) -> dict[str, int]:
+        rows, cols = self.shape.move
+        return {"MOVE_ROWS": rows, "COLS": cols, "STAGES": _STAGES}
 
 
 def symmetric_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What an Exchange needs of symmetric memory, by name."""
+    """What an Exchange needs of symmetric memory, by name. rows: where rows land, or products that peers pull."""
     ranks, segments = shape.world_size, shape.world_size * shape.experts
+    rows = (shape.max_rows, shape.k) if shape.dispatch else (shape.a_rows, shape.n)
     return {
         "counts": ((2, ranks, segments), torch.int32),
         "told": ((ranks,), torch.int32),
         "arrived": ((segments,), torch.int32),
-        "landing": ((shape.max_rows, shape.width), shape.dtype),
+        "rows": (rows, shape.dtype),
     }
 
 
@@ -232,8 +283,9 @@ def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() % 16 for tensor in tensors)
 
 
-def _columns(shape: Shape) -> int:
-    return 512 if shape.device.type == "cuda" else 64
+def _descriptor(rows: torch.Tensor, blocks: Blocks) -> TensorDescriptor:
+    """Of a contiguous matrix that whole tiles are stored to. Without columns nothing is stored: any descriptor will do."""
+    return TensorDescriptor.from_tensor(rows if rows.numel() else rows.new_empty(1, _ALIGN), [blocks.m, blocks.n])
 
 
 def _transposed(b: torch.Tensor) -> bool:
@@ -247,15 +299,3 @@ def _b_descriptor(b: torch.Tensor, blocks: Blocks) -> TensorDescriptor:
     if _transposed(b):
         return TensorDescriptor.from_tensor(b.transpose(1, 2), [1, blocks.n, blocks.k])
     return TensorDescriptor.from_tensor(b, [1, blocks.k, blocks.n])
-
-
-def _tile_constants(b: torch.Tensor, blocks: Blocks) -> dict[str, int]:
-    return {
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
-        "BLOCK_K": blocks.k,
-        "GROUP": blocks.group,
-        "COLS": 512 if b.is_cuda else 64,
-        "ALIGN": _ALIGN,
-        "B_TRANSPOSED": int(bool(b.numel()) and _transposed(b)),
-    }

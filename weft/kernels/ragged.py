@@ -1,18 +1,30 @@
 """Grouped GEMMs whose rows go all to all, in numbers that only devices know. See weft.kernels.segments for where they go.
 
-    dispatch_kernel   some blocks push rows, the others multiply what arrives
-    combine_kernel    tiles are stored at the peer, its own last
+    dispatch_kernel   some blocks push rows first; all multiply what arrives
+    combine_kernel    most blocks multiply, and tell the owners of the rows; the others pull what peers have made for this rank
     collect_kernel    what has landed, to where the caller has it; zeros below it
 
 weft.kernels.exchange launches them.
 
-    rank r, pushing block             rank p, multiplying block
-    push 32 rows of a segment  ~~~>   own rows first, from a
-    signal arrived, next one   ~~~>   wait until all rows of a segment are there; multiply its tiles
+    dispatch                                           combine
+    rank r, pushing block        rank p                rank r, multiplying block        rank p, pulling block
+    push a unit of a segment                           tile -> product
+    signal arrived  ~~~~~~~~~~>  wait: all units       signal arrived  ~~~~~~~~~~~~~~>  wait: all tiles of a segment
+    ... then tiles               of a tile's segments  own rows -> out                  product of r -> out
+                                 multiply -> out
 
-A tile has rows of one segment, so it knows its expert, and a segment's last tile may be partly empty: segments should have
-some 128 rows. Blocks that wait are behind blocks that never do (pushing ones come first; a combining block waits for nothing),
-here and on every peer: what is waited for comes.
+A tile has rows of one expert, from any ranks, and tells, or waits for, each of those; only an expert's last tile may be short.
+In a dispatch, tiles of own rows alone read a; own rows that share a tile with others are pushed, too, into the own landing, so
+that a tile's rows lie together. Its last tiles are taken in turn by whichever block is free: pushing takes a part of the time
+that multiplying takes.
+
+Whole tiles are stored by TMA, which in a combine goes on while the next tile is multiplied. A block tells of a tile after that,
+when it has long been stored; a wait for the stores comes first all the same.
+
+A block that waits never keeps back what it waits for: pushing blocks wait for nothing until they have pushed all, here and on
+every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones.
+
+Zeros below what arrives are stored between tiles, when memory is idle.
 
 b has three dimensions, expert by expert; both of its last two may be the contiguous one. Legend: N, K of each GEMM.
 """
@@ -23,7 +35,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.gemm_kernel import _place
-from weft.kernels.segments import segment_of
+from weft.kernels.segments import move_of, tile_of
 from weft.triton.device import get, peer_pointer, put, signal, wait
 
 
@@ -52,33 +64,49 @@ def _multiply(
 
 
 @triton.jit
-def _store(base_ptr, row, acc, valid, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):
-    """The valid part of a tile, from `row` of a contiguous matrix on, here or at a peer."""
+def _store(base_ptr, row, acc, low, high, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):
+    """Rows [low, high) of a tile whose first row is `row` of a contiguous matrix."""
     rows = tl.arange(0, BLOCK_M)[:, None]
     cols = col + tl.arange(0, BLOCK_N)[None, :]
-    put(base_ptr + row.to(tl.int64) * N, rows * N + cols, acc, (rows < valid) & (cols < N), ALIGN)
+    first = row.to(tl.int64) * N
+    # Rows above `low` may lie above the matrix: offsets are those of where they are stored.
+    put(base_ptr + first + low * N, (rows - low) * N + cols, acc, (rows >= low) & (rows < high) & (cols < N), ALIGN)
 
 
 @triton.jit
-def _copy_rows(src_ptr, src_row, dst_ptr, dst_row, valid, width, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
-    """Up to ROWS rows from one contiguous matrix to another, either here or at a peer."""
+def _copy_rows(
+    src_ptr,
+    src_row,
+    dst_ptr,
+    dst_row,
+    valid,
+    width,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Up to ROWS rows from one contiguous matrix to another, either here or at a peer; STAGES - 1 loads under way."""
     src_ptr += src_row.to(tl.int64) * width
     dst_ptr += dst_row.to(tl.int64) * width
     rows = tl.arange(0, ROWS)[:, None]
-    for col in range(0, width, COLS):
+    for col in tl.range(0, width, COLS, num_stages=STAGES):
         cols = col + tl.arange(0, COLS)[None, :]
         there = (rows < valid) & (cols < width)
         put(dst_ptr, rows * width + cols, get(src_ptr, rows * width + cols, there, 0, ALIGN), there, ALIGN)
 
 
 @triton.jit
-def _zero_rows(dst_ptr, dst_row, valid, width, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
-    dst_ptr += dst_row.to(tl.int64) * width
-    rows = tl.arange(0, ROWS)[:, None]
-    for col in range(0, width, COLS):
-        cols = col + tl.arange(0, COLS)[None, :]
-        zeros = tl.zeros((ROWS, COLS), dst_ptr.dtype.element_ty)
-        put(dst_ptr, rows * width + cols, zeros, (rows < valid) & (cols < width), ALIGN)
+def _zero(out_ptr, first, max_rows, N, unit, stride, times, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
+    """Zeros for `times` units of ROWS x COLS from row `first` on, of which this block has every stride-th; the next unit."""
+    across = tl.cdiv(N, COLS)
+    for _ in range(times):
+        row = first + unit // across * ROWS
+        rows, cols = tl.arange(0, ROWS)[:, None], unit % across * COLS + tl.arange(0, COLS)[None, :]
+        there = (row + rows < max_rows) & (cols < N)
+        put(out_ptr + row.to(tl.int64) * N, rows * N + cols, tl.zeros((ROWS, COLS), tl.float32), there, ALIGN)
+        unit += stride
+    return unit
 
 
 @triton.jit
@@ -90,40 +118,143 @@ def _push(
     landing_peers_ptr,
     arrived_ptr,
     arrived_peers_ptr,
-    send_ptr,
+    groups_ptr,
+    moves_ptr,
     rank,
     K,
+    keep_own,
     E: tl.constexpr,
     Q: tl.constexpr,
-    WIDTH: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Rows of a to where they land, unit by unit, each with a signal."""
-    for unit in range(block, tl.load(send_ptr + WIDTH * (Q - 1)), blocks):
-        fields, within = segment_of(send_ptr, unit, Q, WIDTH)
+    """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
+    if keep_own."""
+    for unit in range(block, tl.load(moves_ptr + FIELDS * (Q - 1)), blocks):
+        fields, within = move_of(moves_ptr, unit, Q, FIELDS)
         at = within * ROWS
         peer = tl.load(fields + 4)
         landing = peer_pointer(landing_ptr, landing_peers_ptr, peer)
-        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
-        _copy_rows(a_ptr, here, landing, there, tl.load(fields + 1) - at, K, ROWS, COLS, ALIGN)
+        here, there, rows = tl.load(fields + 2) + at, tl.load(fields + 3) + at, tl.load(fields + 1) - at
+        group = groups_ptr + GROUP_FIELDS * tl.load(fields + 5)
+        top = tl.load(group + 1)
+        # The tiles that have rows of this unit, all of their rows.
+        first = top + (there - top) // TILE_ROWS * TILE_ROWS
+        last = top + ((there + tl.minimum(rows, ROWS) - 1 - top) // TILE_ROWS + 1) * TILE_ROWS
+        shared = (first < there - at) | (tl.minimum(last, top + tl.load(group + 2)) > there + rows)
+        if (peer != rank) | shared | (keep_own != 0):
+            _copy_rows(a_ptr, here, landing, there, rows, K, ROWS, COLS, STAGES, ALIGN)
         signal(peer_pointer(arrived_ptr, arrived_peers_ptr, peer) + rank * E + tl.load(fields + 5))
 
 
-@triton.jit(do_not_specialize=["tries", "rank"])
+@triton.jit
+def _pull(
+    block,
+    blocks,
+    out_ptr,
+    product_ptr,
+    product_peers_ptr,
+    arrived_ptr,
+    moves_ptr,
+    goals_ptr,
+    notes_ptr,
+    tries,
+    N,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """What peers have made for this rank to where it belongs, unit by unit, each segment once it is whole."""
+    for unit in range(block, tl.load(moves_ptr + FIELDS * (Q - 1)), blocks):
+        fields, within = move_of(moves_ptr, unit, Q, FIELDS)
+        at = within * ROWS
+        peer = tl.load(fields + 4)
+        segment = peer * E + tl.load(fields + 5)
+        wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
+        product = peer_pointer(product_ptr, product_peers_ptr, peer)
+        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
+        _copy_rows(product, here, out_ptr, there, tl.load(fields + 1) - at, N, ROWS, COLS, STAGES, ALIGN)
+
+
+@triton.jit
+def _await(
+    row,
+    valid,
+    expert,
+    known,
+    arrived_ptr,
+    parts_ptr,
+    goals_ptr,
+    notes_ptr,
+    tries,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Wait for all segments that have rows of [row, row + valid). known: bits of those that this block knows to be there, if
+    there are at most 64; returned with what it has waited for."""
+    for other in range(W):
+        part = parts_ptr + FIELDS * (expert * W + other)
+        first, rows = tl.load(part), tl.load(part + 1)
+        if tl.maximum(first, row) < tl.minimum(first + rows, row + valid):
+            segment = other * E + expert
+            bit = tl.full((), 1, tl.int64) << (segment % 64)
+            if (W * E > 64) | ((known & bit) == 0):
+                wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
+                known = known | bit
+    return known
+
+
+@triton.jit
+def _tell(
+    expert,
+    row,
+    valid,
+    arrived_ptr,
+    arrived_peers_ptr,
+    parts_ptr,
+    rank,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
+):
+    """Signal to every peer that has rows of [row, row + valid), once they are stored."""
+    if ASYNCHRONOUS:
+        # What Triton waits for after a store by TMA is that it has been read from shared memory, not that it has been written.
+        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [valid], tl.int32, False, 1)
+    for other in range(W):
+        part = parts_ptr + FIELDS * (expert * W + other)
+        start, rows = tl.load(part), tl.load(part + 1)
+        if (other != rank) & (tl.maximum(start, row) < tl.minimum(start + rows, row + valid)):
+            signal(peer_pointer(arrived_ptr, arrived_peers_ptr, other) + rank * E + expert)
+
+
+@triton.jit(do_not_specialize=["tries", "rank", "movers", "keep_own"])
 def dispatch_kernel(
     a_desc,
     landing_desc,
     b_desc,
+    out_desc,
     a_ptr,
     out_ptr,
     landing_ptr,
     landing_peers_ptr,
     arrived_ptr,
     arrived_peers_ptr,
-    send_ptr,
-    recv_ptr,
+    groups_ptr,
+    parts_ptr,
+    moves_ptr,
+    turn_ptr,
     goals_ptr,
     notes_ptr,
     tries,
@@ -131,140 +262,213 @@ def dispatch_kernel(
     N,
     K,
     max_rows,
+    movers,
+    keep_own,
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PUSHERS: tl.constexpr,
-    PUSH_ROWS: tl.constexpr,
+    EQ: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    MOVE_FIELDS: tl.constexpr,
+    MOVE_ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    COLS: tl.constexpr,
     ALIGN: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
 ):
-    block = tl.program_id(0) - PUSHERS
-    blocks = tl.num_programs(0) - PUSHERS
+    block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
         _push(
-            block + PUSHERS,
-            PUSHERS,
+            block + movers,
+            movers,
             a_ptr,
             landing_ptr,
             landing_peers_ptr,
             arrived_ptr,
             arrived_peers_ptr,
-            send_ptr,
+            groups_ptr,
+            moves_ptr,
             rank,
             K,
+            keep_own,
             E,
             Q,
-            WIDTH,
-            PUSH_ROWS,
+            GROUP_FIELDS,
+            MOVE_FIELDS,
+            BLOCK_M,
+            MOVE_ROWS,
             COLS,
+            STAGES,
             ALIGN,
         )
-    else:
-        row_tiles, col_tiles = tl.load(recv_ptr + WIDTH * (Q - 1)), tl.cdiv(N, BLOCK_N)
-        for tile in range(block, row_tiles * col_tiles, blocks):
-            row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
-            fields, within = segment_of(recv_ptr, row_tile, Q, WIDTH)
-            at = within * BLOCK_M
-            peer, expert = tl.load(fields + 4), tl.load(fields + 5)
-            there = tl.load(fields + 3) + at
-            row, desc = there, landing_desc
-            if peer == rank:
-                row, desc = tl.load(fields + 2) + at, a_desc
-            else:
-                wait(arrived_ptr + peer * E + expert, tl.load(goals_ptr + peer * E + expert), tries, notes_ptr)
-            col = col_tile * BLOCK_N
-            acc = _multiply(desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
-            _store(out_ptr, there, acc, tl.load(fields + 1) - at, col, N, BLOCK_M, BLOCK_N, ALIGN)
-        rows = tl.load(recv_ptr + WIDTH * Q)
-        for unit in range(block, tl.cdiv(max_rows - rows, PUSH_ROWS), blocks):
-            first = rows + unit * PUSH_ROWS
-            _zero_rows(out_ptr, first, max_rows - first, N, PUSH_ROWS, COLS, ALIGN)
+    row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
+    tiles = row_tiles * col_tiles
+    # The first tiles are each block's own, which costs nothing; the last rounds are drawn.
+    own = tl.maximum(tiles // blocks - 2, 0) * (blocks - movers)
+    tile = block
+    if (block < 0) | (block >= own):
+        tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
+    below = tl.load(moves_ptr + MOVE_FIELDS * Q)
+    units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
+    unit = tl.program_id(0)
+    each = tl.cdiv(units, tl.maximum(tiles, 1))
+    known = tl.full((), 0, tl.int64)
+    while tile < tiles:
+        times = tl.minimum(each, tl.cdiv(units - unit, blocks))
+        unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
+        row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
+        expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
+        part = parts_ptr + PART_FIELDS * (expert * W + rank)
+        first = tl.load(part)
+        src_row, src_desc = row, landing_desc
+        if (first <= row) & (first + tl.load(part + 1) >= row + valid):
+            src_row, src_desc = tl.load(part + 2) + row - first, a_desc
+        else:
+            known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
+        col = col_tile * BLOCK_N
+        acc = _multiply(src_desc, b_desc, src_row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        if valid == BLOCK_M:
+            out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
+        else:
+            _store(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+        tile += blocks - movers
+        if tile >= own:
+            tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
+    _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["tries", "rank", "movers"])
 def combine_kernel(
     a_desc,
     b_desc,
+    product_desc,
     out_ptr,
-    landing_ptr,
-    landing_peers_ptr,
+    product_ptr,
+    product_peers_ptr,
     arrived_ptr,
     arrived_peers_ptr,
-    send_ptr,
-    rank,
-    N,
-    K,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    Q: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    COLS: tl.constexpr,
-    ALIGN: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-):
-    row_tiles, col_tiles = tl.load(send_ptr + WIDTH * (Q - 1)), tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
-        row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
-        fields, within = segment_of(send_ptr, row_tile, Q, WIDTH)
-        at = within * BLOCK_M
-        peer, expert = tl.load(fields + 4), tl.load(fields + 5)
-        col = col_tile * BLOCK_N
-        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
-        acc = _multiply(a_desc, b_desc, here, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
-        base_ptr = tl.where(peer == rank, out_ptr, peer_pointer(landing_ptr, landing_peers_ptr, peer))
-        # The choice of two pointers has no alignment that the compiler knows of.
-        base_ptr = tl.multiple_of(base_ptr, 16)
-        _store(base_ptr, there, acc, tl.load(fields + 1) - at, col, N, BLOCK_M, BLOCK_N, ALIGN)
-        if peer != rank:
-            signal(peer_pointer(arrived_ptr, arrived_peers_ptr, peer) + rank * E + expert)
-
-
-@triton.jit(do_not_specialize=["tries", "rank"])
-def collect_kernel(
-    a_ptr,
-    landing_ptr,
-    out_ptr,
-    arrived_ptr,
-    recv_ptr,
+    groups_ptr,
+    parts_ptr,
+    moves_ptr,
     goals_ptr,
     notes_ptr,
     tries,
     rank,
+    N,
+    K,
+    max_rows,
+    movers,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    EQ: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    MOVE_FIELDS: tl.constexpr,
+    MOVE_ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ALIGN: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
+):
+    block, blocks = tl.program_id(0), tl.num_programs(0) - movers
+    if block >= blocks:
+        _pull(
+            block - blocks,
+            movers,
+            out_ptr,
+            product_ptr,
+            product_peers_ptr,
+            arrived_ptr,
+            moves_ptr,
+            goals_ptr,
+            notes_ptr,
+            tries,
+            N,
+            E,
+            Q,
+            MOVE_FIELDS,
+            MOVE_ROWS,
+            COLS,
+            STAGES,
+            ALIGN,
+        )
+    else:
+        row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
+        tiles = row_tiles * col_tiles
+        below = tl.load(moves_ptr + MOVE_FIELDS * Q)
+        units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
+        unit = block
+        each = tl.cdiv(units, tl.maximum(tiles, 1))
+        # The tile before: its expert, rows, and how many; none at first.
+        told, told_row, told_rows = 0, 0, 0
+        for tile in range(block, tiles, blocks):
+            times = tl.minimum(each, tl.cdiv(units - unit, blocks))
+            unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
+            row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
+            expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, False)
+            col = col_tile * BLOCK_N
+            acc = _multiply(a_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+            _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
+            told, told_row, told_rows = expert, row, valid
+            own = parts_ptr + PART_FIELDS * (expert * W + rank)
+            first, there = tl.load(own), tl.load(own + 2)
+            low, high = tl.maximum(first - row, 0), tl.minimum(first + tl.load(own + 1) - row, valid)
+            if (low > 0) | (high < valid):
+                if valid == BLOCK_M:
+                    product_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
+                else:
+                    _store(product_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+            if low < high:
+                landing = there + row - first
+                _store(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
+        _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
+        _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
+
+
+@triton.jit(do_not_specialize=["tries"])
+def collect_kernel(
+    landing_ptr,
+    out_ptr,
+    arrived_ptr,
+    groups_ptr,
+    parts_ptr,
+    moves_ptr,
+    goals_ptr,
+    notes_ptr,
+    tries,
     width,
     max_rows,
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
-    WIDTH: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
+    EQ: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    MOVE_FIELDS: tl.constexpr,
+    MOVE_ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    for unit in range(block, tl.load(recv_ptr + WIDTH * (Q - 1)), blocks):
-        fields, within = segment_of(recv_ptr, unit, Q, WIDTH)
-        peer, expert = tl.load(fields + 4), tl.load(fields + 5)
-        rows, there = tl.load(fields + 1), tl.load(fields + 3)
-        src_ptr, src_row = landing_ptr, there
-        if peer == rank:
-            src_ptr, src_row = a_ptr, tl.load(fields + 2)
-        else:
-            wait(arrived_ptr + peer * E + expert, tl.load(goals_ptr + peer * E + expert), tries, notes_ptr)
-        for at in range(within * UNIT, within * UNIT + UNIT, ROWS):
-            _copy_rows(src_ptr, src_row + at, out_ptr, there + at, rows - at, width, ROWS, COLS, ALIGN)
-    total = tl.load(recv_ptr + WIDTH * Q)
-    for unit in range(block, tl.cdiv(max_rows - total, ROWS), blocks):
-        first = total + unit * ROWS
-        _zero_rows(out_ptr, first, max_rows - first, width, ROWS, COLS, ALIGN)
+    known = tl.full((), 0, tl.int64)
+    for row_tile in range(block, tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), blocks):
+        expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
+        known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
+        for at in range(0, valid, MOVE_ROWS):
+            _copy_rows(landing_ptr, row + at, out_ptr, row + at, valid - at, width, MOVE_ROWS, COLS, STAGES, ALIGN)
+    below = tl.load(moves_ptr + MOVE_FIELDS * Q)
+    units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(width, COLS)
+    _zero(out_ptr, below, max_rows, width, block, blocks, tl.cdiv(units - block, blocks), MOVE_ROWS, COLS, ALIGN)

@@ -7,30 +7,34 @@ sides; E experts a rank, W ranks.
     DISPATCH         dst_rank, expert                   expert, src_rank
     combine          expert, dst_rank                   src_rank, expert
 
-Each is the other's way back. `layout` publishes this rank's counts to all, waits for theirs, and writes two tables of rows
-(FIELDS int32 each, a power of two of them, those past W * E empty), in the order in which segments are worked on:
+Each is the other's way back. The rows that an expert multiplies lie together in both: tiles are cut from those, whatever
+segments they hold. `layout` publishes this rank's counts to all, waits for theirs, and writes three tables of int32:
 
-    send   peers from the successor on, the own rank last       recv   the own rank first, then from the predecessor on
-    end         units of this segment and all before it         the same
-    rows        of the segment                                  the same
-    here        its first row in a                              its first row in a, of the own rank's segments
-    there       its first row at the receiver                   its first row where rows land
-    peer        dst_rank                                        src_rank
-    expert      of dst_rank (DISPATCH) or of this rank          the same
+    groups  by expert: end (row tiles of this expert and all before it), first row, rows, start (where its tiles begin)
+    parts   by expert and other rank: first row of the segment, rows, and of this rank's own its row in a (DISPATCH) or in out
+    moves   by segment, in the order in which they are moved, a power of two of them; then how many rows arrive in all
+            end (units of this segment and all before it), rows, here (first row where it is read), there (where it lands),
+            peer (other rank), expert
 
-A unit is what one block does at once: as many rows of one segment.
+A unit is what one block moves at once: as many rows of one segment. Segments are moved expert by expert, and tiles are
+multiplied in that order; within an expert
+
+                    moves, on the rank that moves           tiles of an expert, from `start` on, as if in a ring
+    DISPATCH        pushed: successor's first, own last     downwards: own rows, predecessor's, ...: as they arrive
+    combine         pulled: from the predecessor, ...       upwards: successor's rows first, own rows last
 
 Two calls cannot race:
 
     rank 0, call c                       rank 1, call c
-    publish counts, tell all             (still in call c - 1: it reads what landed)
+    publish counts, tell all             (still in call c - 1: it reads what landed, or pulls from rank 0)
     wait for told[1] >= c  <~~~~~~~~~~~  publish counts, tell all: call c - 1 of this rank is over
-    store rows at rank 1
+    store rows at rank 1, or products here
 
-Nobody stores where rows land before the receiver has told it of this call, which it does when all its kernels of the call
-before have ended. Counts themselves are written before that: they have two places that calls take in turn, since a peer may
-be one call ahead, but not two. Words only grow: `told` by one a call, `arrived` by the units of a segment, of which the
-receiver keeps the sum in `goals`. The number of the call is a word on the device, so that graphs may be replayed.
+Nobody overwrites what a peer may still read before that peer has told of this call, which it does when all its kernels of the
+call before have ended. Counts themselves are written before that: they have two places that calls take in turn, since a peer
+may be one call ahead, but not two. Words only grow: `told` by one a call, `arrived` by one for each unit of a segment that has
+been pushed, or for each tile that has rows of it; the receiver keeps the sum of those in `goals`. The number of the call is a
+word on the device, so that graphs may be replayed.
 
 Bounds. What does not fit, in a or at a receiver (max_rows), is cut off on both sides alike, and noted: nothing is written
 outside. A wait ends after `tries` looks, and is noted, too. Notes (NOTES int64 words) go to host memory with the next call.
@@ -43,7 +47,7 @@ import triton.language as tl
 
 from weft.triton.device import get, peer_pointer, put, signal, wait
 
-FIELDS = 6
+MOVE_FIELDS, GROUP_FIELDS, PART_FIELDS = 6, 4, 3
 NOTES = 8
 """Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity."""
 LATE, CUT = 0, 3
@@ -130,8 +134,8 @@ def _rows_before(
 
 
 @triton.jit
-def _write(table_ptr, units, rows, here, there, peer, expert, Q: tl.constexpr, WIDTH: tl.constexpr):
-    fields = table_ptr + WIDTH * tl.arange(0, Q)
+def _write_moves(moves_ptr, units, rows, here, there, peer, expert, Q: tl.constexpr, FIELDS: tl.constexpr):
+    fields = moves_ptr + FIELDS * tl.arange(0, Q)
     tl.store(fields, tl.cumsum(units, 0))
     tl.store(fields + 1, rows)
     tl.store(fields + 2, here)
@@ -140,7 +144,32 @@ def _write(table_ptr, units, rows, here, there, peer, expert, Q: tl.constexpr, W
     tl.store(fields + 5, expert)
 
 
-@triton.jit(do_not_specialize=["a_rows", "max_rows", "tries", "rank", "send_columns"])
+@triton.jit
+def _write_groups(
+    groups_ptr,
+    rows,
+    own_end,
+    expert,
+    EQ: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    DISPATCH: tl.constexpr,
+):
+    """rows: of each segment that is multiplied here. own_end: of them, those that lie up to this rank's own, by expert."""
+    group = tl.arange(0, EQ)
+    mine = group[:, None] == expert[None, :]
+    height = tl.sum(tl.where(mine, rows[None, :], 0), axis=1)
+    start = tl.sum(tl.where(mine, own_end[None, :], 0), axis=1) // TILE_ROWS
+    if DISPATCH:
+        start -= 1
+    fields = groups_ptr + FIELDS * group
+    tl.store(fields, tl.cumsum((height + TILE_ROWS - 1) // TILE_ROWS, 0))
+    tl.store(fields + 1, tl.cumsum(height, 0) - height)
+    tl.store(fields + 2, height)
+    tl.store(fields + 3, start)
+
+
+@triton.jit(do_not_specialize=["a_rows", "max_rows", "tries", "rank", "col_tiles"])
 def layout_kernel(
     splits_ptr,
     counts_ptr,
@@ -149,8 +178,10 @@ def layout_kernel(
     told_peers_ptr,
     calls_ptr,
     goals_ptr,
-    send_ptr,
-    recv_ptr,
+    groups_ptr,
+    parts_ptr,
+    moves_ptr,
+    turn_ptr,
     received_ptr,
     notes_ptr,
     host_address,
@@ -158,17 +189,20 @@ def layout_kernel(
     max_rows,
     tries,
     rank,
-    send_columns,
+    col_tiles,
     W: tl.constexpr,
     E: tl.constexpr,
     Q: tl.constexpr,
-    WIDTH: tl.constexpr,
+    EQ: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    MOVE_FIELDS: tl.constexpr,
     NOTES: tl.constexpr,
     DISPATCH: tl.constexpr,
-    SEND_ROWS: tl.constexpr,
-    RECV_ROWS: tl.constexpr,
+    MOVE_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
 ):
-    """One block. Writes both tables (recv: then the rows in all), goals, and received, the counts in the order of landing."""
+    """One block. Writes the tables, goals, and received, the counts in the order of landing; sets `turn` to 0."""
     words = tl.arange(0, NOTES)
     noted = tl.load(notes_ptr + words)
     if tl.max(tl.abs(noted), axis=0) != 0:
@@ -194,45 +228,73 @@ def layout_kernel(
     )
     counts_ptr += slot
     place = tl.arange(0, Q)
-    turn, expert, known = place // E, place % E, place < W * E
+    expert, turn, known = place // W, place % W, place < W * E
     me = tl.zeros((Q,), tl.int32) + rank
 
-    dst = (rank + 1 + turn) % W
+    # What this rank sends to dst. Beyond the last segment, no rows.
+    dst = (rank + turn + 1) % W
     rows = get(counts_ptr, rank * W * E + dst * E + expert, known)
-    there = _rows_before(counts_ptr, dst, me, expert, Q, W, E, False, DISPATCH)
     here = _rows_before(counts_ptr, me, dst, expert, Q, W, E, True, not DISPATCH)
-    rows = tl.minimum(rows, tl.maximum(max_rows - there, 0))
-    units = (rows + SEND_ROWS - 1) // SEND_ROWS
+    there = _rows_before(counts_ptr, dst, me, expert, Q, W, E, False, DISPATCH)
+    parts = parts_ptr + PART_FIELDS * (expert * W + dst)
     if DISPATCH:
-        units = tl.where(dst == rank, 0, units)
-    _write(send_ptr, units, rows, here, there, dst, expert, Q, WIDTH)
-
-    src = (rank + W - turn % W) % W
-    rows = get(counts_ptr, src * W * E + rank * E + expert, known)
-    _note(notes_ptr + 3, 2, tl.sum(rows, axis=0), max_rows)
-    there = _rows_before(counts_ptr, me, src, expert, Q, W, E, False, DISPATCH)
-    here = _rows_before(counts_ptr, me, me, expert, Q, W, E, True, not DISPATCH)
-    rows = tl.minimum(rows, tl.maximum(max_rows - there, 0))
-    units = (rows + RECV_ROWS - 1) // RECV_ROWS
-    if not DISPATCH:
-        units = tl.where(src == rank, 0, units)
-    _write(recv_ptr, units, rows, here, there, src, expert, Q, WIDTH)
-    tl.store(recv_ptr + WIDTH * Q, tl.sum(rows, axis=0))
-    if DISPATCH:
-        tl.store(received_ptr + expert * W + src, rows, mask=known)
+        tl.store(parts + 2, here, mask=known)
+        rows = tl.minimum(rows, tl.maximum(max_rows - there, 0))
+        _write_moves(moves_ptr, (rows + MOVE_ROWS - 1) // MOVE_ROWS, rows, here, there, dst, expert, Q, MOVE_FIELDS)
     else:
-        tl.store(received_ptr + src * E + expert, rows, mask=known)
+        _write_groups(groups_ptr, rows, tl.where(dst <= rank, rows, 0), expert, EQ, GROUP_FIELDS, TILE_ROWS, DISPATCH)
+        tl.store(parts, here, mask=known)
+        tl.store(parts + 1, rows, mask=known)
+        tl.store(parts + 2, there, mask=known)
 
-    sent = (rows + SEND_ROWS - 1) // SEND_ROWS * send_columns
+    # What it receives from src.
+    src = (rank + 2 * W - turn - 1) % W
+    sent = get(counts_ptr, src * W * E + rank * E + expert, known)
+    _note(notes_ptr + 3, 2, tl.sum(sent, axis=0), max_rows)
+    there = _rows_before(counts_ptr, me, src, expert, Q, W, E, False, DISPATCH)
+    rows = tl.minimum(sent, tl.maximum(max_rows - there, 0))
+    if DISPATCH:
+        _write_groups(groups_ptr, rows, tl.where(src <= rank, rows, 0), expert, EQ, GROUP_FIELDS, TILE_ROWS, DISPATCH)
+        parts = parts_ptr + PART_FIELDS * (expert * W + src)
+        tl.store(parts, there, mask=known)
+        tl.store(parts + 1, rows, mask=known)
+        tl.store(received_ptr + expert * W + src, rows, mask=known)
+        signals = (rows + MOVE_ROWS - 1) // MOVE_ROWS
+    else:
+        here = _rows_before(counts_ptr, src, me, expert, Q, W, E, True, True)
+        units = tl.where(src == rank, 0, (rows + MOVE_ROWS - 1) // MOVE_ROWS)
+        _write_moves(moves_ptr, units, rows, here, there, src, expert, Q, MOVE_FIELDS)
+        tl.store(received_ptr + src * E + expert, rows, mask=known)
+        within = here - _rows_before(counts_ptr, src, tl.zeros((Q,), tl.int32), expert, Q, W, E, True, True)
+        tiles = (within + sent - 1) // TILE_ROWS - within // TILE_ROWS + 1
+        signals = tl.where((sent > 0) & (src != rank), tiles * col_tiles, 0)
+    tl.store(moves_ptr + MOVE_FIELDS * Q, tl.sum(rows, axis=0))
     goals = goals_ptr + src * E + expert
-    tl.store(goals, tl.load(goals, mask=known, other=0) + sent, mask=known & (src != rank))
+    tl.store(goals, tl.load(goals, mask=known, other=0) + signals, mask=known)
+    tl.store(turn_ptr, 0)
     tl.store(calls_ptr, call)
 
 
 @triton.jit
-def segment_of(table_ptr, unit, Q: tl.constexpr, WIDTH: tl.constexpr):
-    """(the segment's fields, rows of it before this unit counted in units) of a unit."""
-    ends = tl.load(table_ptr + WIDTH * tl.arange(0, Q))
+def move_of(moves_ptr, unit, Q: tl.constexpr, FIELDS: tl.constexpr):
+    """(the segment's fields, units of it before this one) of a unit."""
+    ends = tl.load(moves_ptr + FIELDS * tl.arange(0, Q))
     segment = tl.sum((ends <= unit).to(tl.int32), axis=0)
-    first = tl.load(table_ptr + WIDTH * (segment - 1), mask=segment > 0, other=0)
-    return table_ptr + WIDTH * segment, unit - first
+    first = tl.load(moves_ptr + FIELDS * (segment - 1), mask=segment > 0, other=0)
+    return moves_ptr + FIELDS * segment, unit - first
+
+
+@triton.jit
+def tile_of(groups_ptr, row_tile, EQ: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr, DOWNWARDS: tl.constexpr):
+    """(expert, first row, rows) of a row tile."""
+    ends = tl.load(groups_ptr + FIELDS * tl.arange(0, EQ))
+    expert = tl.sum((ends <= row_tile).to(tl.int32), axis=0)
+    fields = groups_ptr + FIELDS * expert
+    before = tl.load(fields - FIELDS, mask=expert > 0, other=0)
+    tiles, start = tl.load(fields) - before, tl.load(fields + 3)
+    turn = row_tile - before
+    if DOWNWARDS:  # noqa: SIM108 - one of the two is compiled
+        at = (start + tiles - turn) % tiles * ROWS
+    else:
+        at = (start + turn) % tiles * ROWS
+    return expert, tl.load(fields + 1) + at, tl.minimum(tl.load(fields + 2) - at, ROWS)

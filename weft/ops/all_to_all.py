@@ -3,6 +3,8 @@
     matmul_all_to_all(a, b)    replaces   c = a @ b; dist.all_to_all_single(out, c)
     all_to_all_matmul(a, b)    replaces   dist.all_to_all_single(received, a); received @ b
 
+or between parts of rows and parts of columns (split_dim=-1, gather_dim=-1), as Ulysses' attention has it.
+
 Every rank has an a and a b of its own. Legend: M rows of a, m those of them for one rank, N and K of a rank's matmul. Each is a
 torch.library custom operator (weft::...) with a fake implementation, so that it traces under torch.compile.
 """
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft.library.all_to_all import run_combine, run_dispatch
+from weft.library.columns import run_apart, run_beside
 from weft.ops.checks import check_operands, group_of, spec_of
 from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
 from weft.schedule import Schedule
@@ -22,7 +25,12 @@ from weft.schedule import Schedule
 
 @overload
 def matmul_all_to_all(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, schedule: str | Schedule = "auto"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    split_dim: Literal[0, -1] = 0,
 ) -> torch.Tensor: ...
 
 
@@ -38,6 +46,7 @@ def matmul_all_to_all(
     group: dist.ProcessGroup | None = None,
     *,
     schedule: str | Schedule = "auto",
+    split_dim: Literal[0, -1] = 0,
     splits: torch.Tensor | None = None,
     max_rows: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -59,19 +68,25 @@ def matmul_all_to_all(
     Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the
     rank that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit
     (in a, or in max_rows) is left out, never written elsewhere, and a ValueError says so in a call after the next; on CPUs at
-    once. On GPUs: bfloat16 and float16, K and N multiples of 8.
+    once. On GPUs: bfloat16 and float16, K and N multiples of 8; a no larger than max_rows, or than any rank's a in the first
+    call with these sizes, whose room products have.
 
-    Where Ulysses' attention goes from parts of the sequence to heads, the rows are features of heads, and the weight is `a`:
+    split_dim=-1 cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
+    Returns out [world_size * M, ..., n]: those columns, for the rows of every rank. So Ulysses' attention goes from parts of
+    the sequence to heads (arXiv 2309.14509), heads being outermost in the weight's columns:
 
-        qkv = matmul_all_to_all(weight, x.t())    weight [3 * heads * dim, hidden], heads outermost; x [tokens, hidden], a part
-        qkv = qkv.view(world_size, -1, tokens)    for each part of the sequence, the features of this rank's heads
+        qkv = matmul_all_to_all(x, weight, split_dim=-1)    x [tokens, hidden], a part; weight [hidden, heads * 3 * dim]
+        qkv.view(world_size * tokens, -1, 3, dim)           of the whole sequence, this rank's heads
 
     Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and docs/kernels.md for splits.
     """
+    by_columns = _is_last("split_dim", split_dim, splits)
     if splits is not None:
         refuse_schedule(schedule)
         return ragged_combine(a, b, group, splits, max_rows)
     refuse_max_rows(max_rows)
+    if by_columns:
+        return _apart(a, b, group, schedule)
     check_operands(a, [b], 1)
     group_name, rank, world_size = group_of(group)
     out = run_combine(_flat(a), b, group_name, rank, world_size, _per_entry(a), spec_of(schedule, "matmul_all_to_all"))
@@ -85,6 +100,7 @@ def all_to_all_matmul(
     group: dist.ProcessGroup | None = None,
     *,
     schedule: str | Schedule = "auto",
+    gather_dim: Literal[0, -1] = 0,
     return_received: Literal[False] = False,
 ) -> torch.Tensor: ...
 
@@ -96,6 +112,7 @@ def all_to_all_matmul(
     group: dist.ProcessGroup | None = None,
     *,
     schedule: str | Schedule = "auto",
+    gather_dim: Literal[0, -1] = 0,
     return_received: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -118,6 +135,7 @@ def all_to_all_matmul(
     group: dist.ProcessGroup | None = None,
     *,
     schedule: str | Schedule = "auto",
+    gather_dim: Literal[0, -1] = 0,
     splits: torch.Tensor | None = None,
     max_rows: int | None = None,
     return_received: bool = False,
@@ -141,17 +159,61 @@ def all_to_all_matmul(
         hidden, counts = all_to_all_matmul(tokens, up, splits=splits, max_rows=capacity)
         home, _ = matmul_all_to_all(act(hidden), down, splits=counts, max_rows=len(tokens))
 
-    max_rows, and all else: as there. Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and
+    max_rows, and all else: as there.
+
+    gather_dim=-1 lays the received rows side by side, in the order of ranks, instead of below each other: b is [world_size * k,
+    N] for a [M, ..., k], whose first dimension must be a multiple of world_size. Returns out [m, ..., N]; with return_received,
+    (that, received [m, ..., world_size * k]). So Ulysses' attention goes back from heads to parts of the sequence:
+
+        x = all_to_all_matmul(attended, weight, gather_dim=-1)    attended [sequence, heads * dim of this rank]
+
+    Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and
     docs/kernels.md for splits.
     """
+    beside = _is_last("gather_dim", gather_dim, splits)
     if splits is not None:
         refuse_schedule(schedule)
         return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received)
     refuse_max_rows(max_rows)
+    if beside:
+        return _beside(a, b, group, schedule, return_received=return_received)
     check_operands(a, [b], 1)
     group_name, rank, world_size = group_of(group)
     spec = spec_of(schedule, "all_to_all_matmul")
     results = run_dispatch(_flat(a), b, group_name, rank, world_size, _per_entry(a), spec, return_received)
+    out = _shaped(results[0], a)
+    return (out, _shaped(results[1], a)) if return_received else out
+
+
+def _is_last(name: str, dim: int, splits: torch.Tensor | None) -> bool:
+    """Whether an exchange cuts, or lays together, the last dimension instead of the first."""
+    if dim not in (0, -1) or isinstance(dim, bool):
+        raise ValueError(f"{name} is {dim!r}; it must be 0 (rows) or -1 (columns)")
+    if dim and splits is not None:
+        raise ValueError(f"{name} is {dim}; with splits it must be 0: they count rows")
+    return dim == -1
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule) -> torch.Tensor:
+    """matmul_all_to_all of columns."""
+    check_operands(a, [b], 1)
+    name, _, world_size = group_of(group)
+    if b.shape[1] % world_size:
+        raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
+    out = run_apart(_flat(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
+    return _shaped(out, a)
+
+
+def _beside(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """all_to_all_matmul of columns side by side."""
+    name, _, world_size = group_of(group)
+    check_operands(a, [b], 1, beside=world_size)
+    if a.shape[0] % world_size:
+        raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
+    spec = spec_of(schedule, "all_to_all_columns_matmul")
+    results = run_beside(_flat(a), b, name, world_size, spec, return_received)
     out = _shaped(results[0], a)
     return (out, _shaped(results[1], a)) if return_received else out
 

@@ -47,8 +47,9 @@ def _check_name(schedule: str, op: Op) -> None:
         raise ValueError(f"{error}, or planned for auto without a trial, or heuristic for a choice by sizes alone") from None
 
 
-def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int) -> None:
-    """One predicate for what both operators need of their inputs."""
+def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, beside: int = 1) -> None:
+    """One predicate for what operators need of their inputs. beside: how many ranks' columns of a lie side by side before they
+    are multiplied."""
     if not isinstance(a, torch.Tensor) or a.dim() < 2:
         raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
@@ -61,10 +62,9 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int) -> N
         name = "b" if count == 1 else f"b[{i}]"
         if not isinstance(b, torch.Tensor) or b.dim() != 2:
             raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
-        if b.shape[0] != a.shape[-1]:
-            raise ValueError(
-                f"{name} has {b.shape[0]} rows, a has {a.shape[-1]} columns ({shape_of(a)} @ {shape_of(b)}); they must agree"
-            )
+        if b.shape[0] != beside * a.shape[-1]:
+            columns = f"{a.shape[-1]} columns" + (f" on each of {beside} ranks" if beside > 1 else "")
+            raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
         if b.dtype != a.dtype or b.get_device() != a.get_device():
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
 

@@ -51,7 +51,7 @@ class Explanation:
         return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
 
 
-def explain(problem: Problem | LookupProblem, machine: Machine | str = DEFAULT_MACHINE) -> Explanation:
+def explain(problem: Problem, machine: Machine | str = DEFAULT_MACHINE) -> Explanation:
     """Why the planner chooses what it does for `problem`: print it, or read its parts.
 
     machine: a Machine, a shipped profile's name, or a file's path. Takes seconds for 8 ranks, since it simulates what would
@@ -143,10 +143,14 @@ Changed = tuple[Problem, Machine]
 def _variations(
     problem: Problem, machine: Machine
 ) -> Iterable[tuple[Callable[[float], str], Callable[[float], Changed | None]]]:
+    # Some operators cut rows into equal parts alone.
+    unit = problem.row_multiple * problem.world_size
+
+    def count(factor: float) -> int:
+        return round(problem.m * factor / unit) * unit
+
     def rows(factor: float) -> Changed | None:
-        unit = problem.row_multiple
-        m = round(problem.m * factor / unit) * unit
-        return (dataclasses.replace(problem, m=m), machine) if m else None
+        return (dataclasses.replace(problem, m=count(factor)), machine) if count(factor) else None
 
     def links(factor: float) -> Changed:
         return problem, _faster_links(machine, factor)
@@ -155,8 +159,8 @@ def _variations(
         engines = dataclasses.replace(machine.copies, copy_us=machine.copies.copy_us * factor)
         return problem, dataclasses.replace(machine, copies=engines)
 
-    yield lambda f: f"With {problem.m / f:.0f} rows", lambda f: rows(1 / f)
-    yield lambda f: f"With {problem.m * f:.0f} rows", rows
+    yield lambda f: f"With {count(1 / f)} rows", lambda f: rows(1 / f)
+    yield lambda f: f"With {count(f)} rows", rows
     yield lambda f: f"With links at {1 / f:g} of their rate", lambda f: links(1 / f)
     yield lambda f: f"With links {f:g} times as fast", links
     yield lambda f: f"If a copy cost {machine.copies.copy_us / f:.2g} us", lambda f: copies(1 / f)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.machine import AlphaBeta, Machine, Tile
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.rules import FEATURES, Feature, sizes
 from weft.schedule import Copy, Reduce, Schedule
 from weft.schedules import spec
@@ -39,7 +39,7 @@ class Signature:
     pieces_us: the schedule's matmuls alone; transfers_us: its communication alone. A loss is None where it cannot be told.
     """
 
-    problem: Problem | LookupProblem
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
     spec: str
     where: str
     total_us: float

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.problem import LOOKUP_OPS, OPS, Op, Problem
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
+from weft.schedules import all_to_all_columns_matmul as beside
 from weft.schedules import all_to_all_matmul as dispatch
+from weft.schedules import collectives
 from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
@@ -48,11 +50,16 @@ def _family(
     scatter: Build | None,
     *others: Build | None,
     lookup: Build | None = None,
+    alone: Build | None = None,
+    columns: tuple[Build | None, Build | None] = (None, None),
     chunked: bool = True,
 ) -> Family:
-    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all."""
-    found = [*zip(OPS, (gather, scatter, *others), strict=False), *zip(LOOKUP_OPS, (lookup,), strict=True)]
-    builders = {op: build for op, build in found if build is not None}
+    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all. alone: of
+    every collective alone. columns: of matmul_all_to_all_columns and all_to_all_columns_matmul."""
+    by_op: dict[Op, Build | None] = dict(zip(OPS, (gather, scatter, *others), strict=False))
+    by_op |= zip((*LOOKUP_OPS, *COLUMN_OPS), (lookup, *columns), strict=True)
+    by_op |= dict.fromkeys(COLLECTIVE_OPS, alone)
+    builders = {op: build for op, build in by_op.items() if build is not None}
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
 
 
@@ -79,6 +86,12 @@ def _all_reduce(name: str, words: str, build: Callable[[Problem, str], Schedule]
     return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
 
 
+def _collective(name: str, words: str, **builders: Build) -> Family:
+    """Of collectives alone, by operator."""
+    found: dict[Op, Build] = {op: builders[op] for op in COLLECTIVE_OPS if op in builders}
+    return Family(name=name, words=words, source="FiCCO, T3", chunked=True, builders=found)
+
+
 def _one_lane(build: Build) -> Build:
     """For families that send to one peer only, or from kernels: nothing to fan out."""
     return lambda problem, name, chunks, fan_out: build(problem, name, chunks)
@@ -97,6 +110,8 @@ FAMILIES: dict[str, Family] = {
             _plain(dispatch.sequential),
             _plain(ar.sequential),
             lookup=_plain(bags.sequential),
+            columns=(_plain(combine.sequential), _plain(beside.sequential)),
+            alone=_plain(collectives.sequential),
             chunked=False,
         ),
         _family(
@@ -119,6 +134,7 @@ FAMILIES: dict[str, Family] = {
             _by_shard(combine.unfused),
             _by_shard(dispatch.unfused),
             _gathered(_by_shard(rs.unfused)),
+            columns=(_by_shard(combine.unfused), None),
             chunked=False,
         ),
         _family(
@@ -127,6 +143,7 @@ FAMILIES: dict[str, Family] = {
             "FiCCO",
             partial(ag.fused, uniform=True),
             partial(rs.fused, uniform=True),
+            columns=(None, beside.fused),
         ),
         _family(
             "hetero_fused_1d",
@@ -144,6 +161,7 @@ FAMILIES: dict[str, Family] = {
             combine.unfused,
             dispatch.unfused,
             _gathered(rs.unfused),
+            columns=(combine.unfused, None),
         ),
         _family(
             "uniform_fused_2d",
@@ -160,6 +178,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(rs.stored, pull=True)),
             None,
             partial(dispatch.gated, blocks=False),
+            columns=(None, partial(beside.gated, blocks=False)),
         ),
         _family(
             "track_and_trigger",
@@ -169,6 +188,7 @@ FAMILIES: dict[str, Family] = {
             rs.counted,
             combine.counted,
             lookup=_one_lane(bags.counted),
+            columns=(combine.counted, None),
         ),
         _family(
             "direct_store",
@@ -179,6 +199,7 @@ FAMILIES: dict[str, Family] = {
             _one_lane(partial(combine.counted, stored=True)),
             _one_lane(partial(dispatch.gated, blocks=True)),
             lookup=_one_lane(bags.stored),
+            columns=(_one_lane(partial(combine.counted, stored=True)), _one_lane(partial(beside.gated, blocks=True))),
         ),
         _family(
             "flag_gated_2d",
@@ -189,6 +210,17 @@ FAMILIES: dict[str, Family] = {
         ),
         _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
         _all_reduce("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
+        _collective(
+            "copy_engine",
+            "copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
+            all_gather=collectives.pushed,
+            all_to_all=collectives.pushed,
+            reduce_scatter=collectives.reduced,
+            all_reduce=collectives.all_reduced,
+        ),
+        _collective(
+            "copy_engine_pull", "copy engines of the peers pull pieces to where they belong", all_gather=collectives.pulled
+        ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)

@@ -29,7 +29,7 @@ from weft.schedules.builder import Piece
 from weft.schedules.exchange import Exchange
 
 
-class _Dispatch(Exchange):
+class Dispatch(Exchange):
     """Flags and repeated idioms of this operator."""
 
     def __init__(self, problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> None:
@@ -61,8 +61,8 @@ class _Dispatch(Exchange):
                     copy = Copy(self.region("a", rank, piece.rows), self.arrival("recv", rank, piece))
                     self.add(rank, lane or self.copy_lane(to), copy, Signal(self.arrived(rank, piece)))
 
-    def _copy_gathered(self, rank: int) -> None:
-        """The own rows from a: not every schedule has them in recv."""
+    def copy_gathered(self, rank: int) -> None:
+        """Hand over what arrived. The own rows from a: not every schedule has them in recv."""
         own = self.problem.arrivals(rank, rank)
         mine = Copy(self.region("a", rank, self.problem.shards[rank]), self.region("gathered", rank, own))
         around = ((0, own[0]), (own[1], self.problem.out_rows(rank)))
@@ -73,7 +73,7 @@ class _Dispatch(Exchange):
         """Hand over what arrived if asked for, tell the senders that recv is free, and freeze."""
         for rank in range(self.world_size):
             if self.problem.return_gathered and self.pieces[rank]:
-                self._copy_gathered(rank)
+                self.copy_gathered(rank)
             for sender in self.peers(rank) if self.pieces[rank] else []:
                 self.add(rank, "compute", Signal(Flag("free", sender, rank)))
         return self.done()
@@ -81,7 +81,7 @@ class _Dispatch(Exchange):
 
 def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     """The vendor's all-to-all, then one GEMM."""
-    s = _Dispatch(problem, "sequential", 1)
+    s = Dispatch(problem, "sequential", 1)
     for rank in range(s.world_size):
         arriving = s.region("gathered" if problem.return_gathered else "recv", rank)
         s.add(rank, "compute", Collective("all_to_all", s.region("a", rank), arriving))
@@ -91,7 +91,7 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
 
 def sequential_stores(problem: Problem, name: str) -> Schedule:
     """All rows are stored at their receivers, the own ones too; then one vendor GEMM."""
-    s = _Dispatch(problem, name, 1)
+    s = Dispatch(problem, name, 1)
     for rank in range(s.world_size):
         s.push(rank, lane="compute", stage_own=True)
         arriving = [(src_rank, piece) for piece in s.pieces[rank] for src_rank in range(s.world_size)]
@@ -102,7 +102,7 @@ def sequential_stores(problem: Problem, name: str) -> Schedule:
 
 def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
     """The own rows as one GEMM, then a GEMM for each piece in order of arrival. chunks=1: shard by shard."""
-    s = _Dispatch(problem, name, chunks, fan_out=fan_out)
+    s = Dispatch(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         s.push(rank)
         s.gemm(rank, s.own_shard(rank))
@@ -115,7 +115,7 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
 def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
     """One GEMM whose tiles wait for their piece, in order of arrival, own rows first. blocks: communication blocks bring the
     pieces, not copy engines."""
-    s = _Dispatch(problem, name, chunks, fan_out=fan_out)
+    s = Dispatch(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         s.push(rank, lane="blocks" if blocks else None)
         remote = [s.part(rank, src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from weft.problem import Problem
+from collections.abc import Sequence
+from itertools import groupby
+
+from weft.problem import ColumnProblem, Problem, Span1D
 from weft.schedule import Gemm, Part, Region
 from weft.schedules.builder import Builder, Piece, cut
 
@@ -14,9 +17,10 @@ class Exchange(Builder):
         super().__init__(problem, name, chunks, fan_out=fan_out)
         self.pieces = cut(problem, chunks)
         self.arriving = [problem.out_rows(r) for r in range(self.world_size)]
-        self.buffer("a", "input", self.each(problem.m), self.each(problem.k))
+        self.sends_columns = isinstance(problem, ColumnProblem) and problem.sends_columns
+        self.buffer("a", "input", self.each(problem.m), self.each(problem.a_columns(0)))
         self.buffer("b", "input", self.each(problem.k), self.each(problem.n))
-        self.buffer("out", "output", self.arriving, self.each(problem.n))
+        self.buffer("out", "output", self.arriving, self.each(problem.columns(0)))
 
     def each(self, extent: int) -> list[int]:
         """The same extent on every rank."""
@@ -35,8 +39,19 @@ class Exchange(Builder):
         if parts:
             self.add(rank, "compute", Gemm(self.region("b", rank), tuple(parts)))
 
+    def multiply(self, rank: int, parts: Sequence[tuple[int, Part]]) -> None:
+        """(destination, part) as one kernel; as one for each that follow each other, where destinations have columns of b of
+        their own."""
+        for cols, run in groupby(parts, key=lambda one: self.problem.blocks[one[0]] if self.sends_columns else None):
+            self.add(rank, "compute", Gemm(self.region("b", rank, cols=cols), tuple(part for _, part in run)))
+
+    def source(self, rank: int, dst_rank: int, rows: Span1D) -> Region:
+        """The rows of a that make these rows of what is sent to a rank."""
+        above = dst_rank * self.problem.m if self.sends_columns else 0
+        return self.region("a", rank, (rows[0] - above, rows[1] - above))
+
     def own_shard(self, rank: int) -> list[Part]:
-        """The rows that stay, straight to the result; nothing if there are none."""
+        """What stays, straight to the result; nothing if there is nothing."""
         rows = self.problem.shards[rank]
         out = self.region("out", rank, self.problem.arrivals(rank, rank))
-        return [Part(self.region("a", rank, rows), out)] if rows[1] > rows[0] else []
+        return [Part(self.source(rank, rank, rows), out)] if rows[1] > rows[0] else []

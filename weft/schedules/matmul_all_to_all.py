@@ -1,5 +1,8 @@
 """Builders for matmul_all_to_all: out = all_to_all(a_MK @ b_KN), every rank with a and b of its own.
 
+Those for matmul_all_to_all_columns are the same: what goes to a rank is a kernel of its own there, with that rank's columns of
+b, and `product` has p*M rows of N/p columns (weft.problem.ColumnProblem), of which m_r = M are r's.
+
 Buffers of rank r (m_r rows of each rank's product are r's)
     a        input      M x K
     b        input      K x N
@@ -27,6 +30,7 @@ Bad interleaving: s, a call ahead, overwrites product while r still pulls the ol
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Literal
 
 from weft.problem import Problem
@@ -45,7 +49,8 @@ class _Combine(Exchange):
     ) -> None:
         super().__init__(problem, name, chunks, fan_out=fan_out)
         self.pulled = staging == "product"
-        self.buffer(staging, "symmetric", self.each(problem.m) if self.pulled else self.arriving, self.each(problem.n))
+        rows = self.each(problem.shards[-1][1]) if self.pulled else self.arriving
+        self.buffer(staging, "symmetric", rows, self.each(problem.columns(0)))
 
     def ready(self, src_rank: int, piece: Piece) -> Flag:
         """The owner's flag for a peer's piece."""
@@ -55,17 +60,29 @@ class _Combine(Exchange):
         return Wait(Flag("free", rank, peer), 0)
 
     def by_step(self, rank: int) -> list[Piece]:
-        """Peers' pieces in order of production: chunk by chunk, peers rotated by rank."""
+        """Peers' pieces in order of production: chunk by chunk, peers rotated by rank; peer by peer if each has a kernel."""
+        if self.sends_columns:
+            return [p for peer in self.peers(rank) for p in self.pieces[peer]]
         return [p for index in range(self.chunks) for peer in self.peers(rank) for p in self.pieces[peer] if p.index == index]
 
     def bring(self, rank: int) -> None:
         """The owner's copy lanes: every piece in order of production, into its result; then the peer may write anew."""
-        for index in range(self.chunks):
-            for peer in self.peers(rank, step=-1):
-                for piece in (p for p in self.pieces[rank] if p.index == index):
-                    self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), self._copy(rank, peer, piece))
-                    if piece is self.pieces[rank][-1]:
-                        self.add(rank, self.copy_lane(peer), Signal(Flag("free", peer, rank)))
+        pieces, peers = self.pieces[rank], self.peers(rank, step=-1)
+        by_peer, by_chunk = product(peers, pieces), ((peer, piece) for piece in pieces for peer in peers)
+        for peer, piece in by_peer if self.sends_columns else by_chunk:
+            self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), self._copy(rank, peer, piece))
+            if piece is pieces[-1]:
+                self.add(rank, self.copy_lane(peer), Signal(Flag("free", peer, rank)))
+
+    def whole(self, rank: int) -> list[tuple[int, Part]]:
+        """All of the product, by destination where each has a kernel."""
+        if not self.sends_columns:
+            return [(rank, Part(self.region("a", rank), self.region("product", rank)))]
+        shards = [(dst, rows) for dst, rows in enumerate(self.problem.shards) if rows[1] > rows[0]]
+        return [(dst, Part(self.source(rank, dst, rows), self.region("product", rank, rows))) for dst, rows in shards]
+
+    def own(self, rank: int) -> list[tuple[int, Part]]:
+        return [(rank, part) for part in self.own_shard(rank)]
 
     def _copy(self, rank: int, peer: int, piece: Piece) -> Copy:
         src = self.region("product", peer, piece.rows) if self.pulled else self.arrival("recv", peer, piece)
@@ -76,7 +93,7 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     """One GEMM, then the vendor's all-to-all."""
     s = _Combine(problem, "sequential", 1)
     for rank in range(s.world_size):
-        s.gemm(rank, [Part(s.region("a", rank), s.region("product", rank))])
+        s.multiply(rank, s.whole(rank))
         s.add(rank, "compute", Collective("all_to_all", s.region("product", rank), s.region("out", rank)))
     return s.done()
 
@@ -87,7 +104,7 @@ def sequential_stores(problem: Problem, name: str) -> Schedule:
     for rank in range(s.world_size):
         peers = [peer for peer in s.peers(rank) if s.pieces[peer]]
         s.add(rank, "compute", *(s.free(rank, peer) for peer in peers))
-        s.gemm(rank, [Part(s.region("a", rank), s.region("product", rank))] if problem.m else [])
+        s.multiply(rank, s.whole(rank) if problem.m else [])
         s.add(rank, "compute", *(Signal(s.ready(rank, s.pieces[peer][0])) for peer in peers))
         if s.pieces[rank]:
             s.add(rank, "compute", Reduce(tuple(_loaded(s, rank, src_rank) for src_rank in range(s.world_size))))
@@ -109,9 +126,10 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
         for piece in s.by_step(rank):
             if piece is s.pieces[piece.shard][0]:
                 s.add(rank, "compute", s.free(rank, piece.shard))
-            s.gemm(rank, [Part(s.region("a", rank, piece.rows), s.region("product", rank, piece.rows))])
+            rows = piece.rows
+            s.multiply(rank, [(piece.shard, Part(s.source(rank, piece.shard, rows), s.region("product", rank, rows)))])
             s.add(rank, "compute", Signal(s.ready(rank, piece)))
-        s.gemm(rank, s.own_shard(rank))
+        s.multiply(rank, s.own(rank))
         s.bring(rank)
     return s.done()
 
@@ -127,7 +145,7 @@ def counted(problem: Problem, name: str, chunks: int, *, fan_out: bool = False, 
         for piece in s.by_step(rank):
             out = s.arrival("recv", rank, piece) if stored else s.region("product", rank, piece.rows)
             gates = (s.free(rank, piece.shard),)
-            parts.append(Part(s.region("a", rank, piece.rows), out, gates, s.ready(rank, piece)))
-        s.gemm(rank, parts + s.own_shard(rank))
+            parts.append((piece.shard, Part(s.source(rank, piece.shard, piece.rows), out, gates, s.ready(rank, piece))))
+        s.multiply(rank, parts + s.own(rank))
         s.bring(rank)
     return s.done()

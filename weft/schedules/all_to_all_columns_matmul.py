@@ -1,0 +1,88 @@
+"""Builders for all_to_all_columns_matmul: out_mN = (all_to_all(a_Mk), side by side) @ b_KN, every rank with a and b of its own.
+
+Buffers of rank r (m = M/p rows of each rank's a are r's; k = K/p)
+    a     input      M x k       rows by destination
+    b     input      K x N
+    recv  symmetric  m x K       where rows land, the columns of each rank below its rows of b; peers write theirs, r its own
+    out   output     m x N
+    gathered  output m x K       only with return_gathered
+
+Flags as for all_to_all_matmul. A product needs the columns of all ranks, so rows are cut into chunks, and a chunk is multiplied
+when all ranks' columns of it are there:
+
+    rank r, compute              rank r, copy                    rank p
+    copy a -> own columns   wait free[p] >= 0
+                            copy chunk 0 -> recv of p  ~~~~~~~>  columns of r land
+                            signal arrived  ~~~~~~~~~~~~~~~~~>  wait arrived of all, gemm chunk 0
+    wait arrived of all, gemm chunk 0  <~~~~~~~~~~~~~~~~~~~~~~~  copy, signal
+    gemm chunk 1 ...
+    signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
+
+Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
+"""
+
+from __future__ import annotations
+
+from weft.problem import Problem
+from weft.schedule import Collective, Copy, Part, Region, Schedule, Wait
+from weft.schedules.all_to_all_matmul import Dispatch
+from weft.schedules.builder import Piece
+
+
+class _Beside(Dispatch):
+    """As of all_to_all_matmul, with columns side by side."""
+
+    def arrival(self, buffer: str, src_rank: int, piece: Piece) -> Region:
+        return self.region(buffer, piece.shard, super().arrival(buffer, src_rank, piece).rows, self.problem.blocks[src_rank])
+
+    def chunk(self, rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+        """A chunk of rows, of the columns of all ranks."""
+        low = self.problem.shards[rank][0]
+        rows = piece.rows[0] - low, piece.rows[1] - low
+        return Part(self.region("recv", rank, rows), self.region("out", rank, rows), gates)
+
+    def arrivals(self, rank: int, piece: Piece) -> tuple[Wait, ...]:
+        """Until all peers' columns of a chunk are there."""
+        return tuple(Wait(self.arrived(peer, piece)) for peer in self.peers(rank))
+
+    def place_own(self, rank: int) -> None:
+        rows = self.problem.shards[rank]
+        if rows[1] > rows[0]:
+            own = self.region("recv", rank, cols=self.problem.blocks[rank])
+            self.add(rank, "compute", Copy(self.region("a", rank, rows), own))
+
+    def copy_gathered(self, rank: int) -> None:
+        self.add(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
+
+
+def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+    """The vendor's all-to-all, columns laid side by side, then one GEMM."""
+    s = _Beside(problem, "sequential", 1)
+    for rank in range(s.world_size):
+        arriving = s.region("gathered" if problem.return_gathered else "recv", rank)
+        s.add(rank, "compute", Collective("all_to_all_columns", s.region("a", rank), arriving))
+        s.gemm(rank, [Part(arriving, s.region("out", rank))])
+    return s.done()
+
+
+def fused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """A GEMM for each chunk of rows, once all ranks' columns of it are there."""
+    s = _Beside(problem, name, chunks, fan_out=fan_out)
+    for rank in range(s.world_size):
+        s.push(rank)
+        s.place_own(rank)
+        for piece in s.pieces[rank]:
+            s.add(rank, "compute", *s.arrivals(rank, piece))
+            s.gemm(rank, [s.chunk(rank, piece)])
+    return s.finish()
+
+
+def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bool = False) -> Schedule:
+    """One GEMM whose tiles wait for all ranks' columns of their chunk. blocks: communication blocks bring them, not copy
+    engines."""
+    s = _Beside(problem, name, chunks, fan_out=fan_out)
+    for rank in range(s.world_size):
+        s.push(rank, lane="blocks" if blocks else None)
+        s.place_own(rank)
+        s.gemm(rank, [s.chunk(rank, piece, s.arrivals(rank, piece)) for piece in s.pieces[rank]])
+    return s.finish()
