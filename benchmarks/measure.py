@@ -73,9 +73,11 @@ class Job:
 
 
 def start() -> int:
-    """Join the world as torchrun set it up; this rank. Nothing of weft waits longer than the alarm."""
+    """Join the world as torchrun set it up; this rank. Nothing of weft waits longer than the alarm, and nothing that an
+    earlier run chose is taken over."""
     alarm()
     os.environ.setdefault("WEFT_TIMEOUT_S", "45")
+    os.environ.setdefault("WEFT_CACHE_DIR", "")
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))

@@ -7,6 +7,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
+    ```text rules TOPOLOGY        the heuristic's decision trees
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
 tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
@@ -27,8 +28,10 @@ from typing import Any
 import weft
 from weft import codec, machine
 from weft.cli.gantt import gantt
+from weft.machine import Topology
 from weft.models import load_model, sites
 from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, Op
+from weft.rules import rules, table
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 from weft.sim.t3 import tables
@@ -37,7 +40,9 @@ from weft.sim.t3.study import Study, run
 from weft.sim.t3.system import load
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/collectives.md", "docs/measured.md", "docs/schedules.md", "docs/simulator.md")
+DOCUMENTS = (
+    *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+)
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
@@ -45,7 +50,7 @@ EXAMPLE_CHUNKS = 2
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def timeline(op: str, family: str) -> str:
@@ -154,6 +159,13 @@ def _fused(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
+def decisions(topology: Topology) -> str:
+    """The heuristic's trees for a kind of topology, and what they were fitted to."""
+    found = rules(topology)
+    trees = "\n\n".join(f"{op}\n{table(tree)}" for op, tree in found.trees.items())
+    return f"{trees}\n\n{found.source}"
+
+
 def _machine(row: dict[str, Any]) -> str:
     versions = " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
     return f"{row['machine']}, {versions}, {row['dtype']}"
@@ -187,6 +199,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "chart": chart,
     "results": results,
     "fused": fused,
+    "rules": decisions,
     "t3": t3,
 }
 

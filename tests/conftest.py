@@ -12,6 +12,8 @@ import pytest
 from weft.execute.ranks import Ranks
 
 SHORT_BOUND_S = 20.0
+# No test depends on what an earlier run has left in the user's folder, or leaves anything there.
+os.environ["WEFT_CACHE_DIR"] = ""
 
 
 class RankFixture:

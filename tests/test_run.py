@@ -104,7 +104,7 @@ def _measured(rank: int, *rounds: tuple[float, float, float, float, float]) -> M
         Round(sequential_us=s, overlapped_us=o, sequential_spans=(span("gemm", 0, gemm), span("collective", start, end)))
         for s, o, gemm, start, end in rounds
     )
-    return Measured(spec="sequential", max_error=rank / 10, rounds=made, spans=(span("gemm", 100 + rank, 200),))
+    return Measured(spec="sequential", max_error=rank / 10, rounds=made, spans=(span("gemm", 100 + rank, 200),), tried={})
 
 
 def test_times_are_medians_over_rounds_of_the_slowest_rank() -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from weft.planner import plan
+    from weft.planner.explanation import explain
     from weft.problem import CollectiveProblem, LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
@@ -76,6 +77,7 @@ _HOMES = {
     "choices": "ops",
     "close": "ops",
     "embedding_bag_all_to_all": "ops",
+    "explain": "planner.explanation",
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
@@ -126,6 +128,7 @@ __all__ = [
     "concurrent",
     "concurrent_choices",
     "embedding_bag_all_to_all",
+    "explain",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -131,7 +131,10 @@ class Machine:
     a stream to the start of the next one's work. flag_us: a stream's wait or signal. collectives: vendor's, by name;
     all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
     all_gather.
-    sources: where each number is from, by the path that `numbers` gives it.
+    contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
+    simulator does not use it.
+    sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
+    measurements differ: half of what lies between their quartiles, as a share of the median.
     """
 
     name: str
@@ -145,6 +148,8 @@ class Machine:
     flag_us: float
     collectives: Mapping[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"], Table | AlphaBeta]
     sources: Mapping[str, str]
+    contention: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
 
     def __post_init__(self) -> None:
         for path, value in numbers(self):
@@ -178,6 +183,8 @@ class Machine:
             raise ValueError(f"sources.{path} is missing; say where the number is from: measured, paper, data sheet or assumed")
         for path in sorted(set(self.sources) - paths):
             raise ValueError(f"sources.{path} is about no number of this machine")
+        for path in sorted(set(self.spreads) - paths):
+            raise ValueError(f"spreads.{path} is about no number of this machine")
         for path, source in self.sources.items():
             if not source.strip():
                 raise ValueError(f"sources.{path} is empty; say where the number is from")
@@ -206,12 +213,14 @@ class Machine:
 
 
 def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a machine with the path of its field; the rows of a table all have the table's path."""
+    """Every number of a machine with the path of its field; the rows of a table all have the table's path. Not its spreads,
+    which are about numbers."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         yield path, value
     elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from numbers(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
+        for part in dataclasses.fields(value):
+            if not part.metadata:
+                yield from numbers(getattr(value, part.name), f"{path}.{part.name}" if path else part.name)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from numbers(item, f"{path}.{key}")

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import doctor, listings, plan, run, simulate
+from weft.cli import calibrate, characterize, doctor, listings, plan, run, simulate
 from weft.errors import WeftError
 from weft.version import __version__
 
@@ -33,6 +33,8 @@ app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
 app.command("schedules")(listings.schedules)
 app.command("machines")(listings.machines)
+app.command("calibrate")(calibrate.command)
+app.command("characterize")(characterize.command)
 app.command("doctor")(doctor.command)
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]

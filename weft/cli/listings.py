@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -59,10 +62,16 @@ def _example(op: Op) -> Problem:
 
 def machines(
     as_json: Annotated[bool, typer.Option("--json", help="Print the profiles as JSON.")] = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two: names or files, number by number.")
+    ] = None,
 ) -> None:
     """List the machines that predictions can be made for, and where their numbers are from."""
     from weft.machine import load, names
 
+    if diff is not None:
+        print_difference(load(diff[0]), load(diff[1]))
+        return
     found = [load(name) for name in names()]
     if as_json:
         print(json.dumps(codec.dump(found), indent=2, allow_nan=False))
@@ -77,6 +86,56 @@ def machines(
     for machine in found:
         out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.", soft_wrap=True)
     out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines --json.")
+
+
+def print_difference(a: Machine, b: Machine) -> None:
+    """The numbers that differ, and by how much; those that differ by no more than their measurements do are said to."""
+    from weft.machine import numbers
+
+    left, right = _by_path(numbers(a)), _by_path(numbers(b))
+    listed = output.table("number", a.name, b.name, "ratio", "spread")
+    same = 0
+    for path in sorted({*left, *right}):
+        if left.get(path) == right.get(path):
+            same += 1
+            continue
+        spread = a.spreads.get(path, 0.0) + b.spreads.get(path, 0.0)
+        listed.add_row(path, _numbers(left.get(path)), _numbers(right.get(path)), *_compared(left, right, path, spread))
+    out = output.console()
+    out.print(listed)
+    out.print(f"{same} numbers are the same. Of a table: its values for the same first column, at the geometric mean.")
+
+
+def _by_path(found: Iterable[tuple[str, float]]) -> dict[str, tuple[float, ...]]:
+    values: dict[str, tuple[float, ...]] = {}
+    for path, value in found:
+        values[path] = (*values.get(path, ()), value)
+    return values
+
+
+def _numbers(values: tuple[float, ...] | None) -> str:
+    if values is None:
+        return "-"
+    return f"{values[0]:g}" if len(values) == 1 else f"{len(values)} numbers"
+
+
+def _compared(
+    left: dict[str, tuple[float, ...]], right: dict[str, tuple[float, ...]], path: str, spread: float
+) -> tuple[str, str]:
+    """(the second over the first, whether that is more than measurements differ)."""
+    pairs = _pairs(left.get(path, ()), right.get(path, ()), by_row=path.endswith((".points", ".gbps")))
+    if not pairs or any(value <= 0 for pair in pairs for value in pair):
+        return "-", ""
+    ratio = math.exp(statistics.fmean(math.log(b / a) for a, b in pairs))
+    return f"{ratio:.2f}", f"within {spread:.1%}" if abs(ratio - 1) <= spread else f"{spread:.1%}" if spread else ""
+
+
+def _pairs(left: tuple[float, ...], right: tuple[float, ...], *, by_row: bool) -> list[tuple[float, float]]:
+    """Numbers that stand for the same. by_row: of a table, the second columns where the first ones are the same."""
+    if not by_row or len(left) == 1 or len(right) == 1:
+        return list(zip(left, right, strict=True)) if len(left) == len(right) else []
+    rows = dict(zip(right[::2], right[1::2], strict=True))
+    return [(value, rows[key]) for key, value in zip(left[::2], left[1::2], strict=True) if key in rows]
 
 
 def sources(machine: Machine) -> str:

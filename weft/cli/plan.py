@@ -28,6 +28,7 @@ def command(
     op: options.OP = None,
     schedule: options.SCHEDULE = "auto",
     dtype: options.DTYPE = "bfloat16",
+    why: Annotated[bool, typer.Option("--why", help="Take each choice apart: its time, and what would change it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON, candidates and spans included.")] = False,
 ) -> None:
     """Choose a schedule for each distributed site of a model, without running anything."""
@@ -42,9 +43,31 @@ def command(
 
     plans = [(site.name, plan(site.problem(tokens, ranks, kind), target, only=only, chunks=chunks)) for site in sites]
     if as_json:
-        print(json.dumps(_as_data(sizes, target, plans), indent=2, allow_nan=False))
+        data = _as_data(sizes, target, plans) | (_reasons(target, plans) if why else {})
+        print(json.dumps(data, indent=2, allow_nan=False))
         return
     _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans)
+    if why:
+        _explain(target, plans)
+
+
+def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
+    """parts and changes of each site; the plans are there already."""
+    from weft.planner.explanation import explained
+
+    found = {site: explained(plan, machine) for site, plan in plans}
+    return {"why": {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in found.items()}}
+
+
+def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
+    from weft.planner.explanation import explained, summary
+
+    out = output.console()
+    for site, plan in plans:
+        out.print(f"\n{site}: {plan.problem}", style="bold")
+        out.print(str(explained(plan, machine)))
+    out.print()
+    out.print(summary(plans))
 
 
 def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """From what a caller asks for to schedules: a name, a kept value, or what the planner says of the machine that this is.
 
 "auto" stands for the fastest of `contenders`, measured (weft.execute.trial), where calls can be timed, and for `predicted`
-elsewhere; "planned" for `predicted` everywhere. Pure functions of agreed values, so that ranks choose alike.
+elsewhere; "planned" for `predicted` everywhere; "heuristic" for what sizes alone speak for (weft.rules). Pure functions of
+agreed values, so that ranks choose alike.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft import machine, schedules
+from weft.machine import Machine
 from weft.problem import Problem
+from weft.rules import heuristic
 from weft.schedule import Schedule
 
 if TYPE_CHECKING:
     from weft.planner import Plan
 
-CHOSEN_HERE = ("auto", "planned")
+CHOSEN_HERE = ("auto", "planned", "heuristic")
 """What `schedule=` takes beside what names a schedule."""
 
 
@@ -29,7 +32,15 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Sc
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
         return schedule
-    return schedules.build(problem, *schedules.parse(predicted(problem, device) if spec in CHOSEN_HERE else spec))
+    if spec in CHOSEN_HERE:
+        spec = by_sizes(problem, device) if spec == "heuristic" else predicted(problem, device)
+    return schedules.build(problem, *schedules.parse(spec))
+
+
+def by_sizes(problem: Problem, device: torch.device) -> str:
+    """The spec that the problem's sizes speak for; sequential, with a warning, where no profile has so many GPUs."""
+    profile = _profile(problem, device)
+    return heuristic(problem, profile) if profile else "sequential"
 
 
 def predicted(problem: Problem, device: torch.device) -> str:
@@ -39,20 +50,30 @@ def predicted(problem: Problem, device: torch.device) -> str:
 
 
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """The specs worth measuring, sequential first; it alone, with a warning, where no profile has so many GPUs."""
+    """The specs worth measuring: the planner's shortlist, sequential first, and what sizes alone speak for, in the place of the
+    last one if there are too many. Sequential alone, with a warning, where no profile has so many GPUs."""
     from weft.planner import shortlist
+    from weft.planner.shortlist import AT_MOST
 
     found = _plan(problem, device)
-    return shortlist(found) if found else ("sequential",)
+    if found is None:
+        return ("sequential",)
+    listed, named = shortlist(found), by_sizes(problem, device)
+    return listed if named in listed else (*listed[: AT_MOST - 1], named)
 
 
 def _plan(problem: Problem, device: torch.device) -> Plan | None:
     # Only these need the simulator and its packages: a stock PyTorch container runs every schedule that is named.
     from weft.planner import plan
 
+    profile = _profile(problem, device)
+    return plan(problem, profile) if profile else None
+
+
+def _profile(problem: Problem, device: torch.device) -> Machine | None:
     profile = machine.load(machine_for(device))
     if problem.world_size <= profile.world_size:
-        return plan(problem, profile)
+        return profile
     warnings.warn(
         f"no machine profile has {problem.world_size} GPUs ({profile.name} has {profile.world_size}): sequential",
         stacklevel=3,

@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import os
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
+from weft.execute.kept import KeptPlans, Unproved
 from weft.execute.reach import Reach, Reachable
-from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
+from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
 from weft.team import Team
@@ -97,6 +99,8 @@ class GroupState:
         self._sites: dict[tuple[object, ...], Site] = {}
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
+        self._earlier = KeptPlans(self.team)
+        self._unproved = Unproved()
         self._peers: Peers | None = None
         self._attached: dict[type, Any] = {}
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
@@ -108,11 +112,15 @@ class GroupState:
         scratch outlives the mode."""
         with self.lock, _PLAIN_MODE:
             # CPU ranks meet in every call: their buffers are shared by all programs (weft.execute.host).
-            site = self._sites.get(call.key) if call.device.type == "cuda" else None
+            on_gpu = call.device.type == "cuda"
+            site = self._sites.get(call.key) if on_gpu else None
+            capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if site is None:
                 site = self._meet(call, kept)
-            elif not torch.cuda.is_current_stream_capturing():
+            elif not capturing:
                 self.team.repeat(site.number)
+            if not capturing and call.tried and self._unproved.due(site.program):
+                site = self._proved(call, site)
             self._programs.move_to_end(site.program)
             try:
                 return site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
@@ -188,20 +196,53 @@ class GroupState:
             self._drop_oldest()
         except BaseException as error:
             raise self._failed(error) from error.__cause__
-        if spec == "auto":
+        if spec == "auto" and (problem, device) not in self._choices:
             chosen = program.schedule
             choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
-            self._choices.setdefault((problem, device), choice)
+            self._choices[problem, device] = choice
+            self._earlier.keep(choice, device)
+        elif timer is not None and self._choices[problem, device].taken_over:
+            self._unproved.add(program)
         return program
 
+    def _proved(self, call: Call, site: Site) -> Site:
+        """Hold a choice that was taken over against the sequential program; if it does not win, put that back, and say so.
+
+        The program that lost stays bound, as what its own name stands for: a graph of the caller's may be replaying it.
+        """
+        problem, _, device = key = self._programs[site.program]
+        schedule, timer = site.program.schedule, timer_for(device)
+        spec = schedules.spec(schedule.name, schedule.chunks)
+        assert timer is not None, "only where calls are timed are choices taken over"
+        try:
+            program, trials = self._contest(call, key, timer).fastest((BASE, spec))
+        except BaseException as error:
+            raise self._failed(error) from error.__cause__
+        if program.schedule.name != BASE:
+            self._drop(program)
+            return site
+        choice = Choice(problem=problem, spec=BASE, trials=trials)
+        warnings.warn(f"{choice}: {spec} was taken over, but is no faster here; sequential is put back", stacklevel=2)
+        self._programs[site.program] = (problem, spec, device)
+        self._choices[problem, device] = choice
+        self._earlier.keep(choice, device)
+        moved = {k: Site(number=s.number, program=program) for k, s in self._sites.items() if s.program is site.program}
+        self._sites |= moved
+        return Site(number=site.number, program=program)
+
     def _specs(self, key: Key, timer: Timer | None) -> tuple[str, ...]:
-        """What could run a call; one spec unless it is to be measured. A problem is measured once."""
+        """What could run a call; one spec unless it is to be measured. A problem is measured once, by this process or an
+        earlier one."""
         problem, spec, device = key
         if spec != "auto":
             return (spec,)
-        if (problem, device) in self._choices:
-            return (self._choices[problem, device].spec,)
-        return contenders(problem, device) if timer else (predicted(problem, device),)
+        if timer is None and (problem, device) not in self._choices:
+            return (predicted(problem, device),)
+        known = self._choices.get((problem, device)) or self._earlier.find(problem, device)
+        if known is None:
+            return contenders(problem, device)
+        self._choices[problem, device] = known
+        return (known.spec,)
 
     def _contest(self, call: Call, key: Key, timer: Timer) -> Contest[BoundProgram]:
         """Programs under trial are kept like others: if it fails, `close` gives them back."""
@@ -221,6 +262,7 @@ class GroupState:
 
     def _drop(self, program: BoundProgram) -> None:
         del self._programs[program]
+        self._unproved.forget(program)
         program.close()
 
     def _drop_oldest(self) -> None:

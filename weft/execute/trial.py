@@ -58,11 +58,19 @@ class Trial:
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What "auto" stands for: the spec chosen for a problem, and what was measured, in this order; nothing where the choice
-    is the planner's, or there was only one spec."""
+    is the planner's, or there was only one spec. kept: by an earlier process. like: the row counts on both sides of the
+    problem's that were measured, and whose choice it has taken over."""
 
     problem: Problem
     spec: str
     trials: tuple[Trial, ...] = ()
+    kept: bool = False
+    like: tuple[int, ...] = ()
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether an overlap was chosen without a trial here."""
+        return (self.kept or bool(self.like)) and self.spec != BASE
 
     @property
     def us(self) -> dict[str, float]:
@@ -71,7 +79,9 @@ class Choice:
 
     def __str__(self) -> str:
         measured = ", ".join(f"{trial.spec} {trial.us:.0f} us" for trial in self.trials)
-        return f"{self.problem}: {self.spec} ({measured or 'not measured'})"
+        earlier = "kept from an earlier run" if self.kept else ""
+        like = f"as with {' and '.join(map(str, self.like))} rows" if self.like else ""
+        return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, like, measured))) or 'not measured'})"
 
 
 def leader(trials: Sequence[Trial]) -> Trial:

@@ -20,3 +20,20 @@ def versions(device: str) -> dict[str, str]:
     else:
         found["cpu"] = f"{os.cpu_count()} cores, {platform.machine()}"
     return found
+
+
+def machine_of(device: torch.device, world_size: int) -> dict[str, str]:
+    """What tells this machine's speed from another's, for plans that are kept."""
+    if device.type != "cuda":
+        return {"cpu": f"{os.cpu_count()} cores, {platform.machine()}", "ranks": str(world_size)}
+    found = torch.cuda.get_device_properties(device)
+    others = (peer for peer in range(torch.cuda.device_count()) if peer != device.index)
+    reached = sum(torch.cuda.can_device_access_peer(device, peer) for peer in others)
+    return {
+        "gpu": found.name,
+        "sms": str(found.multi_processor_count),
+        "memory": str(found.total_memory >> 30),
+        "gpus": str(torch.cuda.device_count()),
+        "peers in reach": str(reached),
+        "ranks": str(world_size),
+    }

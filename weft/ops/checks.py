@@ -44,7 +44,7 @@ def _check_name(schedule: str, op: Op) -> None:
     except ValueError as error:
         if schedule.partition(":")[0] in schedules.NAMES:
             raise
-        raise ValueError(f"{error}, or planned for auto without a trial") from None
+        raise ValueError(f"{error}, or planned for auto without a trial, or heuristic for a choice by sizes alone") from None
 
 
 def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, beside: int = 1) -> None:

@@ -95,8 +95,9 @@ def all_gather_matmul(
 
     a: [m, ..., K], this rank's shard; any strides. b: [K, n], or several of them that share one gather (Q, K and V, say).
     group: any process group whose ranks are on one host; default: the whole world.
-    schedule: "auto", "planned", a name of `weft schedules`, "name:chunks", or a Schedule value. "auto" is the fastest of a few
-    that are measured at the first call of a problem (on CPUs the planner's choice); "planned" is the planner's choice.
+    schedule: "auto", "planned", "heuristic", a name of `weft schedules`, "name:chunks", or a Schedule value. "auto" is the
+    fastest of a few that are measured at the first call of a problem (on CPUs the planner's choice); "planned" is the planner's
+    choice; "heuristic" is chosen by the problem's sizes alone, in microseconds.
     return_gathered: also return the gathered a. gather_dim: the dimension that is gathered (not the last).
     rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
     would give this rank. keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is

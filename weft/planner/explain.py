@@ -119,11 +119,12 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
 
 
 def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
+    """Copies of communication blocks cost nothing beyond their bytes."""
     kinds = Counter(
         type(step)
         for lane in schedule.ranks[0]
         for position, step in enumerate(lane.steps)
-        if not any(low < position < high for low, high in lane.fused)
+        if not any(low < position < high for low, high in lane.fused) and not (lane.kind == "blocks" and isinstance(step, Copy))
     )
     kernels = kinds[Gemm] + kinds[Lookup] + kinds[Reduce] + kinds[Collective]
     flags = kinds[Wait] + kinds[Signal]

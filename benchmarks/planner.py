@@ -1,0 +1,193 @@
+"""How often does the planner choose the fastest schedule of problems that it has never seen, and what does a wrong choice cost?
+
+Problems are drawn (problems.py): `unseen` to hold the planner to, `fit` to set the heuristic's thresholds by.
+
+    torchrun --nproc-per-node 4 benchmarks/planner.py --collect --budget-s 70 --json benchmarks/results/planner.jsonl
+    torchrun --nproc-per-node 4 benchmarks/planner.py --collect --set fit --json benchmarks/results/planner_fit.jsonl
+    python benchmarks/planner.py --simulate h200x8 --set fit --world-size 4 --json out/simulated.jsonl
+    python benchmarks/planner.py --score --json benchmarks/results/planner.jsonl
+
+--collect goes on where the file ends: problems that it holds already are left out, so a run may be cut into several. No problem
+is begun after the budget. Protocol: measure.py's, mode graph; a few rows of each result are compared with sequential's; the two
+halves alone are NCCL's default and cuBLAS. What fails is in the line's `missing`, with its reason; a problem of which
+nothing can be measured has a line with `failed`. --simulate writes the same
+lines from the simulator, and says so in `machine`. --score (scores.py) needs no GPU. Traps: every candidate of a problem is
+bound at once (up to some 20 times its memory), so that they take turns; kernels are compiled at first use, a few seconds each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from problems import COUNT, SetName, drawn, tried
+from scores import Line, read_lines, report
+
+from weft import codec
+from weft.machine import load
+from weft.problem import LOOKUP_OPS, Problem
+from weft.schedules import build, parse
+
+ROUNDS = 3
+TIMEOUT_S, ALARM_S = "20", 40
+_RUN_US, _MOST_REPEATS = 600.0, 12
+
+
+def repeats(problem: Problem) -> int:
+    """Calls of a sample: as many as fill some 0.6 ms, at a rate that an H200 may reach."""
+    per_us = 1e6 if problem.op in LOOKUP_OPS else 5e8
+    return max(1, min(_MOST_REPEATS, round(_RUN_US / (20 + problem.flops / per_us))))
+
+
+def line_of(set_name: str, case: str, problem: Problem, us: dict[str, float], missing: dict[str, str]) -> dict[str, Any]:
+    """What a JSON line says of one problem; us: by spec, and of the halves."""
+    halves = {half: us.pop(half, None) for half in ("computation", "communication")}
+    best = min(us, key=lambda spec: us[spec])
+    known = [value for value in halves.values() if value is not None]
+    return {
+        "bench": "planner",
+        "set": set_name,
+        "op": problem.op,
+        "case": case,
+        "dtype": problem.dtype,
+        "world_size": problem.world_size,
+        "mode": "graph",
+        "schedule": best,
+        "sequential_us": us["sequential"],
+        **{f"{half}_us": value for half, value in halves.items()},
+        "ideal_us": max(known) if len(known) == 2 else None,
+        "overlapped_us": us[best],
+        "candidates": us,
+        "missing": missing,
+        "problem": codec.dump(problem),
+    }
+
+
+def collect(arguments: argparse.Namespace) -> None:
+    """Measure what the budget allows, a line each."""
+    import measure  # here, since --score and --simulate need no torch
+    import torch.distributed as dist
+
+    begun_s = time.monotonic()
+    measure.ALARM_S = ALARM_S
+    os.environ.setdefault("WEFT_TIMEOUT_S", TIMEOUT_S)
+    done = {line.problem for line in read_lines(arguments.json)} if arguments.json and arguments.json.exists() else set()
+    measure.start()
+    count = 0
+    for case, problem in drawn(arguments.set, dist.get_world_size()):
+        if problem in done:
+            continue
+        spent = [time.monotonic() - begun_s] * dist.get_world_size()
+        dist.all_gather_object(spent, spent[0])
+        if max(spent) > arguments.budget_s:
+            break
+        count += _collected(case, problem, arguments)
+    measure.say(f"{count} problems in {time.monotonic() - begun_s:.0f} s, {len(done)} were there")
+    measure.stop()
+
+
+def _collected(case: str, problem: Problem, arguments: argparse.Namespace) -> bool:
+    """Whether one problem could be measured. Its memory is given back either way."""
+    import measure
+    import torch
+
+    begun_s = time.monotonic()
+    start = measure.row(bench="planner", op=problem.op, case=case, dtype=problem.dtype, mode="graph", arguments=arguments)
+    try:
+        with torch.no_grad():
+            us, missing = _measured(problem, arguments.rounds)
+    except measure.Failed as failed:
+        measure.say(f"LEFT OUT {case}: {failed}", file=sys.stderr)
+        nothing = {"set": arguments.set, "candidates": {}, "failed": str(failed), "problem": codec.dump(problem)}
+        measure.append(arguments.json, start | nothing)
+        measure.release()
+        return False
+    line = line_of(arguments.set, case, problem, us, missing)
+    figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
+    left_out = f", {len(missing)} missing" if missing else ""
+    measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
+    measure.append(arguments.json, start | line)
+    measure.release()
+    return True
+
+
+def _measured(problem: Problem, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
+    """(us by candidate and half, why others are missing)."""
+    import measure
+    import torch
+    import torch.distributed as dist
+    from sites import Site, checked_against
+
+    torch.manual_seed(dist.get_rank())
+    site = measure.together("tensors", partial(Site, problem))
+    works = measure.together("halves", site.halves)
+    works |= {spec: site.call(spec) for spec in tried(problem)}
+    expected = measure.together("sequential", works["sequential"])
+    times, missing = measure.trial(
+        works,
+        ("graph",),
+        check=checked_against(expected),  # type: ignore[arg-type]
+        needed=("sequential",),
+        rounds=rounds,
+        repeat=repeats(problem),
+    )
+    return {name: t.us for name, t in times["graph"].items()}, missing
+
+
+def simulated(set_name: str, machine_name: str, item: tuple[str, Problem]) -> dict[str, Any]:
+    """A line of predictions."""
+    from weft.sim import run
+    from weft.sim.cost import whole_collective_us, whole_gemm_us
+
+    case, problem = item
+    machine = load(machine_name)
+    us = {spec: run(build(problem, *parse(spec), fan_out=machine.fans_out), machine).total_us for spec in tried(problem)}
+    us |= {"computation": whole_gemm_us(machine, problem), "communication": whole_collective_us(machine, problem)}
+    line = line_of(set_name, case, problem, us, {})
+    return {"machine": f"simulated {machine_name}"} | line
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    """Predict a whole set, a line each, on as many processes as asked for."""
+    items = drawn(arguments.set, arguments.world_size, arguments.count)
+    work = partial(simulated, arguments.set, arguments.simulate)
+    with ProcessPoolExecutor(arguments.processes) as pool, Path(arguments.json).open("a", encoding="utf-8") as file:
+        for line in pool.map(work, items):
+            file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = options.add_mutually_exclusive_group(required=True)
+    what.add_argument("--collect", action="store_true", help="measure on GPUs (torchrun)")
+    what.add_argument("--simulate", metavar="MACHINE", help="predict on a machine")
+    what.add_argument("--score", action="store_true", help="say how well heuristic and cost model choose, from the lines")
+    options.add_argument("--json", type=Path, required=True, help="the lines: appended to, or read")
+    options.add_argument("--set", choices=get_args(SetName), default="unseen", help="which problems (%(default)s)")
+    options.add_argument("--budget-s", type=float, default=240.0, help="no problem is begun after that (%(default)s)")
+    options.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each candidate (%(default)s)")
+    options.add_argument("--commit", default="", help="what the tree is, for the lines")
+    options.add_argument("--world-size", type=int, default=4, help="of --simulate (%(default)s)")
+    options.add_argument("--count", type=int, default=COUNT, help="problems of --simulate (%(default)s)")
+    options.add_argument("--processes", type=int, default=os.cpu_count(), help="of --simulate (%(default)s)")
+    options.add_argument("--machine", default="h200x8", help="whose profile --score predicts with (%(default)s)")
+    options.add_argument("--no-model", action="store_true", help="--score the heuristic alone: no simulation")
+    arguments = options.parse_args()
+    if arguments.collect:
+        collect(arguments)
+    elif arguments.simulate:
+        simulate(arguments)
+    else:
+        lines: tuple[Line, ...] = read_lines(arguments.json)
+        print(report(lines, load(arguments.machine), model=not arguments.no_model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The planner on GPUs: the heuristic's choices are right, kept plans need no trial, probes see what a GPU can do."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_work import check_gather, check_scatter
+
+import weft
+from weft.calibrate import common, gpu_probes
+from weft.calibrate.samples import Sample
+from weft.execute.groups import GroupState
+from weft.execute.ranks import Ranks
+from weft.schedule import Schedule
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+BOUND_S = 20.0
+ALARM_S = 40
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(min(4, GPUS), device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        yield ranks
+
+
+def _by_sizes() -> None:
+    faulthandler.dump_traceback_later(ALARM_S, exit=True)
+    for m, n, k in ((256, 1024, 512), (4096, 4096, 2048), (253, 136, 72)):
+        for call in range(6):
+            check_gather(m, n, k, torch.bfloat16, "heuristic", call)
+            check_scatter(m, n, k, torch.bfloat16, "heuristic", call)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_the_heuristics_choices_are_right(pool: Ranks) -> None:
+    pool.run(_by_sizes, timeout_s=80)
+
+
+def _auto(folder: str) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
+    """What auto stands for, in a group that is new, and how many schedules were bound."""
+    faulthandler.dump_traceback_later(ALARM_S, exit=True)
+    os.environ["WEFT_CACHE_DIR"] = folder
+    bind, bound = GroupState._bind, []
+
+    def binding(self: GroupState, schedule: Schedule, device: torch.device) -> object:
+        bound.append(schedule.name)
+        return bind(self, schedule, device)
+
+    GroupState._bind = binding  # type: ignore[method-assign, assignment]
+    try:
+        for call in range(6):
+            check_gather(2048, 2048, 1024, torch.bfloat16, "auto", call)
+        found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
+    finally:
+        GroupState._bind = bind  # type: ignore[method-assign]
+        os.environ["WEFT_CACHE_DIR"] = ""
+        weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return found, len(bound)
+
+
+def test_a_kept_plan_needs_no_trial(pool: Ranks, tmp_path: Path) -> None:
+    first, second = (pool.run(_auto, str(tmp_path), timeout_s=80) for _ in range(2))
+    ((spec, kept, us),), bound = first[0]
+    assert not kept
+    assert len(us) > 1
+    assert bound >= len(us)
+    assert all(answer == ([(spec, True, us)], 1) for answer in second), "the same choice, one schedule bound"
+
+
+def _probed() -> list[Sample]:
+    faulthandler.dump_traceback_later(ALARM_S, exit=True)
+    found = [*gpu_probes.launches("cuda"), *gpu_probes.flags("cuda"), *gpu_probes.hops("cuda")]
+    found += [*gpu_probes.copies("cuda", "push"), *gpu_probes.several("cuda"), *gpu_probes.stores("cuda")]
+    found += common.gemms("cuda", [(2048, 2048, 2048)], "bfloat16")
+    for op in common.COLLECTIVES:
+        found += common.collectives("cuda", op, (1 << 14, 1 << 20))
+    found += gpu_probes.beside("cuda")
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def test_probes_see_what_a_gpu_can_do(pool: Ranks) -> None:
+    answers = pool.run(_probed, timeout_s=80)
+    assert all(answer == answers[0] for answer in answers)
+    us = {(sample.what, sample.key): sample.median_us for sample in answers[0]}
+    assert all(0.05 < time < 100_000 for time in us.values())
+    assert us["copy push", (1 << 26, 1)] > us["copy push", (1 << 20, 1)] > us["copy push", (1 << 16, 1)] / 2
+    assert us["launch", (16,)] < 50
+    assert 2 * 2048**3 / us["gemm bfloat16", (2048, 2048, 2048)] / 1e6 > 10, "TFLOP/s"

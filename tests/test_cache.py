@@ -1,0 +1,356 @@
+"""Kept plans: what is written comes back, what is broken or foreign is skipped aloud, writers spoil no file of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_work import check_gather
+
+import weft
+from weft.between import Between
+from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.execute.kept import PROVED_AFTER, Unproved
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.schedules import NAMES, spec
+
+PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
+KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, space=space())
+ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "weft")
+    assert cache.read(KEY) is None
+    cache.write(ENTRY)
+    assert cache.read(KEY) == ENTRY
+    assert (mode(cache.folder), mode(cache.path(KEY))) == (0o700, 0o600)
+    later = dataclasses.replace(ENTRY, spec="sequential")
+    cache.write(later)
+    assert cache.read(KEY) == later
+    assert [path.name for path in cache.folder.iterdir()] == [cache.path(KEY).name]
+    others = (
+        LookupProblem.of(batch=4, dims=((2,), (2,))),
+        ColumnProblem(m=4, n=4, k=4, world_size=2),
+        CollectiveProblem(op="all_to_all", m=4, world_size=2, dtype="uint8"),
+    )
+    for problem in others:
+        entry = Entry(key=dataclasses.replace(KEY, problem=problem), spec="sequential", us={})
+        cache.write(entry)
+        assert cache.read(entry.key) == entry
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"machine": {"gpu": "another"}},
+        {"versions": {"weft": "1"}},
+        {"problem": dataclasses.replace(PROBLEM, m=65)},
+        {"space": "0123"},
+    ],
+)
+def test_another_key_has_another_entry(other: dict[str, object], tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    key = dataclasses.replace(KEY, **other)  # type: ignore[arg-type]
+    assert cache.read(key) is None
+    cache.path(KEY).rename(cache.path(key))
+    with pytest.warns(UserWarning, match="a kept plan is skipped, .*: it is for all_gather_matmul M=64"):
+        assert cache.read(key) is None
+
+
+def spoiled(text: str) -> list[tuple[str, str]]:
+    data = json.loads(text)
+    return [
+        ("", "is not JSON"),
+        (text[: len(text) // 2], "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
+        (json.dumps(data | {"spec": "one_shot"}), "is for matmul_all_reduce alone"),
+        (json.dumps(data | {"code": "import os"}), "code is not a field of Entry"),
+        (json.dumps({"key": data["key"], "us": {}}), "spec is missing"),
+        (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),
+    ]
+
+
+def test_broken_entries_are_skipped_aloud(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    path = cache.path(KEY)
+    for text, reason in spoiled(path.read_text()):
+        path.write_text(text)
+        with pytest.warns(UserWarning, match=f"a kept plan is skipped, .*{reason}"):
+            assert cache.read(KEY) is None
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(UserWarning, match="a kept plan is skipped"):
+        assert cache.read(KEY) is None
+
+
+def test_what_others_could_have_written_is_skipped(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    path = cache.path(KEY)
+    path.chmod(0o622)
+    with pytest.warns(UserWarning, match="other users could have written it"):
+        assert cache.read(KEY) is None
+    real = tmp_path / "elsewhere.json"
+    path.rename(real)
+    real.chmod(0o600)
+    path.symlink_to(real)
+    with pytest.warns(UserWarning, match="a kept plan is skipped"):
+        assert cache.read(KEY) is None
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="a measured plan is not kept: .*set WEFT_CACHE_DIR"):
+        Cache(tmp_path / "file").write(ENTRY)
+
+
+def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert from_environment() is None, "conftest switches it off"
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    assert from_environment().folder == tmp_path / "plans"  # type: ignore[union-attr]
+    monkeypatch.delenv("WEFT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert from_environment().folder == tmp_path / "xdg" / "weft" / "plans"  # type: ignore[union-attr]
+
+
+def test_specs_are_numbers_between_ranks() -> None:
+    specs = [spec(name, chunks) for name in NAMES for chunks in (1, 7, 4096)]
+    assert [decode(encode(text)) for text in specs] == specs
+    assert len({encode(text) for text in specs}) == len(set(specs))
+    assert min(encode(text) for text in specs) > 0 == encode(None)
+    assert decode(0) is None
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from weft.cache import Cache, Entry, Key, space
+from weft.between import Between
+from weft.problem import Problem
+problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
+key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())
+cache, me, until = Cache(Path(sys.argv[1])), int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+while time.monotonic() < until:
+    cache.write(Entry(key=key, spec=f"flag_gated:{1 + me}", us={f"flag_gated:{n}": float(me) for n in range(1, 400)}))
+"""
+
+
+def writer(folder: Path, me: int, seconds: float) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(me), str(seconds)])
+
+
+def test_eight_writers_and_a_killed_one(tmp_path: Path) -> None:
+    """While eight processes write one entry, and one of them is killed, a reader sees whole entries alone."""
+    writers = [writer(tmp_path, me, 0.8) for me in range(7)]
+    victim = writer(tmp_path, 7, 60.0)
+    try:
+        seen = _seen_meanwhile(Cache(tmp_path), writers, victim)
+        assert [process.returncode for process in writers] == [0] * 7
+        assert len(seen) > 1
+        Cache(tmp_path).write(ENTRY)
+        assert Cache(tmp_path).read(KEY) == ENTRY
+    finally:
+        for process in (*writers, victim):
+            process.kill()
+            process.wait()
+
+
+def _seen_meanwhile(cache: Cache, writers: list[subprocess.Popen[bytes]], victim: subprocess.Popen[bytes]) -> set[str]:
+    """Read until the writers have ended; the victim is killed while it writes. A warning is an error."""
+    seen = set()
+    deadline = time.monotonic() + 30
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while any(process.poll() is None for process in writers):
+            assert time.monotonic() < deadline
+            entry = cache.read(KEY)
+            if entry is not None:
+                assert set(entry.us.values()) == {float(entry.spec.partition(":")[2]) - 1}
+                seen.add(entry.spec)
+            if len(seen) > 1:
+                victim.send_signal(signal.SIGKILL)
+    return seen
+
+
+def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    old, new = cache.folder / ".old-x.tmp", cache.folder / ".new-x.tmp"
+    for path in (old, new):
+        path.write_text("{")
+    os.utime(old, (0, 0))
+    cache.write(ENTRY)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
+@contextmanager
+def trials_by_a_clock(fast: str = "shard_p2p") -> Iterator[list[str]]:
+    """Trials on CPUs, of sequential and shard_p2p, one of which is four times as fast; what is bound meanwhile."""
+    from weft.execute import groups
+
+    bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
+    made: list[str] = []
+
+    def noted(self: groups.GroupState, schedule: weft.Schedule, device: torch.device) -> object:
+        made.append(schedule.name)
+        return bind(self, schedule, device)
+
+    def clock(call: Callable[[], object], calls: int) -> int:
+        call()
+        return 1_000_000 if made[-1] == fast else 4_000_000
+
+    groups.GroupState._bind = noted  # type: ignore[method-assign, assignment]
+    groups.timer_for = lambda device: clock  # type: ignore[assignment]
+    groups.contenders = lambda problem, device: ("sequential", "shard_p2p")
+    try:
+        yield made
+    finally:
+        groups.GroupState._bind, groups.timer_for = bind, timer_for  # type: ignore[method-assign]
+        groups.contenders = contenders
+
+
+def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
+    """Two calls of auto in a process whose cache is its rank's: what was chosen, and how many schedules were bound."""
+    os.environ["WEFT_CACHE_DIR"] = folders[dist.get_rank()]
+    try:
+        with trials_by_a_clock() as made:
+            weft.close()
+            check_gather(64, 48, 32, torch.float32, "auto", 0)
+            check_gather(64, 48, 32, torch.float32, "auto", 1)
+            found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
+            weft.close()
+            return found, len(made)
+    finally:
+        os.environ["WEFT_CACHE_DIR"] = ""
+
+
+@pytest.mark.ranks
+def test_a_second_process_needs_no_trial_and_rank_0_decides(ranks: RankFixture, tmp_path: Path) -> None:
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    pool = ranks(2)
+    times = {"sequential": 4000.0, "shard_p2p": 1000.0}
+    for found, binds in pool.run(_first_calls, [mine, mine]):
+        assert (found, binds) == ([("shard_p2p", False, times)], 2)
+    assert len(list((tmp_path / "mine" / "plans").iterdir())) == 1
+    for found, binds in pool.run(_first_calls, [mine, mine]):
+        assert (found, binds) == ([("shard_p2p", True, times)], 1)
+    for found, binds in pool.run(_first_calls, [theirs, mine]):
+        assert (found, binds) == ([("shard_p2p", False, times)], 2), "rank 0 knows of none: all measure"
+    (first, binds), (second, _) = pool.run(_first_calls, [mine, str(tmp_path / "none")])
+    assert (first, binds) == ([("shard_p2p", True, times)], 1)
+    assert second == [("shard_p2p", True, {})], "rank 1 has read nothing, and runs what rank 0 has"
+
+
+def test_row_counts_between_known_ones() -> None:
+    known = Between()
+    for m, text in ((1024, "flag_gated:1"), (4096, "flag_gated:1"), (8192, "shard_p2p"), (65536, "shard_p2p")):
+        known.add(dataclasses.replace(PROBLEM, m=m), text)
+
+    def found(m: int, **changes: Any) -> object:
+        return known.find(dataclasses.replace(PROBLEM, m=m, **changes))
+
+    assert found(2000) == ("flag_gated:1", 1024, 4096)
+    assert found(6000) is None, "the two sides differ"
+    assert found(20000) is None, "the two sides are far apart"
+    assert found(512) is found(100_000) is None, "one side is missing"
+    assert found(2000, k=64) is found(2000, dtype="float16") is None
+    known.add(dataclasses.replace(PROBLEM, m=4096), "sequential")
+    assert found(2000) is None
+
+
+def test_looking_between_takes_less_than_100_us() -> None:
+    known = Between()
+    for m in range(64, 64 * 500, 64):
+        known.add(dataclasses.replace(PROBLEM, m=m), "flag_gated:1")
+    times = []
+    for m in range(65, 65 + 200):
+        problem = dataclasses.replace(PROBLEM, m=m)
+        begun = time.perf_counter_ns()
+        known.find(problem)
+        times.append((time.perf_counter_ns() - begun) / 1e3)
+    assert min(times) < 100
+
+
+def _serves(rows: list[int]) -> tuple[list[tuple[int, str, tuple[int, ...]]], int]:
+    """A call of auto for one row count after the other."""
+    with trials_by_a_clock() as made:
+        weft.close()
+        for m in rows:
+            check_gather(m, 48, 32, torch.float32, "auto", 0)
+        found = [(choice.problem.m, choice.spec, choice.like) for choice in weft.choices()]
+        weft.close()
+        return found, len(made)
+
+
+@pytest.mark.ranks
+def test_a_row_count_between_measured_ones_needs_no_trial(ranks: RankFixture) -> None:
+    for found, binds in ranks(2).run(_serves, [64, 160, 96, 100]):
+        assert found == [(m, "shard_p2p", like) for m, like in ((64, ()), (160, ()), (96, (64, 160)), (100, (64, 160)))]
+        assert binds == 2 + 2 + 1 + 1
+
+
+def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], list[str]]:
+    """Calls of auto with a kept plan, until it has been proved: choices, schedules that are bound, warnings."""
+    from weft.execute.groups import GROUPS
+
+    os.environ["WEFT_CACHE_DIR"] = folder
+    try:
+        with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            weft.close()
+            for call in range(PROVED_AFTER + 4):
+                check_gather(64, 48, 32, torch.float32, "auto", call)
+            group = dist.group.WORLD
+            assert group is not None
+            bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
+            found = [(choice.spec, choice.kept) for choice in weft.choices()]
+            weft.close()
+            return found, bound, [str(warning.message) for warning in seen]
+    finally:
+        os.environ["WEFT_CACHE_DIR"] = ""
+
+
+@pytest.mark.ranks
+def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture, tmp_path: Path) -> None:
+    pool, folder = ranks(2), str(tmp_path)
+    pool.run(_first_calls, [folder, folder])
+    assert pool.run(_in_use, folder, "shard_p2p") == [([("shard_p2p", True)], ["shard_p2p"], [])] * 2
+    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
+        assert found == [("sequential", False)]
+        assert bound == ["sequential", "shard_p2p"], "a graph of the caller's may be replaying the loser"
+        (text,) = seen
+        assert text.endswith("shard_p2p was taken over, but is no faster here; sequential is put back")
+    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
+        assert (found, bound, seen) == ([("sequential", True)], ["sequential"], []), "it is kept so, and said once"
+
+
+def test_calls_until_a_proof_are_counted_once() -> None:
+    left, program = Unproved(), object()
+    assert not left.due(program)  # type: ignore[arg-type]
+    left.add(program)  # type: ignore[arg-type]
+    assert [left.due(program) for _ in range(PROVED_AFTER + 3)].index(True) == PROVED_AFTER - 1  # type: ignore[arg-type]
+    left.add(program)  # type: ignore[arg-type]
+    left.forget(program)  # type: ignore[arg-type]
+    assert not any(left.due(program) for _ in range(PROVED_AFTER + 3))  # type: ignore[arg-type]

@@ -1,0 +1,161 @@
+"""Calibration: what a machine is made of can be read off samples of it, and the probes of the host executor run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import RankFixture
+
+import weft
+from weft import calibrate as package
+from weft import codec, machine
+from weft.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, host_probes, probes
+from weft.calibrate.profile import Profile, line
+from weft.calibrate.samples import Sample, of, typical_spread
+from weft.cli import main
+from weft.sim.cost import collective_us, gemm_us
+
+H200 = machine.load("h200x8")
+WORLD_SIZE = 8
+
+
+def sample(what: str, key: tuple[int, ...], us: float) -> Sample:
+    return Sample(what=what, key=key, us=(0.98 * us, us, 1.02 * us))
+
+
+def samples_of(of_machine: machine.Machine) -> list[Sample]:
+    """What probes would see on it, if the cost model were the truth."""
+    copy, size = of_machine.copies, WORLD_SIZE - 1
+    found = [
+        sample("launch", (16,), of_machine.launch_us),
+        sample("flag", (16,), of_machine.flag_us),
+        sample("hop", (16,), of_machine.links.latency_us + 3 * of_machine.flag_us),
+        sample("memory", (1 << 28,), 2 * (1 << 28) / (of_machine.gpu.hbm_gbps * 1e3)),
+        sample("several", (1 << 24, 1), size * (1 << 24) / (copy.gbps * 1e3)),
+        sample("several", (1 << 24, 7), size * (1 << 24) / (copy.several_gbps * 1e3)),
+        sample("gemm alone", (), 100.0),
+        sample("gemm beside copy", (), 110.0),
+    ]
+    found += [sample("gemm bfloat16", key, gemm_us(of_machine, *key, "bfloat16")) for key in GPU_SHAPES]
+    for nbytes in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
+        for count in (1, 8):
+            found.append(sample("copy push", (nbytes, count), count * (copy.copy_us + nbytes / (copy.gbps * 1e3))))
+    for sms, gbps in of_machine.stores.gbps:
+        found.append(sample("stores", (1 << 24, sms), size * (1 << 24) / (gbps * 1e3)))
+    for op in COLLECTIVES:
+        found += [sample(op, (nbytes,), collective_us(of_machine, op, nbytes, WORLD_SIZE)) for nbytes in GPU_BYTES]
+    return found
+
+
+def test_a_machine_is_read_off_its_samples() -> None:
+    """From the base with other numbers back to them: a profile does not depend on what the base says of what is measured."""
+    tiles = tuple(dataclasses.replace(tile, efficiency=0.8 * tile.efficiency) for tile in H200.gpu.tiles)
+    gpu = dataclasses.replace(H200.gpu, hbm_gbps=3000.0, tiles=tiles, tile_us=1.5)
+    copies = dataclasses.replace(H200.copies, copy_us=4.0, gbps=200.0, several_gbps=150.0)
+    truth = dataclasses.replace(H200, gpu=gpu, copies=copies, launch_us=5.0, flag_us=0.5)
+    made = Profile(H200, samples_of(truth), world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
+    assert (made.launch_us, made.flag_us, made.links.latency_us) == (5.0, 0.5, pytest.approx(1.0))
+    assert made.copies == dataclasses.replace(copies, gbps=pytest.approx(200.0), copy_us=pytest.approx(4.0, rel=1e-2))
+    assert made.gpu.hbm_gbps == pytest.approx(3000, rel=1e-3)
+    assert made.stores.gbps == truth.stores.gbps
+    assert made.stores.sms == 16
+    for shape in GPU_SHAPES:
+        assert gemm_us(made, *shape, "bfloat16") == pytest.approx(gemm_us(truth, *shape, "bfloat16"), rel=0.05)
+    for op in COLLECTIVES:
+        for nbytes in GPU_BYTES:
+            assert collective_us(made, op, nbytes, 8) == pytest.approx(collective_us(truth, op, nbytes, 8), abs=1e-3)
+    assert made.contention == {"gemm beside copy": 1.1}
+
+
+def test_every_number_has_a_source_and_measured_ones_a_spread() -> None:
+    made = Profile(H200, samples_of(H200), world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
+    assert set(made.sources) == {path for path, _ in machine.numbers(made)}
+    assert made.sources["stores.stall"] == f"h200x8: {H200.sources['stores.stall']}"
+    measured = {path for path, source in made.sources.items() if source.startswith("measured 2026-11-21: ")}
+    assert set(made.spreads) == measured
+    assert made.spreads["launch_us"] == 0.02
+    assert codec.loads(machine.Machine, codec.dumps(made)) == made
+    with pytest.raises(ValueError, match=r"spreads\.nothing is about no number"):
+        dataclasses.replace(made, spreads={"nothing": 0.1})
+    with pytest.raises(ValueError, match="samples have none of 'launch'"):
+        Profile(H200, [s for s in samples_of(H200) if s.what != "launch"], world_size=8, when="").machine("", "")
+
+
+def test_lines_and_spreads() -> None:
+    found = line([(1000, 3.0), (3000, 5.0), (5000, 7.0)])
+    assert (found.fixed_us, found.gbps) == (2.0, 1.0)
+    falling = line([(1000, 5.0), (2000, 4.0)])
+    assert falling.gbps == 0.5
+    one = Sample(what="x", key=(4, 2), us=(9.0, 10.0, 11.0))
+    assert (one.median_us, one.spread, str(one)) == (10.0, 0.1, "x 4 x 2: 10.0 us (+-10.0%)")
+    assert typical_spread([one, Sample(what="x", key=(), us=(1.0,))]) == 0.05
+    assert of([one], "x") == [one]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_probes_can_be_sent_to_ranks(device: str) -> None:
+    found = probes(device)
+    assert len({probe.name for probe in found}) == len(found)
+    assert {"launches", "flags", "flags between ranks", "memory", "one beside the other", *COLLECTIVES} <= {
+        p.name for p in found
+    }
+    for probe in found:
+        assert pickle.loads(pickle.dumps((probe.work, probe.arguments))) == (probe.work, probe.arguments)
+
+
+SMALL: dict[str, tuple[Any, ...]] = {
+    "gemms": (((32, 32, 32),), "float32"),
+    "memory": (1 << 16,),
+}
+
+
+def _probed() -> list[Sample]:
+    """Every probe of the host executor on this rank, at small sizes."""
+    found = [*common.gemms("cpu", *SMALL["gemms"]), *common.memory("cpu", *SMALL["memory"])]
+    for op in COLLECTIVES:
+        found += common.collectives("cpu", op, (256, 4096))
+    for probe in (host_probes.launches, host_probes.flags, host_probes.hops, host_probes.copies, host_probes.beside):
+        found += probe("cpu")
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
+    first, second = ranks(2).run(_probed)
+    assert first == second, "every rank has the slowest rank's times"
+    assert all(us > 0 for one in first for us in one.us)
+    made = Profile(base("cpu", 2), first, world_size=2, when="2026-11-21").machine("host", "this host")
+    assert made.contention.keys() == {"gemm beside copy", "copy beside gemm"}
+    problem = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
+    assert weft.plan(problem, made).chosen.predicted_us > 0
+
+
+def test_the_command_writes_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(package, "_run", lambda device, ranks, todo, progress: samples_of(H200))
+    file = tmp_path / "mine.json"
+    assert main(["calibrate", "--device", "cpu", "--ranks", "8", "--out", str(file)]) == 0
+    assert "Least steady: " in capsys.readouterr().out
+    made = machine.load(file)
+    assert (made.name, made.world_size, made.links.topology) == ("mine", 8, "pcie")
+    assert json.loads(file.read_text())["spreads"]["flag_us"] == 0.02
+
+
+def test_profiles_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faster = dataclasses.replace(H200, name="faster", launch_us=1.5, flag_us=1.01, spreads={"flag_us": 0.05})
+    file = tmp_path / "faster.json"
+    file.write_text(codec.dumps(faster))
+    assert main(["machines", "--diff", "h200x8", str(file)]) == 0
+    rows = [row.split() for row in capsys.readouterr().out.splitlines()]
+    assert ["launch_us", "3", "1.5", "0.50"] in rows
+    assert ["flag_us", "1", "1.01", "1.01", "within", "5.0%"] in rows
+    assert main(["machines", "--diff", "h200x8", "a100x8"]) == 0
+    assert "stores.gbps" in capsys.readouterr().out
+    assert main(["machines", "--diff", "h200x8", "nothing"]) == 2

@@ -1,0 +1,126 @@
+"""Losses: none where there are none, growing where pieces get smaller, as FiCCO says of each family; and measured on ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import RankFixture
+from machine_tiny import tiny
+
+from weft import codec
+from weft.characterize import _waits, measured, shrunk
+from weft.cli import main
+from weft.execute.ranks import Ranks
+from weft.machine import load
+from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
+from weft.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
+from weft.schedules import build, names, parse
+from weft.sim import run
+from weft.sim.cost import whole_collective_us, whole_gemm_us
+
+H200, MI300X = load("h200x8"), load("mi300x8")
+GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)
+
+
+def losses(problem: Problem, spec: str, machine: object = H200) -> Signature:
+    return signature(build(problem, *parse(spec), fan_out=machine.fans_out), machine)  # type: ignore[attr-defined, arg-type]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_the_sequential_program_loses_nothing_but_the_overlap(op: Op) -> None:
+    problem = Problem(op=op, m=16, n=16, k=16, world_size=2)
+    found = losses(problem, "sequential", tiny())
+    assert found.gemm_dil == pytest.approx(1, rel=1e-3)
+    assert found.transfers_us == pytest.approx(whole_collective_us(tiny(), problem) + tiny().launch_us, abs=0.1)
+    assert found.total_us >= found.pieces_us + found.communication_us - 0.01
+    assert found.exposed_us == pytest.approx(found.total_us - max(found.pieces_us, found.transfers_us))
+
+
+def test_a_half_that_is_free_takes_nothing() -> None:
+    for name in set(names("all_gather_matmul")) - {"sequential_stores"}:
+        schedule = build(GATHER, name, 2)
+        total, alone = run(schedule, H200), run(schedule, without_communication(H200))
+        assert alone.total_us <= total.total_us
+        assert max(alone.transfer_us) < 1
+        assert max(run(schedule, without_computation(H200)).kernel_us) < 0.2 * max(total.kernel_us)
+    sequential = build(GATHER, "sequential")
+    assert run(sequential, without_communication(H200)).total_us == pytest.approx(whole_gemm_us(H200, GATHER), rel=0.01)
+
+
+def test_signatures_of_the_families() -> None:
+    """Unfused pieces lose most, fused ones less, one gated kernel the same whatever its chunks; copies' fixed costs grow."""
+    unfused = [losses(GATHER, f"hetero_unfused_1d:{chunks}").gemm_dil for chunks in (1, 2, 8)]
+    assert unfused == sorted(unfused)
+    assert unfused[-1] > losses(GATHER, "hetero_fused_1d:8").gemm_dil > 1
+    gated = [losses(GATHER, f"flag_gated:{chunks}") for chunks in (1, 8)]
+    assert gated[0].gemm_dil == gated[1].gemm_dil == pytest.approx(1 / H200.gpu.flag_efficiency, rel=0.02)
+    assert gated[1].communication_dil > 1.5 > gated[0].communication_dil
+    assert losses(GATHER, "direct_store:1").gemm_dil > gated[0].gemm_dil, "its blocks take SMs"
+    assert losses(GATHER, "sequential_stores").gemm_cil is None
+
+
+def test_2d_pays_for_c_where_k_is_small() -> None:
+    def dil(k: int) -> float:
+        return losses(Problem(op="all_gather_matmul", m=8192, n=16384, k=k, world_size=8), "uniform_fused_2d:8").gemm_dil
+
+    assert dil(1024) > dil(8192) > dil(65536) > 1
+
+
+def test_a_ring_leaves_a_mesh_idle() -> None:
+    """FiCCO: shard-level peer to peer loses several times on a full mesh, next to nothing behind a switch."""
+    assert losses(GATHER, "shard_p2p").communication_dil < 1.1
+    assert losses(GATHER, "shard_p2p", MI300X).communication_dil > 3.9
+
+
+def test_correlations() -> None:
+    assert _spearman([1, 2, 3, 10], [5, 6, 7, 8]) == pytest.approx(1)
+    assert _spearman([1, 2, 3, 3], [4, 3, 2, 2]) == pytest.approx(-1)
+    assert _spearman([1, 2, 3], [2, 2, 2]) == 0
+    sites = [Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=8) for m in (1024, 4096, 16384, 65536)]
+    found = correlations([losses(problem, "hetero_unfused_1d:8") for problem in sites], H200)
+    assert found["shard_rows"] == pytest.approx(-1), "the larger the pieces, the less is lost"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shrunk_problems_move_as_much(op: Op) -> None:
+    problem = Problem(op=op, m=64, n=48, k=32, world_size=2)
+    small = shrunk(problem)
+    assert small.shard_bytes == problem.shard_bytes
+    assert small.flops < problem.flops / 4 or op in EXCHANGES
+    with pytest.raises(ValueError, match="op is embedding_bag_all_to_all; only matmuls"):
+        shrunk(LookupProblem.of(batch=4, dims=((2,), (2,))))
+
+
+@pytest.mark.ranks
+def test_losses_are_measured_on_ranks(ranks: RankFixture) -> None:
+    handle = ranks(2)
+    handle.run(int)  # starts the ranks
+    pool: Ranks = handle.owner._pools[2]
+    problem = Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
+    unfused = measured(problem, "hetero_unfused_1d:2", pool)
+    assert (unfused.where, unfused.spec) == ("2 cpu ranks", "hetero_unfused_1d:2")
+    assert min(unfused.total_us, unfused.computation_us, unfused.communication_us, unfused.pieces_us) > 0
+    assert unfused.communication_cil is not None
+
+
+def test_a_span_that_may_hold_waits_is_told() -> None:
+    assert _waits(build(GATHER, "flag_gated", 1))
+    assert not _waits(build(GATHER, "hetero_unfused_1d", 2))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, page = tmp_path / "lines.jsonl", tmp_path / "page.html"
+    options = ["--op", "all_gather_matmul", "--schedule", "sequential,flag_gated", "--chunks", "1,2", "--ranks", "4"]
+    outputs = ["--tokens", "512,4096", "--json", str(lines), "--report", str(page)]
+    assert main(["characterize", "llama3-8b", *options, *outputs]) == 0
+    text = capsys.readouterr().out
+    assert "GEMM DIL" in text
+    assert "rank correlation" in text
+    found = [codec.load(Signature, json.loads(line)) for line in lines.read_text().splitlines()]
+    assert len(found) == 2 * 2 * 3
+    assert {one.spec for one in found} == {"sequential", "flag_gated:1", "flag_gated:2"}
+    assert "flag_gated:2" in page.read_text(encoding="utf-8")
+    for wrong in (["--tokens", "x"], ["--chunks", "0"], ["--schedule", "nothing"], ["--schedule", "one_shot", *options[:2]]):
+        assert main(["characterize", "llama3-8b", *wrong]) == 2

@@ -1,0 +1,93 @@
+"""explain: parts that add up, changes that hold when they are made, a model in a few sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+import weft
+from weft.cli import main
+from weft.machine import load
+from weft.planner import heuristic, plan
+from weft.planner.explanation import _faster_links, explained, summary
+from weft.problem import OPS, LookupProblem, Problem
+from weft.schedules import build, parse
+from weft.sim import run
+
+H200 = load("h200x8")
+GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
+SMALL = dataclasses.replace(GATHER, m=64, n=1024, k=1024)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_parts_add_up_to_the_prediction(op: Any) -> None:
+    found = weft.explain(Problem(op=op, m=2048, n=8192, k=8192, world_size=2))
+    assert sum(found.parts.values()) == pytest.approx(found.plan.chosen.predicted_us)
+    assert found.signatures[0].spec == found.plan.chosen.spec
+    assert found.signatures[0].total_us == pytest.approx(found.plan.chosen.predicted_us)
+    assert found.signatures[1].spec != found.signatures[0].spec
+    assert f"By sizes alone: {heuristic(found.plan.problem, H200)}." in str(found)
+    assert f"Predicted {found.plan.chosen.predicted_us:.0f} us" in str(found)
+
+
+def test_what_a_lookup_and_nothing_to_overlap_say() -> None:
+    lookup = weft.explain(LookupProblem.of(batch=4096, dims=((64,) * 8,) * 2, pooling=20), H200)
+    assert "lookup alone" in lookup.parts
+    alone = weft.explain(dataclasses.replace(GATHER, world_size=1))
+    assert (alone.parts, alone.changes, alone.signatures) == ({}, (), ())
+    assert "One rank has nothing to communicate" in str(alone)
+
+
+def test_fixed_costs_are_named() -> None:
+    found = weft.explain(GATHER, "h200x8")
+    assert {"matmul alone", "launches", "smaller pieces", "contention", "exposed"} == set(found.parts)
+    pieces = explained(plan(GATHER, H200, only="hetero_unfused_1d", chunks=4), H200)
+    gemms = 1 + 3 * 4
+    assert pieces.parts["launches"] == pytest.approx((gemms - 1) * H200.launch_us)
+
+
+def test_a_change_that_is_named_changes_the_choice() -> None:
+    medium = dataclasses.replace(GATHER, m=2048, n=10240)
+    found = weft.explain(medium, H200)
+    (text,) = [text for text in found.changes if re.match(r"With (\d+) rows", text)][:1]
+    rows, winner = re.match(r"With (\d+) rows (\S+) would be faster\.", text).groups()  # type: ignore[union-attr]
+    changed = dataclasses.replace(medium, m=int(rows))
+
+    def us(spec: str, problem: Problem) -> float:
+        return run(build(problem, *parse(spec)), H200).total_us
+
+    assert us(winner, changed) < us(found.plan.chosen.spec, changed)
+    assert us(winner, medium) >= us(found.plan.chosen.spec, medium)
+
+
+def test_faster_links_move_bytes_faster_and_nothing_else() -> None:
+    twice = _faster_links(H200, 2.0)
+    assert twice.links.gbps == 2 * H200.links.gbps
+    assert (twice.copies.copy_us, twice.flag_us, twice.gpu) == (H200.copies.copy_us, H200.flag_us, H200.gpu)
+    sequential = build(GATHER, "sequential")
+    assert run(sequential, twice).total_us < run(sequential, H200).total_us
+
+
+def test_a_model_in_a_few_sentences() -> None:
+    plans = [("large", plan(GATHER, H200)), ("small", plan(SMALL, H200))]
+    assert plans[1][1].chosen.spec == "sequential"
+    lines = summary(plans).splitlines()
+    assert lines[0] == "Overlapped 1 of 2 sites."
+    assert re.match(r"small stays sequential\. .*the best overlap, .*, would take .* more, since", lines[1])
+
+
+def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "llama3-8b", "--tp", "2", "--op", "all_gather_matmul", "--why"]
+    assert main(options) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Predicted " in text
+    assert "matmul alone +" in text
+    assert "Overlapped 2 of 2 sites." in text
+    assert main([*options, "--json"]) == 0
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert set(why) == {"attention QKV", "MLP gate/up"}
+    assert "exposed" in why["MLP gate/up"]["parts"]

@@ -1,0 +1,201 @@
+"""The heuristic: always a schedule of the operator, in microseconds, by a table that documents print."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machine_tiny import tiny
+from rank_work import check_gather, check_scatter
+
+import weft
+from weft import codec, machine
+from weft.execute import choose
+from weft.execute.choose import contenders
+from weft.planner import heuristic
+from weft.planner.shortlist import AT_MOST
+from weft.problem import (
+    COLLECTIVE_OPS,
+    COLUMN_OPS,
+    LOOKUP_OPS,
+    OPS,
+    CollectiveProblem,
+    ColumnProblem,
+    LookupProblem,
+    Op,
+    Problem,
+)
+from weft.rules import FEATURES, Leaf, Split, decide, rules, sizes, table
+from weft.schedules import check_op, parse, spec
+
+H200, MI300X = machine.load("h200x8"), machine.load("mi300x8")
+MACHINES = tuple(machine.load(name) for name in machine.names())
+BOUND_US = 20.0
+
+
+def problems() -> st.SearchStrategy[Problem]:
+    extents = st.one_of(st.integers(1, 9), st.integers(10, 1 << 17))
+    matmuls = st.builds(
+        Problem,
+        op=st.sampled_from(OPS),
+        m=st.one_of(st.just(0), extents),
+        n=st.one_of(st.just(0), extents),
+        k=extents,
+        world_size=st.integers(1, 4),
+        dtype=st.sampled_from(("bfloat16", "float16", "float32")),
+    )
+    # Of whole parts, and small enough to be built each time.
+    columns = st.builds(
+        lambda op, size, m, n, k: ColumnProblem(op=op, m=m * size, n=n * size, k=k * size, world_size=size),
+        op=st.sampled_from(COLUMN_OPS),
+        size=st.integers(1, 4),
+        m=st.integers(1, 300),
+        n=st.integers(1, 300),
+        k=st.integers(1, 300),
+    )
+    alone = st.builds(
+        lambda op, size, m, dtype: CollectiveProblem(op=op, m=m * size, world_size=size, dtype=dtype),
+        op=st.sampled_from(COLLECTIVE_OPS),
+        size=st.integers(1, 4),
+        m=st.integers(1, 1 << 20),
+        dtype=st.sampled_from(("bfloat16", "float32")),
+    )
+    dims = st.lists(st.lists(st.integers(1, 256), max_size=3).map(tuple), min_size=1, max_size=4).map(tuple)
+    return matmuls | columns | alone | st.builds(LookupProblem.of, batch=extents, dims=dims, pooling=st.integers(1, 100))
+
+
+@settings(max_examples=120, deadline=None)
+@given(problem=problems(), on=st.sampled_from(MACHINES))
+def test_it_names_a_schedule_of_the_operator_always(problem: Problem, on: machine.Machine) -> None:
+    name, chunks = parse(heuristic(problem, on))
+    check_op(name, problem.op)
+    assert spec(name, chunks or 1) == heuristic(problem, on)
+    if problem.m * problem.n * problem.k < 1 << 30:
+        weft.check(weft.build(problem, name, chunks))
+
+
+def leaves(tree: Split | Leaf) -> list[Leaf]:
+    return [tree] if isinstance(tree, Leaf) else [*leaves(tree.then), *leaves(tree.otherwise)]
+
+
+@pytest.mark.parametrize("topology", ["switch", "mesh", "ring", "pcie"])
+def test_every_operator_has_a_tree_of_schedules_that_it_has(topology: machine.Topology) -> None:
+    found = rules(topology)
+    assert set(found.trees) == {*OPS, *LOOKUP_OPS}
+    for op, tree in found.trees.items():
+        for leaf in leaves(tree):
+            check_op(parse(leaf.spec)[0], op)  # type: ignore[arg-type]
+            assert leaf.problems > 0
+            assert leaf.loss < 0.2
+    assert codec.loads(type(found), codec.dumps(found)) == found
+
+
+def test_what_is_known_of_8_h200() -> None:
+    """On 4 x H200 a few rows of all_gather_matmul are best sequential (or nearly), thousands are not; one row is one_shot's."""
+    few = Problem(op="all_gather_matmul", m=512, n=28672, k=8192, world_size=4)
+    assert heuristic(few, H200) == "sequential"
+    assert heuristic(Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4), H200) != "sequential"
+    assert heuristic(Problem(op="matmul_all_reduce", m=1, n=8192, k=14336, world_size=4), H200) == "one_shot"
+
+
+def test_a_mesh_is_not_a_switch() -> None:
+    """A ring from peer to peer leaves a mesh's links idle (FiCCO): never chosen there where chunks of all peers pay."""
+    large = Problem(op="all_gather_matmul", m=65536, n=28672, k=8192, world_size=8)
+    assert heuristic(large, H200) == "shard_p2p"
+    assert parse(heuristic(large, MI300X))[0] in ("hetero_fused_1d", "flag_gated")
+
+
+def test_features_by_hand() -> None:
+    problem = Problem(op="all_gather_matmul", m=512, n=1024, k=256, world_size=4)
+    found = sizes(problem, tiny(world_size=4))
+    values = {name: of(found) for name, of in FEATURES.items()}
+    assert (found.rows, found.cols, found.inner, found.shard_bytes) == (512, 256, 256, 128 * 256 * 2)
+    assert values["traffic_mib"] == 2 * (512 * 256 + 256 * 256 + 512 * 256) / (1 << 20)
+    assert values["op_to_byte"] == 2 * 512 * 256 * 256 / (values["traffic_mib"] * (1 << 20))
+    assert values["sent_mib"] == 3 * 128 * 256 * 2 / (1 << 20)
+    assert (values["shard_rows"], values["m_over_k"], values["world_size"]) == (128, 2, 4)
+    reduced = sizes(Problem(op="matmul_all_reduce", m=8, n=1024, k=256, world_size=4), H200)
+    assert (reduced.rows, reduced.cols, reduced.inner) == (8, 1024, 64)
+    assert reduced.sent_bytes == 2 * 3 * 2 * 1024 * 2
+    uneven = Problem(op="matmul_reduce_scatter", m=8, n=16, k=10, world_size=2, b_sizes=(7, 3))
+    assert sizes(uneven, H200).inner == 7
+
+
+def test_a_tree_is_walked_and_printed() -> None:
+    low, high = Leaf(spec="sequential", problems=3, loss=0.01), Leaf(spec="shard_p2p", problems=4, loss=0.02)
+    tree = Split(feature="shard_rows", at_least=100, then=high, otherwise=low)
+    for m, leaf in ((396, low), (400, high)):
+        assert decide(tree, sizes(Problem(op="all_gather_matmul", m=m, n=8, k=8, world_size=4), H200)) is leaf
+    assert table(tree).splitlines() == [
+        "shard_rows >= 100",
+        "    shard_p2p  (4 problems, 2.0% from the best)",
+        "else",
+        "    sequential  (3 problems, 1.0% from the best)",
+    ]
+    with pytest.raises(ValueError, match="schedule is 'nothing'"):
+        Leaf(spec="nothing", problems=1, loss=0.0)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="machine h200x8 has 8 GPUs"):
+        heuristic(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=16), H200)
+
+
+def test_it_takes_less_than_20_us() -> None:
+    found = [Problem(op=op, m=4096, n=8192, k=8192, world_size=8) for op in OPS]
+    rounds = []
+    for _ in range(60):
+        begun = time.perf_counter_ns()
+        for problem in found:
+            heuristic(problem, H200)
+        rounds.append((time.perf_counter_ns() - begun) / len(found) / 1e3)
+    assert min(rounds) < BOUND_US
+    assert statistics.median(rounds) < 3 * BOUND_US, "even beside other work"
+
+
+def test_it_needs_the_standard_library_alone() -> None:
+    code = (
+        "import sys; from weft import machine; from weft.problem import Problem; from weft.rules import heuristic;"
+        "heuristic(Problem(op='all_gather_matmul', m=64, n=64, k=64, world_size=2), machine.load('h200x8'));"
+        "sys.exit(bool({'torch', 'numpy', 'simpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_auto_measures_what_it_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, cpu = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4), torch.device("cpu")
+    listed = contenders(problem, cpu)
+    assert listed[0] == "sequential"
+    assert heuristic(problem, H200) in listed
+    monkeypatch.setattr(choose, "by_sizes", lambda problem, device: "uniform_fused_1d:7")
+    assert contenders(problem, cpu) == (*listed[: AT_MOST - 1], "uniform_fused_1d:7")
+
+
+def _called() -> list[str]:
+    weft.close()
+    check_gather(64, 48, 32, torch.float32, "heuristic", 0)
+    check_scatter(64, 48, 32, torch.float32, "heuristic", 0)
+    from weft.execute.groups import GROUPS
+
+    group = dist.group.WORLD
+    assert group is not None
+    ran = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
+    weft.close()
+    return ran
+
+
+@pytest.mark.ranks
+def test_operators_take_it(ranks: RankFixture) -> None:
+    def chosen(op: Op) -> str:
+        return heuristic(Problem(op=op, m=64, n=48, k=32, world_size=2, dtype="float32"), H200)
+
+    for ran in ranks(2).run(_called):
+        assert ran == [chosen("all_gather_matmul"), chosen("matmul_reduce_scatter")]

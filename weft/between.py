@@ -1,0 +1,44 @@
+"""Row counts between known ones: what was measured on both sides of a problem stands for it, too.
+
+For callers whose row count changes from call to call. A pure table: ranks that have made the same calls give the same answers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weft.problem import Problem
+
+WITHIN = 4.0
+"""Known row counts further apart than this, as a ratio, say nothing of those between."""
+
+
+class Between:
+    """Choices by problem, and by row count among problems that are alike in all else."""
+
+    def __init__(self) -> None:
+        self._specs: dict[Problem, dict[int, str]] = {}
+        self._rows: dict[Problem, list[int]] = {}
+
+    def add(self, problem: Problem, spec: str) -> None:
+        """What was found to be the best of a problem, by measuring that very one."""
+        alike = replace(problem, m=0)
+        specs = self._specs.setdefault(alike, {})
+        if problem.m not in specs:
+            insort(self._rows.setdefault(alike, []), problem.m)
+        specs[problem.m] = spec
+
+    def find(self, problem: Problem) -> tuple[str, int, int] | None:
+        """(spec, the row counts next to the problem's that have it both); None where they differ, or one is missing or far."""
+        alike = replace(problem, m=0)
+        rows: list[int] = self._rows.get(alike, [])
+        at = bisect_left(rows, problem.m)
+        if not 0 < at < len(rows):
+            return None
+        low, high = rows[at - 1], rows[at]
+        specs: Mapping[int, str] = self._specs[alike]
+        if specs[low] != specs[high] or high > WITHIN * low:
+            return None
+        return specs[low], low, high

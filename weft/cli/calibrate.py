@@ -1,0 +1,37 @@
+"""weft calibrate: measure this machine and write its profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft import codec
+from weft.cli import choices, output
+from weft.cli.progress import progress_bar
+
+MOST_UNSTEADY = 8
+
+
+def command(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the profile goes, as JSON.")] = Path("machine.json"),
+    ranks: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Ranks. Default: every GPU on cuda, 4 on the CPU.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu or cuda.")] = "auto",
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the profile. Default: the file's.")] = None,
+) -> None:
+    """Measure this machine: matmuls, copies, stores, collectives, flags. Writes a profile for --machine."""
+    device, ranks = choices.choose_device(device, ranks)
+    output.require_file(out, "--out")
+    from weft.calibrate import calibrate
+
+    with progress_bar("starting ranks") as progress:
+        machine, samples = calibrate(device=device, ranks=ranks, name=name or out.stem, progress=progress)
+    out.write_text(codec.dumps(machine, indent=2) + "\n", encoding="utf-8")
+    console = output.console()
+    console.print(f"{machine}: {len(samples)} samples")
+    unsteady = sorted(machine.spreads.items(), key=lambda item: -item[1])[:MOST_UNSTEADY]
+    console.print("Least steady: " + ", ".join(f"{path} +-{spread:.1%}" for path, spread in unsteady))
+    console.print(f"wrote {out}; use it by --machine {out}, compare it by weft machines --diff h200x8 {out}")

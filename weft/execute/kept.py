@@ -1,0 +1,96 @@
+"""What was measured before, in an earlier process or of other row counts, agreed on by all ranks of a team.
+
+    find    each rank reads the entry for a problem; ranks meet, and what rank 0 has counts     collective
+            else what was measured with fewer and with more rows (weft.between)
+    keep    rank 0 writes                                                                       local
+    due     after some calls of such a choice: it is time to hold it against sequential         local
+
+So ranks whose folders differ still run the same schedule, and a rank that can read nothing costs no more than the meeting.
+Row counts are looked up in what ranks have found together, so that they find the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from weft.between import Between
+from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.execute.bound import BoundProgram
+from weft.execute.trial import Choice, Trial
+from weft.execute.versions import machine_of, versions
+from weft.problem import Problem
+from weft.team import Team
+
+PROVED_AFTER = 20
+"""Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
+
+
+class KeptPlans:
+    """What a team knows of earlier processes. cache: default the user's."""
+
+    def __init__(self, team: Team, cache: Cache | None = None) -> None:
+        self._team = team
+        self._cache = cache or from_environment()
+        self._between = Between()
+
+    def find(self, problem: Problem, device: torch.device) -> Choice | None:
+        """What an earlier process chose by measuring, or this one for row counts around; None if it must be measured.
+        Collective."""
+        entry = self._cache.read(self._key(problem, device)) if self._cache else None
+        mine = encode(entry.spec) if entry else 0
+        chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
+        if chosen is None:
+            return self._around(problem)
+        self._between.add(problem, chosen)
+        us = entry.us if entry and entry.spec == chosen else {}
+        return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
+
+    def _around(self, problem: Problem) -> Choice | None:
+        found = self._between.find(problem)
+        if found is None:
+            return None
+        spec, *rows = found
+        return Choice(problem=problem, spec=spec, like=tuple(rows))
+
+    def keep(self, choice: Choice, device: torch.device) -> None:
+        """Remember what was measured; for later processes, on rank 0."""
+        if not choice.trials:
+            return
+        self._between.add(choice.problem, choice.spec)
+        if self._cache and self._team.rank == 0:
+            key = self._key(choice.problem, device)
+            self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us))
+
+    def _key(self, problem: Problem, device: torch.device) -> Key:
+        machine, known = _here(device, self._team.world_size)
+        return Key(machine=machine, versions=known, problem=problem, space=space())
+
+
+class Unproved:
+    """Programs that run what was not measured here, and the calls that are left until they are held against sequential.
+
+    Calls alike are as many on every rank, so that all ranks come to the trial at the same one.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[BoundProgram, int] = {}
+
+    def add(self, program: BoundProgram) -> None:
+        self._left[program] = PROVED_AFTER
+
+    def due(self, program: BoundProgram) -> bool:
+        """Count a call. Whether it is the one before which the program is to be proved, once."""
+        if program not in self._left:
+            return False
+        self._left[program] -= 1
+        return self._left[program] == 0 and self._left.pop(program) == 0
+
+    def forget(self, program: BoundProgram) -> None:
+        self._left.pop(program, None)
+
+
+@cache
+def _here(device: torch.device, world_size: int) -> tuple[dict[str, str], dict[str, str]]:
+    return machine_of(device, world_size), versions(device.type)

@@ -1,0 +1,202 @@
+"""`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what the runner-up would cost, and what would
+have to be otherwise for the runner-up, or the sequential program, to be faster. Everything is simulated; nothing runs.
+
+    predicted = whole half alone + fixed costs + smaller pieces + contention + exposed
+
+for the half that binds, the longer one of the schedule's matmuls alone and of its transfers alone. Fixed costs are launches or
+copies beyond one, smaller pieces what else decomposition loses (DIL), contention what the other half costs it meanwhile (CIL),
+exposed the head, the tail and waits between. They add up to the prediction; of what is gained, a part may be negative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.machine import AlphaBeta, Machine, Table, load
+from weft.planner.choose import plan
+from weft.planner.signature import Signature, signature
+from weft.planner.values import Plan
+from weft.problem import LookupProblem, Problem
+from weft.rules import heuristic
+from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule
+from weft.schedules import build, parse
+from weft.sim import run
+
+FACTORS = (2.0, 4.0, 16.0)
+"""By which sizes and rates are varied, both ways, to see what changes the choice."""
+DEFAULT_MACHINE = "h200x8"
+_MARGIN = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the chosen schedule's, and
+    the runner-up's, of another family, where there is one. by_sizes: what the heuristic names. changes: sentences, each of what
+    would let the runner-up or the sequential program be faster."""
+
+    plan: Plan
+    parts: Mapping[str, float]
+    signatures: tuple[Signature, ...]
+    by_sizes: str
+    changes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [self.plan.why, *(_told(found) for found in self.signatures)]
+        named = ", ".join(f"{name} {us:+.0f}" for name, us in self.parts.items())
+        if self.parts:
+            lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
+        changes = self.changes or ("Nothing that was tried would change the choice.",) * bool(self.parts)
+        return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
+
+
+def explain(problem: Problem, machine: Machine | str = DEFAULT_MACHINE) -> Explanation:
+    """Why the planner chooses what it does for `problem`: print it, or read its parts.
+
+    machine: a Machine, a shipped profile's name, or a file's path. Takes seconds for 8 ranks, since it simulates what would
+    have to change. Raises ValueError as `weft.plan` does.
+    """
+    where = machine if isinstance(machine, Machine) else load(machine)
+    return explained(plan(problem, where), where)
+
+
+def explained(found: Plan, machine: Machine) -> Explanation:
+    """A plan for `machine`, taken apart."""
+    problem = found.problem
+    if problem.world_size == 1 or not problem.m or not problem.n:
+        return Explanation(plan=found, parts={}, signatures=(), by_sizes="sequential", changes=())
+    specs = [found.chosen.spec, *_rivals(found)]
+    signatures = tuple(signature(_built(problem, spec, machine), machine) for spec in specs[:2])
+    parts = _parts(signatures[0], _built(problem, specs[0], machine), machine)
+    changes = tuple(_changes(problem, specs, machine))
+    return Explanation(plan=found, parts=parts, signatures=signatures, by_sizes=heuristic(problem, machine), changes=changes)
+
+
+def _rivals(found: Plan) -> list[str]:
+    """The runner-up, of another family, and the sequential program."""
+    others = [c.spec for c in found.candidates if c.schedule != found.chosen.schedule]
+    return list(dict.fromkeys([*others[:1], *(["sequential"] if found.chosen.schedule != "sequential" else [])]))
+
+
+def _built(problem: Problem, spec: str, machine: Machine) -> Schedule:
+    return build(problem, *parse(spec), fan_out=machine.fans_out)
+
+
+def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, float]:
+    """See the module's text."""
+    computes = found.pieces_us >= found.transfers_us
+    name = "matmul" if computes else "communication"
+    if isinstance(found.problem, LookupProblem) and computes:
+        name = "lookup"
+    whole = found.computation_us if computes else found.communication_us
+    pieces = found.pieces_us if computes else found.transfers_us
+    cil = (found.gemm_cil if computes else found.communication_cil) or 1.0
+    fixed = _fixed_us(schedule, machine, computes=computes)
+    contention = min(pieces * (cil - 1), found.total_us - pieces)
+    return {
+        f"{name} alone": whole,
+        "launches" if computes else "copies": fixed,
+        "smaller pieces": pieces - whole - fixed,
+        "contention": contention,
+        "exposed": found.total_us - pieces - contention,
+    }
+
+
+def _fixed_us(schedule: Schedule, machine: Machine, *, computes: bool) -> float:
+    """What rank 0's kernels, or its copies, cost beyond the first, whatever their size."""
+    kinds: tuple[type, ...] = (Gemm, Reduce, Lookup) if computes else (Copy,)
+    lanes = [lane for lane in schedule.ranks[0] if lane.kind == ("compute" if computes else "copy")]
+    count = sum(isinstance(step, kinds) for lane in lanes for step in lane.steps)
+    return max(0, count - 1) * (machine.launch_us if computes else machine.copies.copy_us)
+
+
+def _told(found: Signature) -> str:
+    losses = (
+        ("matmul DIL", found.gemm_dil),
+        ("CIL", found.gemm_cil),
+        ("communication DIL", found.communication_dil),
+        ("CIL", found.communication_cil),
+    )
+    named = ", ".join(f"{name} {loss:.2f}" for name, loss in losses if loss is not None)
+    return (
+        f"{found.spec}: {found.total_us:.0f} us, {found.loss:.0%} over the ideal; {named}; {found.exposed_us:.0f} us exposed."
+    )
+
+
+def _changes(problem: Problem, specs: Sequence[str], machine: Machine) -> Iterator[str]:
+    """Of each kind of change the smallest that lets a rival win, both ways."""
+    for words, vary in _variations(problem, machine):
+        for factor in FACTORS:
+            changed = vary(factor)
+            if changed is None:
+                break
+            winner = _winner(*changed, specs)
+            if winner != specs[0]:
+                yield f"{words(factor)} {winner} would be faster."
+                break
+
+
+Changed = tuple[Problem, Machine]
+
+
+def _variations(
+    problem: Problem, machine: Machine
+) -> Iterable[tuple[Callable[[float], str], Callable[[float], Changed | None]]]:
+    # Some operators cut rows into equal parts alone.
+    unit = problem.row_multiple * problem.world_size
+
+    def count(factor: float) -> int:
+        return round(problem.m * factor / unit) * unit
+
+    def rows(factor: float) -> Changed | None:
+        return (dataclasses.replace(problem, m=count(factor)), machine) if count(factor) else None
+
+    def links(factor: float) -> Changed:
+        return problem, _faster_links(machine, factor)
+
+    def copies(factor: float) -> Changed:
+        engines = dataclasses.replace(machine.copies, copy_us=machine.copies.copy_us * factor)
+        return problem, dataclasses.replace(machine, copies=engines)
+
+    yield lambda f: f"With {count(1 / f)} rows", lambda f: rows(1 / f)
+    yield lambda f: f"With {count(f)} rows", rows
+    yield lambda f: f"With links at {1 / f:g} of their rate", lambda f: links(1 / f)
+    yield lambda f: f"With links {f:g} times as fast", links
+    yield lambda f: f"If a copy cost {machine.copies.copy_us / f:.2g} us", lambda f: copies(1 / f)
+    yield lambda f: f"If a copy cost {machine.copies.copy_us * f:.2g} us", copies
+
+
+def _faster_links(machine: Machine, factor: float) -> Machine:
+    """All that moves bytes between ranks, but the vendor's tables, which are measured: their times shrink with the rate."""
+
+    def faster(model: Table | AlphaBeta) -> Table | AlphaBeta:
+        if isinstance(model, AlphaBeta):
+            return dataclasses.replace(model, gbps=model.gbps * factor)
+        fixed = model.points[0][1]
+        return dataclasses.replace(model, points=tuple((size, fixed + (us - fixed) / factor) for size, us in model.points))
+
+    copies, links = machine.copies, machine.links
+    host = links.host_gbps and links.host_gbps * factor
+    return dataclasses.replace(
+        machine,
+        copies=dataclasses.replace(copies, gbps=copies.gbps * factor, several_gbps=copies.several_gbps * factor),
+        stores=dataclasses.replace(machine.stores, gbps=tuple((sms, gbps * factor) for sms, gbps in machine.stores.gbps)),
+        links=dataclasses.replace(links, gbps=links.gbps * factor, host_gbps=host),
+        collectives={op: faster(model) for op, model in machine.collectives.items()},
+    )
+
+
+def _winner(problem: Problem, machine: Machine, specs: Sequence[str]) -> str:
+    """The fastest; the first unless another one is faster by more than a hundredth."""
+    us = {spec: run(_built(problem, spec, machine), machine).total_us for spec in specs}
+    best = min(us, key=lambda spec: us[spec])
+    return best if us[best] < (1 - _MARGIN) * us[specs[0]] else specs[0]
+
+
+def summary(plans: Sequence[tuple[str, Plan]]) -> str:
+    """A model in a few sentences: how many of its sites are overlapped, and of the others why not."""
+    stay = [(site, found) for site, found in plans if found.chosen.schedule == "sequential"]
+    lines = [f"Overlapped {len(plans) - len(stay)} of {len(plans)} sites."]
+    lines += [f"{site} stays sequential. {found.why}" for site, found in stay]
+    return "\n".join(lines)

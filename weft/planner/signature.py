@@ -1,0 +1,163 @@
+"""Where the time of an overlap goes: decomposition and contention losses of a schedule, as FiCCO (arXiv 2512.10236) has them.
+
+    DIL   decomposition inefficiency loss: the pieces' times alone / the time of the whole alone
+    CIL   contention inefficiency loss: the time while the other kind runs / the time alone
+
+each for the matmul and for the communication; 1 is no loss. A family's inefficiency signature is how these four grow with
+sizes and chunk counts. What they leave is exposed: the head before the first chunk, the tail after the last, and waits.
+
+In the simulator a schedule's pieces alone are the same schedule on a machine whose other half costs nothing: copies, stores,
+flags and collectives, or tiles and memory. So waits and orders stay as they are, and only the other half's time is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.machine import AlphaBeta, Machine, Tile
+from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.rules import FEATURES, Feature, sizes
+from weft.schedule import Copy, Reduce, Schedule
+from weft.schedules import spec
+from weft.sim import run
+from weft.sim.cost import whole_collective_us, whole_gemm_us
+
+FREE_US, FREE_GBPS, FREE_TFLOPS = 1e-6, 1e9, 1e9
+STATIC: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k", "balance", "shard_rows")
+"""Sizes that losses are held against. FiCCO's heuristic takes the first three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """One schedule of one problem. where: what it was simulated or measured on.
+
+    total_us: of the overlapped call. computation_us, communication_us: the whole matmul and the whole collective alone.
+    pieces_us: the schedule's matmuls alone; transfers_us: its communication alone. A loss is None where it cannot be told.
+    """
+
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
+    spec: str
+    where: str
+    total_us: float
+    computation_us: float
+    communication_us: float
+    pieces_us: float
+    transfers_us: float
+    gemm_cil: float | None = None
+    communication_cil: float | None = None
+
+    @property
+    def gemm_dil(self) -> float:
+        return self.pieces_us / self.computation_us if self.computation_us else 1.0
+
+    @property
+    def communication_dil(self) -> float:
+        return self.transfers_us / self.communication_us if self.communication_us else 1.0
+
+    @property
+    def ideal_us(self) -> float:
+        return max(self.computation_us, self.communication_us)
+
+    @property
+    def loss(self) -> float:
+        """By which it is slower than the ideal."""
+        return self.total_us / self.ideal_us - 1 if self.ideal_us else 0.0
+
+    @property
+    def exposed_us(self) -> float:
+        """What is left when the longer half of the pieces is taken away."""
+        return max(0.0, self.total_us - max(self.pieces_us, self.transfers_us))
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.spec} {self.total_us:.0f} us, {self.loss:.0%} over the ideal"
+
+
+def signature(schedule: Schedule, machine: Machine) -> Signature:
+    """A schedule's losses, simulated. Raises ValueError as `weft.sim.run` does."""
+    problem = schedule.problem
+    whole, pieces = run(schedule, machine), run(schedule, without_communication(machine))
+    transfers = run(schedule, without_computation(machine))
+    return Signature(
+        problem=problem,
+        spec=spec(schedule.name, schedule.chunks),
+        where=f"simulated {machine.name}",
+        total_us=whole.total_us,
+        computation_us=whole_gemm_us(machine, problem),
+        communication_us=whole_collective_us(machine, problem),
+        pieces_us=pieces.total_us,
+        transfers_us=transfers.total_us,
+        gemm_cil=None if _moves(schedule) else _over(max(whole.kernel_us), max(pieces.kernel_us)),
+        communication_cil=_over(max(whole.transfer_us), max(transfers.transfer_us)),
+    )
+
+
+def _moves(schedule: Schedule) -> bool:
+    """Whether kernels of the compute lane move data by themselves: their time is no matmul's."""
+    copies = any(isinstance(step, Copy) and lane.kind == "compute" for _, lane, _, step in schedule)
+    sums = (part for _, _, _, step in schedule if isinstance(step, Reduce) for part in step.parts)
+    return copies or any(src.rank != part.out.rank for part in sums for src in part.srcs)
+
+
+def _over(beside_us: float, alone_us: float) -> float | None:
+    return beside_us / alone_us if alone_us > FREE_US else None
+
+
+def without_communication(machine: Machine) -> Machine:
+    """`machine`, whose copies, stores, links, flags and collectives cost nothing."""
+    host_gbps = FREE_GBPS if machine.links.host_gbps else None
+    # Numbers of a model have other paths than a table's, and every number needs a source.
+    sources = {path: source for path, source in machine.sources.items() if not path.startswith("collectives.")}
+    spreads = {path: spread for path, spread in machine.spreads.items() if path in sources}
+    for op in machine.collectives:
+        sources |= dict.fromkeys((f"collectives.{op}.{name}" for name in ("fixed_us", "step_us", "gbps")), "assumed, nothing")
+    return dataclasses.replace(
+        machine,
+        copies=dataclasses.replace(machine.copies, copy_us=FREE_US, gbps=FREE_GBPS, several_gbps=FREE_GBPS),
+        stores=dataclasses.replace(machine.stores, gbps=tuple((sms, FREE_GBPS) for sms, _ in machine.stores.gbps), stall=0.0),
+        links=dataclasses.replace(machine.links, gbps=FREE_GBPS, latency_us=FREE_US, host_gbps=host_gbps),
+        flag_us=FREE_US,
+        collectives=dict.fromkeys(machine.collectives, AlphaBeta(fixed_us=FREE_US, step_us=FREE_US, gbps=FREE_GBPS)),
+        sources=sources,
+        spreads=spreads,
+    )
+
+
+def without_computation(machine: Machine) -> Machine:
+    """`machine`, whose tiles and memory cost nothing. Launches stay: a collective pays one, too."""
+    gpu = machine.gpu
+    tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
+    fast = dataclasses.replace(
+        gpu, tflops=dict.fromkeys(gpu.tflops, FREE_TFLOPS), tiles=tiles, tile_us=FREE_US, hbm_gbps=FREE_GBPS
+    )
+    return dataclasses.replace(machine, gpu=fast)
+
+
+def correlations(signatures: Sequence[Signature], machine: Machine) -> dict[Feature, float]:
+    """Spearman's rank correlation of the loss with each static size; 0 of fewer than three different values."""
+    losses = [found.loss for found in signatures]
+    known = [sizes(found.problem, machine) for found in signatures]
+    return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in STATIC}
+
+
+def _spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """
+    >>> _spearman([1, 2, 3, 10], [5, 6, 7, 8]), _spearman([1, 2, 3], [2, 2, 2])
+    (1.0, 0.0)
+    """
+    if min(len(set(left)), len(set(right))) < 3:
+        return 0.0
+    a, b = _ranked(left), _ranked(right)
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranked(values: Iterable[float]) -> np.ndarray:
+    """Places in rising order; equal values share the mean of theirs."""
+    found = np.asarray(list(values))
+    below = (found[:, None] > found[None, :]).sum(1)
+    same = (found[:, None] == found[None, :]).sum(1)
+    ranked: np.ndarray = below + (same - 1) / 2
+    return ranked
