@@ -27,7 +27,8 @@ Build = Callable[..., Schedule]
 class Family:
     """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
 
-    builders: by operator; one that it makes no sense for is not there.
+    builders: by operator; one that it makes no sense for is not there. across: right where ranks are on several nodes; the
+    others load from and store to all ranks.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Family:
     source: str
     chunked: bool
     builders: dict[Op, Build]
+    across: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.words} [{self.source}]"
@@ -49,11 +51,12 @@ def _family(
     *others: Build | None,
     lookup: Build | None = None,
     chunked: bool = True,
+    across: bool = False,
 ) -> Family:
     """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all."""
     found = [*zip(OPS, (gather, scatter, *others), strict=False), *zip(LOOKUP_OPS, (lookup,), strict=True)]
     builders = {op: build for op, build in found if build is not None}
-    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
+    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders, across=across)
 
 
 def _plain(build: Callable[[Problem], Schedule]) -> Build:
@@ -79,6 +82,15 @@ def _all_reduce(name: str, words: str, build: Callable[[Problem, str], Schedule]
     return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
 
 
+def _sliced(within: Build, across: Build) -> Build:
+    """Slices between nodes; on one node, what there is within it."""
+
+    def build(problem: Problem, name: str, chunks: int, *, fan_out: bool) -> Schedule:
+        return (across if problem.nodes else within)(problem, name, chunks, fan_out=fan_out)
+
+    return build
+
+
 def _one_lane(build: Build) -> Build:
     """For families that send to one peer only, or from kernels: nothing to fan out."""
     return lambda problem, name, chunks, fan_out: build(problem, name, chunks)
@@ -98,6 +110,7 @@ FAMILIES: dict[str, Family] = {
             _plain(ar.sequential),
             lookup=_plain(bags.sequential),
             chunked=False,
+            across=True,
         ),
         _family(
             "sequential_stores",
@@ -189,6 +202,18 @@ FAMILIES: dict[str, Family] = {
         ),
         _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
         _all_reduce("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
+        _family(
+            "node_slices",
+            "stores and copies within a node; between nodes, slices that are sent when their last tile is done",
+            "fused computation-collectives",
+            _sliced(partial(ag.gated, blocks=False), ag.sliced),
+            _sliced(_one_lane(partial(rs.stored, pull=False)), _one_lane(rs.sliced)),
+            _sliced(combine.counted, combine.sliced),
+            _sliced(partial(dispatch.gated, blocks=False), dispatch.sliced),
+            _sliced(_named(ar.two_shot), _one_lane(ar.sliced)),
+            lookup=_sliced(_one_lane(bags.stored), _one_lane(bags.sliced)),
+            across=True,
+        ),
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
@@ -206,16 +231,29 @@ def check_op(name: str, op: Op) -> None:
         raise ValueError(f"schedule is {name!r}, which is for {ops} alone; {op} has {', '.join(names(op))}")
 
 
+def unfit(name: str, problem: Problem) -> str:
+    """Why a family cannot serve where the problem's ranks are; an empty text if it can."""
+    if problem.nodes and not FAMILIES[name].across:
+        fit = " or ".join(one for one in names(problem.op) if FAMILIES[one].across)
+        return f"schedule is {name!r}, which loads from and stores to all ranks; on nodes of {problem.nodes} ranks, use {fit}"
+    if name == "node_slices" and problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1:
+        return f"schedule is {name!r}, whose all-reduce needs nodes of one size, not of {problem.nodes}; use sequential"
+    return ""
+
+
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name, one that the operator does not have, or a chunk count below one.
+    Raises ValueError for an unknown name, one that the operator does not have, one that cannot serve where the problem's ranks
+    are, or a chunk count below one.
     """
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     check_op(name, problem.op)
     family = FAMILIES[name]
+    if reason := unfit(name, problem):
+        raise ValueError(reason)
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
@@ -258,7 +296,7 @@ def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in (FAMILIES[name] for name in names(problem.op)):
+    for family in (FAMILIES[name] for name in names(problem.op) if not unfit(name, problem)):
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)
