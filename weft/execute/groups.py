@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,7 +143,7 @@ class GroupState:
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         text = call.describe()
         sizes = self.team.enter(text, call.share)
-        problem = call.problem(sizes)
+        problem = replace(call.problem(sizes), nodes=self.team.nodes)
         key = (problem, call.schedule, call.device)
         program = next((program for program, known in self._programs.items() if known == key), None)
         if program is None:

@@ -34,7 +34,7 @@ def plan(
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
     for a family that weft or the operator lacks, and for a schedule of another problem.
     """
-    machine.require(problem.world_size)
+    machine.require_for(problem)
     machine.tflops(problem.dtype)
     considered = _considered(problem, machine, schedules, only, chunks)
     ideal_us = max(whole_gemm_us(machine, problem), whole_collective_us(machine, problem))

@@ -66,6 +66,11 @@ class Peers:
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self._team = Team(group or _world(), timeout_s=4 * timeout_s)
+        if self._team.nodes:
+            self._team.close()
+            raise ValueError(
+                f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: pass a group within one"
+            )
         self.rank, self.world_size = self._team.rank, self._team.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -106,7 +111,7 @@ class Peers:
         else:
             backing = self._team.allocate(count * dtype.itemsize)
             local = backing[self.rank].matrix(0, 1, count, dtype).view(shape)
-            addresses = [segment.address for segment in backing]
+            addresses = [segment.address for segment in backing.values()]
         peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return SymmetricTensor(name=name, local=local, peers=peers, backing=backing)
 
@@ -147,7 +152,7 @@ class Peers:
         """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Peers that wait are told."""
         self._team.close()
         for tensor in self._tensors:
-            for segment in tensor.backing if isinstance(tensor.backing, list) else []:
+            for segment in tensor.backing.values() if isinstance(tensor.backing, dict) else []:
                 assert isinstance(segment, Segment)
                 segment.close()
         self._tensors = []
