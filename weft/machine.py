@@ -107,8 +107,8 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Between hosts: an adapter for each GPU. gbps: usable, each way. latency_us: of a signal through it. step_us: fixed cost of
-    a group of sends and receives. sms: what it occupies while it runs.
+    """Between hosts: an adapter for each GPU. gbps: usable, each way. latency_us: of a message's last byte. step_us: fixed cost
+    of a group of sends and receives. sms: what it occupies while it runs.
     """
 
     gbps: float

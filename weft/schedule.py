@@ -268,9 +268,9 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class SendReceive:
-    """Messages that go on together. The n-th that a rank sends to another in a call is the n-th that the other receives from it.
+    """Messages that go on together. The n-th that a rank sends to another in a call is the n-th that the other receives.
 
-    It ends once all of its messages are through: not before each one's other end has begun its step.
+    It ends once all of its messages are through: not before each one's other end has begun.
     """
 
     TAGGED: ClassVar[bool] = True

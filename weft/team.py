@@ -288,7 +288,9 @@ class Team:
             try:
                 self._relay.refresh()
             except RuntimeError as error:
-                raise self.fail(PeerLost(f"the store of the group is lost, and with it the host that keeps it ({error})")) from None
+                raise self.fail(
+                    PeerLost(f"the store of the group is lost, and with it the host that keeps it ({error})")
+                ) from None
 
     def _silent_s(self, peer: int) -> float:
         """For how long nothing has been heard of a rank of another node that has not left."""

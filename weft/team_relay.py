@@ -11,7 +11,7 @@ looks at a control segment need not know where its rank is.
 A thread publishes four times a second, whatever its rank does: a rank of which nothing new is read for so long as `silent_s` is
 lost. And it says so of a rank of its own node whose process has died, in that one's name.
 
-The store is only asked for keys that are there, so that nothing waits for long; a connection of its own keeps others' waits out.
+The store is only asked for keys that are there, so that nothing waits for long, on a connection of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from weft.memory import Segment
 
@@ -56,8 +57,8 @@ class Board:
         return zlib.compress(count.to_bytes(8, "little") + segment.read_bytes(0, self.log_at) + newest, 1)
 
     def restore(self, segment: Segment, snapshot: bytes) -> None:
-        """Make a segment say the same; the words last, since others look at them first, and the count as it was when the log was
-        read."""
+        """Make a segment say the same; the words last, since others look at them first, and the count as it was when the log
+        was read."""
         data = zlib.decompress(snapshot)
         count, data = int.from_bytes(data[:8], "little"), data[:8] + data[16:]
         log = segment.words(self.log_at, self.logged)
@@ -77,8 +78,8 @@ class Relay:
     """The copies of one rank. Collective.
 
     topic: what tells this team's keys from others'. own: this rank's segment. copies: by rank of another node, where its
-    segment is copied to. neighbours: by rank of this node, what gives a segment that says so once its process has died. timeout_s:
-    bound of the start, and of any question to the store.
+    segment is copied to. neighbours: by rank of this node, what gives a segment that says so once its process has died.
+    timeout_s: bound of the start, and of any question to the store.
     """
 
     def __init__(
@@ -95,7 +96,8 @@ class Relay:
     ) -> None:
         self._board, self._rank, self._own = board, rank, own
         self._copies, self._neighbours = copies, dict(neighbours)
-        self._store = dist.PrefixStore(f"weft/{topic}", _get_process_group_store(group).clone())
+        store: Any = _get_process_group_store(group)
+        self._store: Any = PrefixStore(f"weft/{topic}", store.clone())
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._beat = 0
         self._seen = {far: (b"", time.monotonic()) for far in copies}

@@ -28,8 +28,8 @@ _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
 class _Lane:
-    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. legs: of its
-    messages that are under way."""
+    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. legs: its
+    ends of messages that are under way."""
 
     __slots__ = ("call", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 

@@ -13,8 +13,8 @@ Flags of rank r (who advances ~> who waits)
     free[p]@r      p's compute lane ~> r's pushing lane: p has read its a_full for the last time in this call
     sent[0]@r      r's copy lane ~> r's compute lane (ring only): r has forwarded from its a_full for the last time
 
-    landed[i]@r    r's network lane ~> r's copy and compute lanes: chunk i of the shards of other nodes that r takes for its node
-                   lies in r's a_full (node_slices)
+    landed[i]@r    r's network lane ~> r's copy and compute lanes: chunk i of the shards of other nodes that r takes for its
+                   node lies in r's a_full (node_slices)
 
 `free` is waited for with at_least=0: before the first push of a call, the peer must be past its previous call.
 

@@ -121,8 +121,10 @@ class Builder:
         own = self.problem.node_ranks[self.problem.node_of[rank]]
         return ranks[(rank - own.start) % len(ranks)]
 
-    def send_receive(self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None) -> None:
-        """A step of the network lane, if there is anything to send or receive: after these flags; what it receives raises
+    def send_receive(
+        self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None
+    ) -> None:
+        """A step of the network lane, if there is anything to send or receive, after these flags; what it receives raises
         `then`."""
         if sends or receives:
             self.add(rank, "network", *map(Wait, after), SendReceive(tuple(sends), tuple(receives)))

@@ -17,7 +17,7 @@ Flags of rank r (who advances ~> who waits)
     arrived[p]@r   p ~> r: p's partial result lies in recv        free[p]@r   p ~> r: p has read what r put into p's recv
     ready[p]@r     p ~> r: p's columns lie in summed              read[p]@r   p ~> r: p has read what r put into p's summed
 
-    made[i]@r      r ~> r's network lane: rows i lie in `mine`     landed[i]@r    r's network lane ~> r: those of others in `theirs`
+    made[i]@r      r ~> r's network lane: rows i lie in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
 
     one_shot: one hop                                   two_shot: two hops, 2/p of the bytes
     rank r                      rank p                  rank r                     rank o, the owner of some columns

@@ -157,9 +157,7 @@ def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
             ]
         for piece in s.by_step(rank):
             made_here = s.region("product", rank, piece.rows)
-            parts.append(
-                Part(s.region("a", rank, piece.rows), made_here, (s.free(rank, piece.shard),), s.ready(rank, piece))
-            )
+            parts.append(Part(s.region("a", rank, piece.rows), made_here, (s.free(rank, piece.shard),), s.ready(rank, piece)))
         s.gemm(rank, parts + s.own_shard(rank))
         s.bring(rank)
     return s.done()

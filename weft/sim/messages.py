@@ -1,9 +1,9 @@
 """Sends and receives, simulated: a message starts once both of its ends have begun, and shares their adapters with others.
 
-    rank r, network                    rank p, network
-    send 2 KiB to p ..............     (another step)
-                     ..............    receive from r: both have begun
-                     | on the way |    | on the way |        at max-min fair rates of both adapters
+rank r, network                    rank p, network
+send 2 KiB to p ..............     (another step)
+                 ..............    receive from r: both have begun
+                 | on the way |    | on the way |        at max-min fair rates of both adapters
 """
 
 from __future__ import annotations
