@@ -45,15 +45,15 @@ class CudaWire:
 
     def __init__(self, team: Team, device: torch.device) -> None:
         self._ranks = dist.get_process_group_ranks(team.group)
-        bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
-        if bound and len(self._ranks) < dist.get_world_size():
+        part = len(self._ranks) < dist.get_world_size()
+        if part and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise ValueError(
                 f"group has {len(self._ranks)} of {dist.get_world_size()} ranks, on several nodes; use the default group "
                 "there, or init_process_group without device_id"
             )
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config.max_ctas = SMS
-        self._group = dist.new_group(self._ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+        self._group = dist.new_group(self._ranks, backend="nccl", pg_options=options, use_local_synchronization=part)
         # The communicator is made by all ranks at once, whoever exchanges what with whom later.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         torch.cuda.synchronize(device)
