@@ -31,7 +31,9 @@ def needs_sms(rank: int, lane: Lane, step: Step) -> bool:
     """Kernels, and copies within the rank, except on communication blocks."""
     if lane.kind == "blocks":
         return False
-    return step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective, SendReceive))
+    return (
+        step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective, SendReceive))
+    )
 
 
 def fills(lane: Lane, step: Step) -> bool:
@@ -144,9 +146,7 @@ class Run:
         if self.holder.get(rank) is step:
             del self.holder[rank]
 
-    def _messages(
-        self, rank: int, lane: Lane, step: SendReceive, call: int
-    ) -> Iterator[tuple[object, Callable[[], bool]]]:
+    def _messages(self, rank: int, lane: Lane, step: SendReceive, call: int) -> Iterator[tuple[object, Callable[[], bool]]]:
         """All ends at once, each when it can."""
         yield from self._begin(rank, lane, step)
         done, others = [0], []

@@ -91,9 +91,7 @@ def _drop_both(schedule: Schedule, rng: random.Random) -> Schedule | None:
     here, there = step_at(schedule, last), step_at(schedule, other)
     sends = [s for s in here.sends if s.to == send.to]
     receives = [r for r in there.receives if r.source == rank]
-    schedule = with_step(
-        schedule, last, dataclasses.replace(here, sends=tuple(s for s in here.sends if s is not sends[-1]))
-    )
+    schedule = with_step(schedule, last, dataclasses.replace(here, sends=tuple(s for s in here.sends if s is not sends[-1])))
     there = step_at(schedule, other)
     return with_step(
         schedule, other, dataclasses.replace(there, receives=tuple(r for r in there.receives if r is not receives[-1]))

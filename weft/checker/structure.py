@@ -112,12 +112,12 @@ class _Compiler:
             return Op(_WAIT, *self.gate(step))  # type: ignore[arg-type]
         if kind is Signal:
             return Op(_SIGNAL, self.advance(step.flag))  # type: ignore[union-attr]
-        if kind is Copy:
-            return self.copy(step)  # type: ignore[arg-type]
         if kind is SendReceive:
             return self.messages(step)  # type: ignore[arg-type]
         if self.lane.kind == "network":
             self.fail("a network lane runs sends and receives, waits and signals; this step needs another lane")
+        if kind is Copy:
+            return self.copy(step)  # type: ignore[arg-type]
         if self.lane.kind == "copy":
             self.fail("a copy engine runs copies, waits and signals; this step needs a lane of kind compute or blocks")
         on_sms = self.lane.kind == "compute"
