@@ -17,6 +17,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "docs/schedules.md")
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_CHUNKS = 2
+ON_NODES = {"m": 16, "world_size": 4, "nodes": (2, 2)}
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
@@ -40,14 +42,17 @@ BLOCK = re.compile(r"^```text (timeline|counts|chart|results) ([^\n]*)\n.*?^```$
 
 def timeline(op: str, family: str) -> str:
     """One family on the small example, as rank 0 sees it."""
-    schedule = weft.build(_example(op), family, EXAMPLE_CHUNKS)
+    problem = _example(op, **ON_NODES) if family == "node_slices" else _example(op)
+    schedule = weft.build(problem, family, EXAMPLE_CHUNKS)
     return weft.timeline(schedule, width=WIDTH)
 
 
-def _example(op: str) -> weft.Problem:
+def _example(op: str, **changes: Any) -> weft.Problem:
+    sizes = EXAMPLE | changes
     if op in LOOKUP_OPS:
-        return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
-    return weft.Problem(op=op, **EXAMPLE)  # type: ignore[arg-type]
+        lookup = weft.LookupProblem.of(batch=sizes["m"], dims=((4,),) * sizes["world_size"])
+        return replace(lookup, nodes=sizes.get("nodes", ()))
+    return weft.Problem(op=op, **sizes)  # type: ignore[arg-type]
 
 
 def counts(op: Op) -> str:

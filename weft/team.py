@@ -111,7 +111,7 @@ class Team:
         self._rounds = 0
         reap_stale()
         per_node, host = ranks_per_node(), socket.gethostname()
-        label = f"{host} (node {self.rank // per_node})" if per_node else host
+        label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
         control = Segment.create("control", _BOARD.nbytes)
         me = (label, os.getpid(), process_start(os.getpid()), control.name)
         everyone: list[tuple[str, int, int, str]] = [me] * self.world_size  # type: ignore[list-item]
