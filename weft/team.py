@@ -35,11 +35,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
-from weft.memory import Segment, process_start, reap_stale, unlink
+from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
 from weft.team_relay import Board, Relay
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -95,8 +97,8 @@ def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
 class Team:
     """The ranks of `group`. Collective: every rank of the group constructs it.
 
-    timeout_s: bound of every wait. nodes: as a Problem has them. near: the ranks of this one's node, itself among them. Raises
-    ValueError if the ranks of a host are no neighbours.
+    timeout_s: bound of every wait. nodes: as a Problem has them. near: the ranks of this one's node, itself among them.
+    topic: what tells this team from all others. Raises ValueError if the ranks of a host are no neighbours.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
@@ -125,8 +127,9 @@ class Team:
             self._control = [self._board_of(rank, name, control) for rank, (*_, name) in enumerate(everyone)]
             self._words = [segment.words(0, 6) for segment in self._control]
             self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
+            self.topic = everyone[0][3].removeprefix(PREFIX)
             self._publish_mapped()
-            self._relay = self._relayed(group, everyone[0][3]) if self.nodes else None
+            self._relay = self._relayed() if self.nodes else None
         finally:
             unlink(control.name)
 
@@ -136,12 +139,16 @@ class Team:
             return _BOARD.private()
         return own if rank == self.rank else Segment.open(name)
 
-    def _relayed(self, group: dist.ProcessGroup, topic: str) -> Relay:
+    def store(self, name: str) -> Any:
+        """A part of the group's store that this team alone has, on a connection of its own."""
+        store: Any = _get_process_group_store(self.group)
+        return PrefixStore(f"weft/{self.topic}/{name}", store.clone())
+
+    def _relayed(self) -> Relay:
         near = [peer for peer in self._others() if peer in self.near]
         return Relay(
-            group,
+            self.store("relay"),
             _BOARD,
-            topic=topic,
             rank=self.rank,
             own=self._control[self.rank],
             copies={far: self._control[far] for far in self._others() if far not in self.near},

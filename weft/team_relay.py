@@ -24,9 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
-
 from weft.memory import Segment
 
 _BEAT_S = 0.25
@@ -77,17 +74,16 @@ class Board:
 class Relay:
     """The copies of one rank. Collective.
 
-    topic: what tells this team's keys from others'. own: this rank's segment. copies: by rank of another node, where its
+    store: the team's own part of it, and connection. own: this rank's segment. copies: by rank of another node, where its
     segment is copied to. neighbours: by rank of this node, what gives a segment that says so once its process has died.
     timeout_s: bound of the start, and of any question to the store.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        store: Any,
         board: Board,
         *,
-        topic: str,
         rank: int,
         own: Segment,
         copies: Mapping[int, Segment],
@@ -96,8 +92,7 @@ class Relay:
     ) -> None:
         self._board, self._rank, self._own = board, rank, own
         self._copies, self._neighbours = copies, dict(neighbours)
-        store: Any = _get_process_group_store(group)
-        self._store: Any = PrefixStore(f"weft/{topic}", store.clone())
+        self._store = store
         self._store.set_timeout(timedelta(seconds=timeout_s))
         self._beat = 0
         self._seen = {far: (b"", time.monotonic()) for far in copies}

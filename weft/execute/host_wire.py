@@ -1,4 +1,4 @@
-"""What CPU ranks of different nodes exchange: messages of a process group of their own, by torch's backend for CPUs.
+"""What CPU ranks of different nodes exchange: gloo's messages, on connections of a team's own.
 
 Sends and receives of one step go on together. They wait on a thread of their own, so that the lane meanwhile looks after its
 peers: a rank that is lost ends the wait at once, and what still waits then ends with the connection, or at the bound.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from weft.errors import PeerLost
 from weft.execute.bindings import Where
@@ -26,14 +26,13 @@ _NAMED_S = 2.0
 
 
 class HostWire:
-    """Messages between the ranks of a team. Collective, as is `close`."""
+    """Messages between the ranks of a team. Collective."""
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self._ranks = dist.get_process_group_ranks(team.group)
-        self._group = dist.new_group(
-            self._ranks, timedelta(seconds=team.timeout_s), backend="gloo", use_local_synchronization=True
-        )
+        # No group that torch knows by name: names of groups that some ranks make on their own are used again.
+        bound = timedelta(seconds=team.timeout_s)
+        self._backend: Any = ProcessGroupGloo(team.store("wire"), team.rank, team.world_size, bound)
 
     def exchange(self, sends: Messages, receives: Messages, where: Where) -> None:
         """Send and receive all of these. Raises PeerLost or WaitTimeout."""
@@ -41,10 +40,9 @@ class HostWire:
 
         def work() -> None:
             try:
-                under_way = [dist.isend(sent, self._ranks[to], self._group) for sent, to in sends]
-                under_way += [dist.irecv(got, self._ranks[source], self._group) for got, source in receives]
+                under_way = [self._backend.send([sent], to, 0) for sent, to in sends]
+                under_way += [self._backend.recv([got], source, 0) for got, source in receives]
                 for one in under_way:
-                    assert one is not None, "this rank is in its own group"
                     one.wait()
             except RuntimeError as error:
                 broken.append(error)
@@ -73,5 +71,4 @@ class HostWire:
         self.exchange(sends, [(theirs[rank], rank) for rank in others if theirs[rank].numel()], where)
 
     def close(self) -> None:
-        with suppress(ValueError, RuntimeError):  # gone with all groups of the process
-            dist.destroy_process_group(self._group)
+        self._backend = None

@@ -5,15 +5,21 @@ while the rest is computed; its stream shares no hardware queue with the caller'
 caller's group along, which is how a message that never comes ends.
 
 A GPU's symmetric memory reaches the ranks of its node. It is torch's, over a group of these ranks.
+
+Both are made with names and stores of the team's own: torch names groups that only some ranks make by their ranks and by how
+many groups a rank has, so that ranks could differ in a name, and a name could come back with what an earlier group left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from weft.team import Team
 
@@ -29,46 +35,48 @@ def near_group(team: Team) -> dist.ProcessGroup:
     """A group of the ranks of this one's node; the team's own where there is one node. Collective."""
     if not team.nodes:
         return team.group
-    ranks = dist.get_process_group_ranks(team.group)
-    group: dist.ProcessGroup = dist.new_group(
-        [ranks[near] for near in team.near], backend="gloo", use_local_synchronization=True
+    everyone = dist.get_process_group_ranks(team.group)
+    ranks = [everyone[near] for near in team.near]
+    first, bound = team.near.start, timedelta(seconds=team.timeout_s)
+    make: Any = distributed_c10d._new_process_group_helper
+    group: dist.ProcessGroup
+    group, _ = make(
+        len(ranks), team.rank - first, ranks, "gloo", team.store("near"), f"weft-{team.topic}-{first}", timeout=bound
     )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return group
 
 
 class CudaWire:
-    """Messages between the ranks of a team. Collective.
-
-    Raises ValueError for a group that is a part of a world whose communicator is bound to devices: torch would split that one,
-    for which it needs all ranks of the world.
-    """
+    """Messages between the ranks of a team. Collective."""
 
     def __init__(self, team: Team, device: torch.device) -> None:
-        self._ranks = dist.get_process_group_ranks(team.group)
-        part = len(self._ranks) < dist.get_world_size()
-        if part and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-            raise ValueError(
-                f"group has {len(self._ranks)} of {dist.get_world_size()} ranks, on several nodes; use the default group "
-                "there, or init_process_group without device_id"
-            )
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
         options.config.max_ctas = SMS
-        self._group = dist.new_group(self._ranks, backend="nccl", pg_options=options, use_local_synchronization=part)
+        options.global_ranks_in_group = dist.get_process_group_ranks(team.group)
+        options.group_name = f"weft-{team.topic}"
+        made: Any = dist.ProcessGroupNCCL(team.store("wire"), team.rank, team.world_size, options)
+        self._backend: Any = made
+        self._backend._set_sequence_number_for_group()
         # The communicator is made by all ranks at once, whoever exchanges what with whom later.
-        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._backend.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.synchronize(device)
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         """Enqueue one group of sends and receives on torch's current stream."""
-        ops = [dist.P2POp(dist.isend, sent, self._ranks[to], self._group) for sent, to in sends]
-        ops += [dist.P2POp(dist.irecv, got, self._ranks[source], self._group) for got, source in receives]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        self._backend._start_coalescing()
+        for sent, to in sends:
+            self._backend.send([sent], to, 0)
+        for got, source in receives:
+            self._backend.recv([got], source, 0)
+        self._backend._end_coalescing().wait()
 
     def abort(self) -> None:
         """End what waits for messages that will not come. For the end of a team: nothing can be exchanged after it."""
-        self._group._get_backend(torch.device("cuda")).abort()
+        self._backend.abort()
 
     def close(self) -> None:
-        with suppress(ValueError, RuntimeError):  # gone with all groups of the process, or aborted
-            dist.destroy_process_group(self._group)
+        with suppress(RuntimeError):  # aborted
+            self._backend.shutdown()
+        self._backend = None
