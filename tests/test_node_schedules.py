@@ -336,3 +336,8 @@ def test_no_lane_blocks_for_good_on_gpus(op: Op) -> None:
 def test_flags_of_lookups_can_be_edges() -> None:
     """On GPUs a flag is a word that its waiter lowers: none is signalled twice, or again before that."""
     assert Edges(build(problem_of("embedding_bag_all_to_all", (2, 2)), "node_slices", 2)).words > 0
+
+
+def test_a_plan_of_slices_alone() -> None:
+    found = weft.plan(COMBINE, machine.load("h200x8"), only="node_slices")
+    assert {candidate.schedule for candidate in found.candidates} == {"node_slices"}

@@ -69,7 +69,7 @@ def _considered(
         if schedule.problem != problem:
             raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
     if schedules is None:
-        schedules = candidates(problem, fan_out=machine.fans_out)
+        schedules = candidates(problem, fan_out=machine.fans_out, only=only)
     found = [schedule for schedule in schedules if only in (None, schedule.name)]
     if only is None and all(schedule.name != "sequential" for schedule in found):
         found.insert(0, build(problem, "sequential"))

@@ -287,16 +287,16 @@ def spec(name: str, chunks: int) -> str:
     return f"{name}:{chunks}" if chunked else name
 
 
-def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
+def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = None) -> list[Schedule]:
     """Every schedule that a planner should consider: each family of the operator, cut into 1, 2, and half, one and two times
     world_size chunks a shard, without those whose steps another one has, too.
 
     Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
-    8 x H200, where an eighth of a shard may take 3).
+    8 x H200, where an eighth of a shard may take 3). only: those of this family.
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in (FAMILIES[name] for name in names(problem.op) if not unfit(name, problem)):
+    for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)
