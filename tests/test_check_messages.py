@@ -17,7 +17,7 @@ from damage_messages import MESSAGES, random_schedule
 from test_check_damage import refusal
 
 EVERY = MESSAGES | DAMAGES
-SHARE = int(os.environ.get("WEFT_DAMAGES", "400")) // (3 * len(MESSAGES) + len(DAMAGES))
+SHARE = int(os.environ.get("WEFT_DAMAGES", "250")) // (3 * len(MESSAGES) + len(DAMAGES))
 TRIES = 400
 """Seeds that are tried for a kind of damage that rarely applies here."""
 

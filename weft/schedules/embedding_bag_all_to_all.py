@@ -106,6 +106,28 @@ class _Exchange(Builder):
         takes = [(p, piece) for p in self.far(rank) for piece in self.pieces[rank] if piece.index == index]
         return [(p, piece) for p, piece in gives if self._gives(rank, p)], [t for t in takes if self._gives(t[0], rank)]
 
+    def send_slice(self, rank: int, index: int) -> None:
+        """Look slice `index` up, and exchange it for those of other nodes."""
+        gives, takes = self.exchanged(rank, index)
+        made = [Flag("sliced", rank, peer * self.chunks + index) for peer, _ in gives]
+        pooled = [self.region("pooled", rank, piece.rows) for _, piece in gives]
+        bags = (self.region("bags", rank, piece.rows) for _, piece in gives)
+        self.look_up(rank, [Bags(*part) for part in zip(bags, pooled, made, strict=True)])
+        sends = [Send(region, peer) for region, (peer, _) in zip(pooled, gives, strict=True)]
+        receives = [Receive(self.landed_from(src, rank, piece), src) for src, piece in takes]
+        self.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
+
+    def look_up(self, rank: int, parts: list[Bags]) -> None:
+        if parts:
+            self.add(rank, "compute", Lookup(tuple(parts)))
+
+    def near(self, rank: int) -> list[tuple[Bags, int]]:
+        """What stays within the node, with the index of its piece: what peers own, then the rank's own."""
+        stored = zip(self.stores(rank), (piece.index for _, piece in self.sent(rank)), strict=True)
+        own = [piece for piece in self.pieces[rank] if self._gives(rank, rank)]
+        mine = (Bags(self.region("bags", rank, p.rows), self.place("out", rank, rank, p.rows)) for p in own)
+        return [*stored, *zip(mine, (piece.index for piece in own), strict=True)]
+
     def landed_from(self, src: int, owner: int, piece: Piece) -> Region:
         low = self.problem.shards[owner][0]
         return self.region(f"from{src}", owner, (piece.rows[0] - low, piece.rows[1] - low))
@@ -165,23 +187,20 @@ def counted(problem: Problem, name: str, chunks: int) -> Schedule:
 
 
 def sliced(problem: Problem, name: str, chunks: int) -> Schedule:
-    """As `stored` within a node. The bags for other nodes come first, and leave slice by slice."""
+    """As `stored` within a node. The bags for other nodes come first, and leave slice by slice.
+
+    A slice is a kernel of its own, and so is each piece of what stays: blocks of a lookup fill every SM to its end, and the
+    vendor's sending gets SMs between two.
+    """
     make = _Exchange(problem, name, chunks, pooled=True, landing=True)
     make.far_buffers()
     for rank in range(problem.world_size):
-        parts = []
         for index in range(chunks):
-            gives, takes = make.exchanged(rank, index)
-            made = [Flag("sliced", rank, peer * chunks + index) for peer, _ in gives]
-            pooled = [make.region("pooled", rank, piece.rows) for _, piece in gives]
-            sends = [Send(region, peer) for region, (peer, _) in zip(pooled, gives, strict=True)]
-            receives = [Receive(make.landed_from(src, rank, piece), src) for src, piece in takes]
-            make.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
-            bags = (make.region("bags", rank, piece.rows) for _, piece in gives)
-            parts += [Bags(*part) for part in zip(bags, pooled, made, strict=True)]
+            make.send_slice(rank, index)
         for peer in make.receivers(rank):
             make.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
-        make.add(rank, "compute", Lookup((*parts, *make.stores(rank), *make.own(rank))))
+        for index in range(chunks):
+            make.look_up(rank, [bags for bags, at in make.near(rank) if at == index])
         make.hand_out(rank, "copy")
         for index in range(chunks):
             _, takes = make.exchanged(rank, index)
