@@ -152,9 +152,10 @@ def _out_of_reach() -> tuple[tuple[int, ...], list[int]]:
     team = Team(group)
     try:
         segments = team.allocate(64)
-        for segment in segments.values():
+        for segment in segments:
             segment.close()
-        return team.nodes, list(segments)
+        assert len(segments) == len(team.near)
+        return team.nodes, list(team.near)
     finally:
         team.close()
 

@@ -228,19 +228,19 @@ class Team:
     def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
         return RankMismatch(f"ranks disagree in call {call}:\n{_difference(self.rank, mine, peer, theirs)}")
 
-    def allocate(self, nbytes: int) -> dict[int, Segment]:
-        """A new segment of `nbytes` on every rank, mapped on all of its node, by rank. Collective."""
+    def allocate(self, nbytes: int) -> list[Segment]:
+        """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective."""
         self._check_usable()
         mine = Segment.create("data", nbytes)
         self._rounds += 1
         try:
             self._control[self.rank].write_text(_NAME_AT, _TEXT_BYTES, mine.name)
             self._words[self.rank].store(_CREATED, self._rounds)
-            segments = {}
+            segments = []
             for peer in self.near:
                 self._await_word(peer, _CREATED, self._rounds, "created")
                 name = self._control[peer].read_text(_NAME_AT, _TEXT_BYTES)
-                segments[peer] = mine if peer == self.rank else Segment.open(name)
+                segments.append(mine if peer == self.rank else Segment.open(name))
             self._publish_mapped()
         finally:
             unlink(mine.name)

@@ -114,7 +114,7 @@ class HostSpace:
     def reserve(self, nbytes: int) -> None:
         """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
         if not self.data or self.data[self.team.rank].nbytes < nbytes:
-            grown = self.team.allocate(nbytes)
+            grown = dict(zip(self.team.near, self.team.allocate(nbytes), strict=True))
             for segment in self.data.values():
                 segment.close()
             self.data = grown
@@ -150,7 +150,7 @@ class HostProgram(BoundProgram, Device):
         self.space = space
         self._program = Program(schedule, self, self.growth_of)
         self._keep_pushes_that_need_no_lane_of_this_call()
-        self._segments = self.team.allocate(8 * (self.words_needed + 1))
+        self._segments = dict(zip(self.team.near, self.team.allocate(8 * (self.words_needed + 1)), strict=True))
         self._words = {rank: segment.words(0, self.words_needed + 1) for rank, segment in self._segments.items()}
         self._meetings = 0
         if self.team.nodes and space.wire is None:
@@ -179,8 +179,9 @@ class HostProgram(BoundProgram, Device):
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         segments = self.team.allocate(nbytes)
-        self._mailboxes += segments.values()
-        return [segment.address for segment in segments.values()], segments[self.team.rank].matrix(0, 1, nbytes, torch.uint8)[0]
+        self._mailboxes += segments
+        own = segments[self.team.rank - self.team.near.start]
+        return [segment.address for segment in segments], own.matrix(0, 1, nbytes, torch.uint8)[0]
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
         words, slot = self._words[flag.rank], self.slots[flag]

@@ -111,7 +111,7 @@ class Peers:
         else:
             backing = self._team.allocate(count * dtype.itemsize)
             local = backing[self.rank].matrix(0, 1, count, dtype).view(shape)
-            addresses = [segment.address for segment in backing.values()]
+            addresses = [segment.address for segment in backing]
         peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         return SymmetricTensor(name=name, local=local, peers=peers, backing=backing)
 
@@ -152,7 +152,7 @@ class Peers:
         """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Peers that wait are told."""
         self._team.close()
         for tensor in self._tensors:
-            for segment in tensor.backing.values() if isinstance(tensor.backing, dict) else []:
+            for segment in tensor.backing if isinstance(tensor.backing, list) else []:
                 assert isinstance(segment, Segment)
                 segment.close()
         self._tensors = []
