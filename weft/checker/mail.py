@@ -8,14 +8,11 @@ has nothing of its receiver's behind it; a receiver has all that its sender had 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from weft.checker.content import Cells
 from weft.checker.effects import At, Effects
 from weft.checker.program import Action, Rect
-
-if TYPE_CHECKING:
-    from weft.checker.walk import _Lane
 
 Pair = tuple[int, int]
 """Sender, receiver."""
@@ -40,12 +37,11 @@ class Posted(NamedTuple):
 
 
 class Mail:
-    """All messages of all pairs. under_way: lanes that have begun messages which are not through."""
+    """All messages of all pairs of ranks."""
 
     def __init__(self) -> None:
         self.posted: defaultdict[Pair, list[Posted]] = defaultdict(list)
         self.awaited: defaultdict[Pair, int] = defaultdict(int)
-        self.under_way: list[_Lane] = []
 
     def begin(self, effects: Effects, at: At, action: Action, *, sent: bool, peer: int, ancestors: int) -> Leg:
         """One end begins: what is sent is read."""

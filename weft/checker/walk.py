@@ -59,7 +59,7 @@ class Walk:
         self.parked: dict[int, list[tuple[_Lane, int]]] = {}
         self.ready: deque[tuple[_Lane, int]] = deque()
         self.meeting: list[_Lane] = []
-        self.mail = Mail()
+        self.mail, self.mailing = Mail(), list[_Lane]()
 
     def run(self) -> None:
         """Raises ScheduleError for a deadlock, a race or a wrong result."""
@@ -198,9 +198,9 @@ class Walk:
             self.mail.begin(self.effects, (*at, part, lane.call), action, sent=sent, peer=peer, ancestors=lane.mask)
             for part, (action, (sent, peer)) in enumerate(zip(op.actions, op.messages, strict=True))
         ]
-        self.mail.under_way.append(lane)
-        for other in [other for other in self.mail.under_way if all(map(self.mail.meets, other.legs))]:
-            self.mail.under_way.remove(other)
+        self.mailing.append(lane)
+        for other in [other for other in self.mailing if all(map(self.mail.meets, other.legs))]:
+            self.mailing.remove(other)
             for leg in other.legs:
                 other.joined |= self.mail.end(self.effects, leg, other.mask)
             self._leave(other)
@@ -227,7 +227,7 @@ class Walk:
     def _stuck(self) -> dict[tuple[int, int], Stuck]:
         """By rank and lane: the position and part that cannot go on, and the flag (-1: a collective) that it waits for."""
         found = {(lane.rank, lane.index): Stuck(lane.position, 0, -1) for lane in self.meeting}
-        for lane in self.mail.under_way:
+        for lane in self.mailing:
             part = next(part for part, leg in enumerate(lane.legs) if not self.mail.meets(leg))
             found[lane.rank, lane.index] = Stuck(lane.position, part, -1)
         for flag, parked in self.parked.items():
