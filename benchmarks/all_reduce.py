@@ -7,33 +7,28 @@ in symmetric memory; and torch.mm alone. `sequential_us` is torch.mm + NCCL's de
 
 Traps: multicast stays off, so PyTorch's multimem all-reduces are not among them. Calls follow each other on one weight: of what
 a cache keeps of it every method profits alike. Baselines reduce in place and in registered memory, which favours them. A
-kernel is compiled for each tile shape at its first call, some seconds: more than 60 s in all, where nothing is cached yet, so
-ask for cases or batches one after the other then.
+kernel is compiled for each tile shape at its first call, some seconds.
 
-    torchrun --nproc-per-node 4 benchmarks/all_reduce.py --json benchmarks/results/all_reduce.jsonl
-    torchrun --nproc-per-node 4 benchmarks/all_reduce.py --cases 3584x8192 --batches 1,8 --modes graph --auto
+A part of benchmarks/fused.py, which runs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from collectives import Way, ways
-from measure import Failed, Times, Work, append, close_to, geomean, parser, release, row, say, start, stop, together, trial
+from collectives import Way
+from measure import Job, Times, Work, close_to, geomean, row, together, trial
 
 import weft
-from weft import schedules
 from weft.problem import Problem
 
-ROUNDS, REPEAT = 9, 20
-ALARM_S = 40
+REPEAT = 20
 CASES = ((3584, 8192), (1024, 8192), (6656, 16384), (8192, 8192))
 """K and N of each rank."""
 BATCHES = (1, 8, 32, 64, 128)
@@ -74,14 +69,14 @@ class Site:
         return run
 
     def _torch(self, kind: str) -> Work:
-        whole = symmetric_memory.empty(self.problem.m, self.problem.n, device="cuda", dtype=torch.bfloat16)
+        whole = symmetric_memory.empty((self.problem.m, self.problem.n), device=torch.device("cuda"), dtype=torch.bfloat16)
         symmetric_memory.rendezvous(whole, self.group)
 
-        def one_shot() -> torch.Tensor:
+        def one_shot() -> object:
             torch.mm(self.a, self.b, out=whole)
             return torch.ops.symm_mem.one_shot_all_reduce(whole, "sum", self.group)
 
-        def two_shot() -> torch.Tensor:
+        def two_shot() -> object:
             torch.mm(self.a, self.b, out=whole)
             return torch.ops.symm_mem.two_shot_all_reduce_(whole, "sum", self.group)
 
@@ -91,14 +86,30 @@ class Site:
         return lambda: weft.matmul_all_reduce(self.a, self.b, schedule=spec)
 
 
-def measured(case: tuple[int, int], batch: int, found: Sequence[Way], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def jobs(
+    cases: Sequence[tuple[int, int, int]], specs: Sequence[str], found: Sequence[Way], arguments: argparse.Namespace
+) -> list[Job]:
+    """K and N of each rank, and rows, as cases to measure."""
+    made = []
+    for inner, columns, batch in cases:
+        run = partial(measured, (inner, columns), batch, specs, found, arguments)
+        made.append(Job(name=f"matmul_all_reduce {_name(inner, columns, batch)}", run=run))
+    return made
+
+
+def _name(inner: int, columns: int, batch: int) -> str:
+    return f"{inner}x{columns} batch={batch}"
+
+
+def measured(
+    case: tuple[int, int], batch: int, specs: Sequence[str], found: Sequence[Way], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One case in every mode: its JSON lines."""
     torch.manual_seed(dist.get_rank())
     (inner, columns), size = case, dist.get_world_size()
     problem = Problem(op="matmul_all_reduce", m=batch, n=columns, k=inner * size, world_size=size)
     site = Site(problem)
-    specs = [*arguments.specs.split(","), *(["auto"] if arguments.auto else [])]
-    works = site.works(found, specs)
+    works = site.works([way for way in found if way.runs("all_reduce")], specs)
     expected = together("mm + default", works["mm + default"])
     compare = close_to(expected.float())  # type: ignore[attr-defined]
 
@@ -111,7 +122,7 @@ def measured(case: tuple[int, int], batch: int, found: Sequence[Way], arguments:
         works, arguments.modes.split(","), check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT
     )
     chosen = weft.choices()[-1].spec if weft.choices() else None
-    name = f"{inner}x{columns} batch={batch}"
+    name = _name(inner, columns, batch)
     lines = []
     for mode, us in times.items():
         line = row(bench="fused", op=problem.op, case=name, dtype=problem.dtype, mode=mode, arguments=arguments)
@@ -172,51 +183,3 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _batch(line: Mapping[str, Any]) -> int:
     return int(line["case"].rpartition("=")[2])
-
-
-def chosen_cases(arguments: argparse.Namespace) -> list[tuple[tuple[int, int], int]]:
-    """The cases and batches that are asked for. Raises ValueError where there is none."""
-    wanted = arguments.cases.split(",")
-    cases = [case for case in CASES if any(w in f"{case[0]}x{case[1]}" for w in wanted)]
-    found = [(case, int(batch)) for case in cases for batch in arguments.batches.split(",")]
-    if not found:
-        raise ValueError(f"--cases {arguments.cases!r}: no such case; there are {', '.join(f'{k}x{n}' for k, n in CASES)}")
-    return found
-
-
-def main() -> None:
-    options = parser(__doc__, rounds=ROUNDS)
-    options.add_argument("--cases", default="", help="only cases (KxN of a rank) that contain one of these, with commas")
-    options.add_argument("--batches", default=",".join(map(str, BATCHES)), help="rows, with commas (%(default)s)")
-    options.add_argument("--specs", default=",".join(SPECS), help="schedules, with commas (%(default)s)")
-    options.add_argument("--auto", action="store_true", help="measure auto, too: it tries every family first")
-    arguments = options.parse_args()
-    cases = chosen_cases(arguments)
-    for spec in arguments.specs.split(","):
-        schedules.parse(spec)
-    measure.ALARM_S = ALARM_S
-    start()
-    largest = max(batch * columns * 2 for (_, columns), batch in cases)
-    found, missing = ways("symmetric", 1 << 20, largest)
-    lines = []
-    for case, batch in cases:
-        try:
-            new = measured(case, batch, found, arguments)
-        except Failed as failed:
-            say(f"LEFT OUT {case} batch {batch}: {failed}", file=sys.stderr)
-            new = []
-        for line in new:
-            line["missing"] |= missing
-            say(sentence(line))
-            append(arguments.json, line)
-        lines += new
-        release()
-    if dist.get_rank() == 0:
-        print(summary(lines))
-    for way in found:
-        way.close()
-    stop()
-
-
-if __name__ == "__main__":
-    main()

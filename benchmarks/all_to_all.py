@@ -10,32 +10,26 @@ Sequential is torch._grouped_mm and NCCL with splits that the host knows: a real
 to learn them. Traps: rows that land by source are regrouped by expert before a grouped matmul, which is in its time; weft's
 results have max_rows = 2 M rows, of which those past the counts are zeroed, in its time.
 
-    torchrun --nproc-per-node 4 benchmarks/all_to_all.py --json benchmarks/results/all_to_all.jsonl
-    torchrun --nproc-per-node 4 benchmarks/all_to_all.py --cases 4096x4096 --kinds even --modes graph
+A part of benchmarks/fused.py, which runs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
-from collectives import REGISTERED, Way, ways
-from measure import Failed, Times, Work, append, close_to, geomean, parser, release, row, say, start, stop, together, trial
+from collectives import Way
+from measure import Job, Times, Work, close_to, geomean, row, together, trial
 
 import weft
-from weft import schedules
 from weft.problem import Op
 
-ROUNDS, REPEAT = 7, 3
-measure.ALARM_S = 40
+REPEAT = 3
 SPECS: dict[Op, tuple[str, ...]] = {
     "matmul_all_to_all": (
         "shard_p2p",
@@ -105,7 +99,7 @@ def even_works(op: Op, case: Case, found: Sequence[Way], specs: Sequence[str]) -
         works[f"communication {way.name}"] = partial(way.all_to_all, landed, sent)
     works["computation"] = partial(torch.mm, a, b)
     call = weft.matmul_all_to_all if op == "matmul_all_to_all" else weft.all_to_all_matmul
-    return works | {spec: partial(call, a, b, schedule=spec) for spec in (*specs, "auto")}
+    return works | {spec: partial(call, a, b, schedule=spec) for spec in specs}
 
 
 def _product_first(way: Way, a: torch.Tensor, b: torch.Tensor, sent: torch.Tensor, landed: torch.Tensor) -> torch.Tensor:
@@ -181,9 +175,11 @@ def regrouped(counts: torch.Tensor) -> torch.Tensor:
 
 
 def lines_of(
-    op: Op, case: Case, works: Mapping[str, Work], specs: Sequence[str], arguments: argparse.Namespace
+    op: Op, case: Case, make: Callable[[], Mapping[str, Work]], specs: Sequence[str], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines."""
+    """One case in every mode: its JSON lines. make: what is timed; called first, since it takes memory."""
+    torch.manual_seed(dist.get_rank())
+    works = make()
     compare = close_to(together("sequential default", works["sequential default"]).float())  # type: ignore[attr-defined]
 
     def check(name: str, result: object) -> None:
@@ -198,10 +194,12 @@ def lines_of(
         rounds=arguments.rounds,
         repeat=REPEAT,
     )
+    chosen = weft.choices()[-1].spec if "auto" in works and "auto" not in missing else None
     lines = []
     for mode, us in times.items():
         line = row(bench="all_to_all", op=op, case=str(case), dtype="bfloat16", mode=mode, arguments=arguments)
-        lines.append(line | figures(us, [spec for spec in specs if spec in us]) | {"missing": missing})
+        told = figures(us, [spec for spec in specs if spec in us and spec != "auto"])
+        lines.append(line | told | {"chosen": chosen, "missing": missing})
     return lines
 
 
@@ -232,7 +230,7 @@ def sentence(line: Mapping[str, Any]) -> str:
     numbers = " ".join(f"{spec}={us:.0f}" for spec, us in line["candidates"].items())
     best_us = line["overlapped_us"]
     share = f"{line['ideal_us'] / best_us:.2f} of ideal" if best_us else "nothing ran"
-    auto = "-" if line["auto_us"] is None else f"{line['auto_us']:.0f}"
+    auto = "-" if line["auto_us"] is None else f"{line['auto_us']:.0f} ({line['chosen']})"
     return (
         f"{line['op']:18} {line['case']:26} {line['mode']:5} comm {line['communication_us']:.0f} comp "
         f"{line['computation_us']:.0f} seq {line['sequential_us']:.0f} auto {auto} best {line['schedule']} ({share}) | "
@@ -240,21 +238,13 @@ def sentence(line: Mapping[str, Any]) -> str:
     )
 
 
-def jobs(
-    found: Sequence[Way], arguments: argparse.Namespace
-) -> list[tuple[Op, Case, Callable[[], dict[str, Work]], Sequence[str]]]:
-    """What is to be measured: operator, case, its works when it is its turn, and the names to choose the best of."""
-    made: list[tuple[Op, Case, Callable[[], dict[str, Work]], Sequence[str]]] = []
-    wanted, kinds = arguments.cases.split(","), arguments.kinds.split(",")
-    for case in (*EVEN, *RAGGED):
-        kind = "ragged" if case.experts else "even"
-        if kind not in kinds or not any(word in str(case) for word in wanted):
-            continue
-        for op, named in SPECS.items():
-            specs: Sequence[str] = ("splits",) if case.experts else arguments.specs.split(",") if arguments.specs else named
-            known = [spec for spec in specs if case.experts or spec.partition(":")[0] in schedules.names(op)]
-            make = partial(_ragged_works, op, case) if case.experts else partial(even_works, op, case, found, known)
-            made.append((op, case, make, known))
+def jobs(op: Op, cases: Sequence[Case], specs: Sequence[str], found: Sequence[Way], arguments: argparse.Namespace) -> list[Job]:
+    """Cases of one operator to measure. Ragged cases have one way alone."""
+    made = []
+    for case in cases:
+        make = partial(_ragged_works, op, case) if case.experts else partial(even_works, op, case, found, specs)
+        named = ("splits",) if case.experts else specs
+        made.append(Job(name=f"{op} {case}", run=partial(lines_of, op, case, make, named, arguments)))
     return made
 
 
@@ -262,38 +252,10 @@ def _ragged_works(op: Op, case: Case) -> dict[str, Work]:
     return Ragged(op, case).works()
 
 
-def main() -> None:
-    options = parser(__doc__, rounds=ROUNDS)
-    options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
-    options.add_argument("--kinds", default="even,ragged", help="of even and ragged, with commas (%(default)s)")
-    options.add_argument("--specs", default="", help="the schedules to try beside auto, with commas")
-    options.add_argument("--nccl", default=",".join(REGISTERED), help="NCCL's ways beside the default (%(default)s)")
-    arguments = options.parse_args()
-    faulthandler.dump_traceback_later(measure.ALARM_S, exit=True)
-    start()
-    largest = 2 * max(case.m * max(case.k, case.n) for case in EVEN)
-    found, missing = ways(arguments.nccl, largest, largest)
-    lines: list[dict[str, Any]] = []
-    for op, case, make, specs in jobs(found, arguments):
-        torch.manual_seed(dist.get_rank())
-        try:
-            new = lines_of(op, case, make(), specs, arguments)
-        except Failed as failed:
-            say(f"LEFT OUT the case {op} {case}: {failed}", file=sys.stderr)
-            new = []
-        for line in new:
-            line["missing"] |= missing
-            say(sentence(line))
-            append(arguments.json, line)
-        lines += new
-        release()
+def summary(lines: Sequence[Mapping[str, Any]]) -> str:
+    """By operator, the mean share of the ideal."""
+    told = []
     for op in SPECS:
         shares_of = [ln["ideal_us"] / ln["overlapped_us"] for ln in lines if ln["op"] == op and ln["overlapped_us"]]
-        say(f"{op}: {geomean(shares_of):.2f} of the ideal over {len(shares_of)} lines")
-    for way in found:
-        way.close()
-    stop()
-
-
-if __name__ == "__main__":
-    main()
+        told.append(f"{op}: {geomean(shares_of):.2f} of the ideal over {len(shares_of)} lines")
+    return "\n".join(told)

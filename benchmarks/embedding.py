@@ -1,50 +1,46 @@
 """How much of the All-to-All does embedding_bag_all_to_all hide, and how fast does its kernel gather?
 
-Protocol: measure.py's; float32, bags of a set length, uniform random rows of tables far larger than any cache (200,000 rows
-each), int64 indices; results are compared with torch's before anything is timed. Baselines of the same run: torch's embedding
+Protocol: measure.py's; float32, bags of a set length, uniform random rows of tables far larger than any cache, int64
+indices; results are compared with torch's before anything is timed. Baselines of the same run: torch's embedding
 bags and NCCL's all_to_all_single (sequential: the faster of a call for each table and one call over all tables as one), each of
 the two alone, and `weft_sequential`: weft's own lookup kernel, then NCCL. ideal = the larger of weft's lookup alone and NCCL
 alone. overlapped = the best of the schedules that are named; auto = weft's own choice. gather_tbps counts the rows that are
 read, of weft's kernel alone (lookup_us). Traps: tables of a case are views of one matrix, so that both of torch's ways read the
 same memory; what NCCL brings must be laid side by side, which is part of every sequential program.
 
-    torchrun --nproc-per-node 4 benchmarks/embedding.py --json benchmarks/results/embedding.jsonl
-    torchrun --nproc-per-node 1 benchmarks/embedding.py --tune      # the kernel's shapes, on one GPU
+A part of benchmarks/fused.py, which runs it.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import Failed, Times, Work, append, close_to, geomean, parser, release, row, say, start, stop, together, trial
+from measure import Failed, Job, Times, Work, close_to, geomean, row, together, trial
 from torch.nn.functional import embedding_bag
 
 import weft
-from weft import schedules
 from weft.kernels import lookup as kernel
 from weft.schedule import Bags, Lookup, Region
 
-ROUNDS, REPEAT = 7, 2
-ROWS = 200_000
+REPEAT = 2
 SPECS = ("direct_store:1", "direct_store:2", "track_and_trigger:1")
-TUNED = {"_ROW_BYTES": (2048, 4096, 8192, 16384), "_BAGS": (1, 2, 4, 8), "_WARPS_PER_SM": (16, 32, 64)}
-"""Constants of weft.kernels.lookup, each varied alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """tables: a GPU. batch: of all GPUs."""
+    """tables: a GPU, of `rows` rows. batch: of all GPUs."""
 
     tables: int
     dim: int
     pooling: int
     batch: int
+    rows: int = 200_000
 
     @property
     def name(self) -> str:
@@ -71,11 +67,11 @@ class Site:
     def __init__(self, case: Case) -> None:
         self.case, self.size = case, dist.get_world_size()
         bags = case.tables * case.batch
-        self.all = torch.randn(case.tables * ROWS, case.dim, device="cuda")
-        self.tables = list(self.all.split(ROWS))
-        self.indices = torch.randint(0, ROWS, (bags * case.pooling,), device="cuda")
+        self.all = torch.randn(case.tables * case.rows, case.dim, device="cuda")
+        self.tables = list(self.all.split(case.rows))
+        self.indices = torch.randint(0, case.rows, (bags * case.pooling,), device="cuda")
         self.offsets = torch.arange(0, (bags + 1) * case.pooling, case.pooling, device="cuda")
-        first = torch.arange(case.tables, device="cuda") * ROWS
+        first = torch.arange(case.tables, device="cuda") * case.rows
         self.flat = self.indices + first.repeat_interleave(case.batch * case.pooling)
         self.columns = case.tables * case.dim
         self.rows = case.batch // self.size
@@ -89,7 +85,7 @@ class Site:
             works[f"sequential {name}"] = lambda bags=bags: self._exchange(bags())  # type: ignore[misc]
         works["communication"] = lambda: dist.all_to_all_single(self.recv, self.pooled)
         works["weft_sequential"] = self.overlapped("sequential")
-        return works | {spec: self.overlapped(spec) for spec in (*specs, "auto")}
+        return works | {spec: self.overlapped(spec) for spec in specs}
 
     def _by_table(self) -> torch.Tensor:
         """[batch, columns], by a call for each table."""
@@ -124,7 +120,7 @@ class Site:
         launched_by, sms = kernel.launcher(), torch.cuda.get_device_properties(device).multi_processor_count
 
         def work() -> torch.Tensor:
-            options = {"mean": False, "dtype": torch.float32, "sms": sms, "launched_by": launched_by}
+            options: dict[str, Any] = {"mean": False, "dtype": torch.float32, "sms": sms, "launched_by": launched_by}
             kernel.lookup(plan, self.indices, self.offsets, None, stream=torch.cuda.current_stream().cuda_stream, **options)
             return self.pooled
 
@@ -144,10 +140,15 @@ def chosen(site: Site) -> str | None:
     return weft.choices()[-1].spec
 
 
-def measured(case: Case, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def jobs(cases: Sequence[Case], specs: Sequence[str], arguments: argparse.Namespace) -> list[Job]:
+    """Cases to measure."""
+    return [Job(name=f"embedding_bag_all_to_all {case.name}", run=partial(measured, case, specs, arguments)) for case in cases]
+
+
+def measured(case: Case, specs: Sequence[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One case in every mode: its JSON lines."""
     torch.manual_seed(dist.get_rank())
-    site, specs = Site(case), arguments.specs.split(",")
+    site = Site(case)
     works = site.works(specs)
     pooled = together("computation by table", works["computation by table"])
     out = together("sequential by table", works["sequential by table"])
@@ -160,12 +161,13 @@ def measured(case: Case, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     needed = ("sequential by table", "computation by table", "communication", "lookup")
     modes = arguments.modes.split(",")
     times, missing = trial(works, modes, check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-    name = chosen(site) if "auto" not in missing else None
+    named = [spec for spec in specs if spec != "auto"]
+    name = chosen(site) if "auto" in specs and "auto" not in missing else None
     lines = []
     for mode, us in times.items():
         op = "embedding_bag_all_to_all"
         line = row(bench="embedding", op=op, case=case.name, dtype="float32", mode=mode, arguments=arguments)
-        lines.append(line | figures(case, us, [spec for spec in specs if spec in us], name) | {"missing": missing})
+        lines.append(line | figures(case, us, [spec for spec in named if spec in us], name) | {"missing": missing})
     return lines
 
 
@@ -203,72 +205,7 @@ def sentence(line: Mapping[str, Any]) -> str:
     )
 
 
-def tune(cases: Sequence[Case], arguments: argparse.Namespace) -> None:
-    """Print what each constant of the kernel gives, on one GPU."""
-    for case in cases:
-        site = Site(case)
-        usual = {name: getattr(kernel, name) for name in TUNED}
-        works: dict[str, Work] = {}
-        for name, values in TUNED.items():
-            for value in values:
-                works[f"{name}={value}"] = _varied(site, name, value)
-        times, missing = trial(works, ["graph"], check=lambda *_: None, needed=(), rounds=arguments.rounds, repeat=REPEAT)
-        for name, time in times["graph"].items():
-            say(f"{case.name} {name}: {time.us:.0f} us, {case.gathered_bytes / time.us / 1e6:.2f} TB/s")
-        say(f"usual {usual}; missing {missing}")
-        del site
-        release()
-
-
-def _varied(site: Site, name: str, value: int) -> Work:
-    usual = getattr(kernel, name)
-    setattr(kernel, name, value)
-    try:
-        made = site.lookup()
-    finally:
-        setattr(kernel, name, usual)
-
-    def work() -> object:
-        setattr(kernel, name, value)
-        try:
-            return made()
-        finally:
-            setattr(kernel, name, usual)
-
-    return work
-
-
-def main() -> None:
-    options = parser(__doc__, rounds=ROUNDS)
-    options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
-    options.add_argument("--specs", default=",".join(SPECS), help="the schedules to try beside auto (%(default)s)")
-    options.add_argument("--tune", action="store_true", help="the kernel's constants instead, on one GPU")
-    arguments = options.parse_args()
-    cases = [case for case in CASES if any(w in case.name for w in arguments.cases.split(","))]
-    if not cases:
-        raise ValueError(f"--cases {arguments.cases!r}: no such case; there are {', '.join(case.name for case in CASES)}")
-    for spec in arguments.specs.split(","):
-        schedules.parse(spec)
-    start()
-    if arguments.tune:
-        tune(cases, arguments)
-        stop()
-        return
-    gains = []
-    for case in cases:
-        try:
-            lines = measured(case, arguments)
-        except Failed as failed:
-            say(f"LEFT OUT the case {case.name}: {failed}", file=sys.stderr)
-            lines = []
-        for line in lines:
-            say(sentence(line))
-            append(arguments.json, line)
-            gains += [line["sequential_us"] / line["overlapped_us"]] if line["overlapped_us"] else []
-        release()
-    say(f"geometric mean of the speed-ups over torch + NCCL: {geomean(gains):.2f}x")
-    stop()
-
-
-if __name__ == "__main__":
-    main()
+def summary(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The geometric mean of the speed-ups."""
+    gains = [line["sequential_us"] / line["overlapped_us"] for line in lines if line["overlapped_us"]]
+    return f"geometric mean of the speed-ups over torch + NCCL, {len(gains)} lines: {geomean(gains):.2f}x"

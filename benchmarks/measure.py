@@ -4,7 +4,7 @@ A method is a function without arguments that enqueues one call. `trial` takes s
 all ranks together: every method's result is checked; every method is captured in a CUDA graph of `repeat` calls (mode graph)
 or called `repeat` times (mode eager); then all take turns round by round. Between two methods all GPUs are idle, and ranks
 meet at a barrier. A round's time is the slowest rank's, between two GPU events; the figure is the median over rounds. Host
-time is what the same calls keep the host busy, from a GPU without work.
+time is what the same calls keep the host busy.
 
 A method that raises on any rank is left out on all, with its reason, and the trial begins anew: what failed may have taken
 the programs of other methods with it. A wrong result is no such failure: WrongResult ends the run.
@@ -17,6 +17,7 @@ import faulthandler
 import json
 import math
 import os
+import random
 import statistics
 import sys
 import time
@@ -35,6 +36,7 @@ from weft.execute.versions import versions
 ALARM_S = 90
 """A stage that takes longer ends the run, with every thread's stack."""
 WARM_UP = 2
+_LEADS = 2
 _REASON = 400
 """Letters of an error that a JSON line keeps."""
 Work = Callable[[], object]
@@ -60,6 +62,14 @@ class Times:
 
     us: float
     host_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A case that waits to be measured. run: measures it; its JSON lines, one a mode. Raises Failed."""
+
+    name: str
+    run: Callable[[], list[dict[str, Any]]]
 
 
 def start() -> int:
@@ -155,7 +165,7 @@ def _stages(
     for mode in modes:
         make = partial(captured if mode == "graph" else repeated, repeat=repeat)
         runs = {name: together(name, partial(make, work)) for name, work in works.items()}
-        found[mode] = timed(runs, rounds, repeat)
+        found[mode] = timed(runs, {} if mode == "graph" else works, rounds, repeat)
     return found
 
 
@@ -177,19 +187,21 @@ def repeated(work: Work, repeat: int) -> Callable[[], None]:
     return run
 
 
-def timed(runs: Mapping[str, Callable[[], None]], rounds: int, repeat: int) -> dict[str, Times]:
-    """Each method's times. A rank that fails goes on meeting the others, so that none waits for it; Failed names the first."""
+def timed(runs: Mapping[str, Callable[[], None]], leads: Mapping[str, Work], rounds: int, repeat: int) -> dict[str, Times]:
+    """Each method's times. leads: calls that go before the clock starts, so that it finds the host ahead of the GPU, as it is
+    in a model, and the ranks' GPUs together. A rank that fails goes on meeting the others, so that none waits for it; Failed
+    names the first."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     failures: list[tuple[int, str, str]] = []
     turn = 0
     for round_ in range(rounds + WARM_UP):
         alarm()
-        for name, run in runs.items():
+        for name, run in in_turn(runs, round_):
             turn += 1
             torch.cuda.synchronize()
             dist.barrier()
             try:
-                sample = _once(run)
+                sample = _once(run, leads.get(name))
             except Exception as error:
                 failures.append((turn, name, _words(error)))
                 sample = (math.nan, math.nan)
@@ -199,8 +211,18 @@ def timed(runs: Mapping[str, Callable[[], None]], rounds: int, repeat: int) -> d
     return _slowest(samples, repeat)
 
 
-def _once(run: Callable[[], None]) -> tuple[float, float]:
+def in_turn(runs: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
+    """The methods in this round's order, the same on all ranks and another one each round: a GPU that the method before has
+    heated runs slower (by 5% after 40 ms of large matmuls, on 4 x H200)."""
+    shuffled = list(runs.items())
+    random.Random(round_).shuffle(shuffled)
+    return shuffled
+
+
+def _once(run: Callable[[], None], lead: Work | None) -> tuple[float, float]:
     """(GPU time, host time) in us."""
+    for _ in range(_LEADS if lead else 0):
+        lead()  # type: ignore[misc]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     called_ns = time.perf_counter_ns()

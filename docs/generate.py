@@ -6,12 +6,16 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text results MODE          benchmarks/results/tp.jsonl as a table
+    ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
+    ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
-tests/test_docs.py holds that nothing is out of date.
+tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
+lie in docs/t3_sensitivity.json; `python docs/generate.py sensitivity` writes that file.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -22,22 +26,28 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft import machine
+from weft import codec, machine
 from weft.cli.gantt import gantt
-from weft.models import Site, load_model, sites
-from weft.problem import LOOKUP_OPS, Op
+from weft.models import load_model, sites
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.t3 import tables
+from weft.sim.t3.sensitivity import Sensitivity, sensitivity
+from weft.sim.t3.study import Study, run
+from weft.sim.t3.system import load
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/schedules.md")
+DOCUMENTS = ("README.md", "docs/collectives.md", "docs/measured.md", "docs/schedules.md", "docs/simulator.md")
+SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
+EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
 ON_NODES = {"m": 16, "world_size": 4, "nodes": (2, 2)}
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart|results) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def timeline(op: str, family: str) -> str:
@@ -52,6 +62,8 @@ def _example(op: str, **changes: Any) -> weft.Problem:
     if op in LOOKUP_OPS:
         lookup = weft.LookupProblem.of(batch=sizes["m"], dims=((4,),) * sizes["world_size"])
         return replace(lookup, nodes=sizes.get("nodes", ()))
+    if op in COLLECTIVE_OPS:
+        return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=sizes["world_size"])  # type: ignore[arg-type]
     return weft.Problem(op=op, **sizes)  # type: ignore[arg-type]
 
 
@@ -103,7 +115,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def chart(model: str) -> str:
     """The predicted timeline of the site with the most work, on 8 x H200 and 8192 tokens."""
     h200 = machine.load("h200x8")
-    found = [site for site in sites(load_model(model)) if isinstance(site, Site)]
+    found = sites(load_model(model))
     problems = {site.name: site.problem(8192, h200.world_size, "bfloat16") for site in found}
     site = max(problems, key=lambda name: problems[name].flops)
     plan = weft.plan(problems[site], h200)
@@ -117,9 +129,7 @@ def results(mode: str) -> str:
     rows = [row for row in map(json.loads, lines) if row["mode"] == mode]
     heads = ("operator, case", "NCCL", "cuBLAS", "sequential", "async TP", "weft", "schedule", "of ideal", "speed-up")
     table = [heads, *(_result(row) for row in rows)]
-    first = rows[0]
-    versions = " ".join(f"{name} {first['versions'][name]}" for name in ("torch", "cuda", "nccl"))
-    return f"{_table(table)}\n\n{first['machine']}, {versions}, {first['dtype']}, mode {mode}, commit {first['commit']}"
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
 
 
 def _result(row: dict[str, Any]) -> tuple[str, ...]:
@@ -131,7 +141,58 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
-MAKERS: dict[str, Callable[..., str]] = {"timeline": timeline, "counts": counts, "chart": chart, "results": results}
+def fused(bench: str, mode: str) -> str:
+    """The cases of one of the fused operators' benchmarks. Times in us; best: of all that is not weft's."""
+    lines = (ROOT / "benchmarks" / "results" / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["mode"] == mode and row["overlapped_us"]]
+    heads = ("operator, case", "computation", "sequential", "best other", "weft", "auto", "schedule", "of ideal", "speed-up")
+    table = [heads, *(_fused(row) for row in rows)]
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _fused(row: dict[str, Any]) -> tuple[str, ...]:
+    others = [us for name, us in row["peers"].items() if not name.startswith(("computation", "communication", "lookup"))]
+    figures = (row["computation_us"], row["sequential_us"], min(others, default=None), row["overlapped_us"], row["auto_us"])
+    times = ["-" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in figures]
+    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
+    return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+
+
+def _machine(row: dict[str, Any]) -> str:
+    versions = " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
+    return f"{row['machine']}, {versions}, {row['dtype']}"
+
+
+@functools.cache
+def study() -> Study:
+    """T3's whole evaluation, once for all of its tables."""
+    return run(load())
+
+
+def t3(what: str) -> str:
+    """A table of the simulated T3."""
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: tables.figures_table(study()),
+        "sublayers": lambda: tables.sublayers_table((*study().sublayers, *study().large)),
+        "mappings": lambda: tables.mappings_table(study()),
+        "sensitivity": lambda: tables.sensitivity_table(_stored()),
+        "system": lambda: tables.system_table(load()),
+    }
+    return _table(makers[what]())
+
+
+def _stored() -> Sequence[Sensitivity]:
+    return codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+
+
+MAKERS: dict[str, Callable[..., str]] = {
+    "timeline": timeline,
+    "counts": counts,
+    "chart": chart,
+    "results": results,
+    "fused": fused,
+    "t3": t3,
+}
 
 
 def rewritten(text: str) -> str:
@@ -145,6 +206,8 @@ def rewritten(text: str) -> str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["sensitivity"]:
+        SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

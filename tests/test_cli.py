@@ -20,7 +20,7 @@ from weft.machine import names
 from weft.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
-from weft.results import Run, SiteRun, Skipped
+from weft.results import Run, SiteRun
 from weft.schedules import NAMES
 from weft.schedules import names as families
 from weft.span import Span
@@ -70,6 +70,7 @@ class Runner:
         self.asked: dict[str, Any] = {}
         self.error = 1e-3
         self.overlapped_us = 2000.0
+        self.tried: dict[str, float] = {}
         self.raises: Exception | None = None
 
     def __call__(self, model: Model, **asked: Any) -> Run:
@@ -89,8 +90,7 @@ class Runner:
             machine=asked["machine"].name,
             machine_ranks=asked["machine_ranks"],
             machine_tokens=asked["machine_tokens"],
-            sites=tuple(self.site(site, asked) for site in found if isinstance(site, Site)),
-            skipped=tuple(site for site in found if isinstance(site, Skipped)),
+            sites=tuple(self.site(site, asked) for site in found),
         )
 
     def site(self, site: Site, asked: dict[str, Any]) -> SiteRun:
@@ -103,6 +103,7 @@ class Runner:
             tolerance=1e-2,
             sequential_us=3000.0,
             overlapped_us=self.overlapped_us,
+            tried=self.tried,
             computation_us=1500.0,
             communication_us=1000.0,
             plan=make_plan(site.problem(asked["machine_tokens"], asked["machine_ranks"], asked["dtype"]), asked["machine"]),
@@ -171,6 +172,12 @@ def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus:
 def test_run_on_gpus_does_not_excuse_its_times(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "gpu_count", lambda: 2)
     assert "not that it is fast" not in weft("run", "llama3-8b")[1]
+
+
+def test_what_was_tried_is_said(weft: Weft, runner: Runner, without_gpus: None) -> None:
+    assert "tried" not in weft("run", "llama3-8b")[1]
+    runner.tried = {"sequential": 300.0, "flag_gated:1": 200.0}
+    assert "MLP down: flag_gated:1 200, sequential 300" in weft("run", "llama3-8b")[1]
 
 
 @pytest.mark.parametrize(("overlapped_us", "said"), [(2000.0, False), (1000.0, True)])
@@ -343,7 +350,6 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
     plan = codec.load(Plan, data["sites"][0]["plan"])
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
-    assert data["skipped"] == []
 
 
 def test_machines_lists_every_profile(weft: Weft) -> None:
@@ -409,8 +415,8 @@ def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
     status, out, _ = weft("schedules", "--op", "matmul_reduce_scatter")
     assert status == 0
     assert all(f"\n{name}\n" in f"\n{out}" for name in families("matmul_reduce_scatter"))
-    assert "Not for matmul_reduce_scatter: flag_gated_2d, one_shot, two_shot." in out
-    assert weft("schedules")[1].count("Not for all_gather_matmul: one_shot, two_shot.") == 1
+    assert "Not for matmul_reduce_scatter: flag_gated_2d, one_shot, two_shot, copy_engine, copy_engine_pull." in out
+    assert weft("schedules")[1].count("Not for all_gather_matmul: one_shot, two_shot, copy_engine, copy_engine_pull.") == 1
     assert "matmul_all_reduce M=12" in weft("schedules", "two_shot")[1]
     assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
 

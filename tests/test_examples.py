@@ -52,6 +52,27 @@ def test_plan_a_small_config(tmp_path: Path) -> None:
     assert "small-llama" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
+def test_training_with_and_without_weft(tmp_path: Path) -> None:
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--layers", "1", "--steps", "14", "--batch", "8", folder=tmp_path)
+    for kind in ("ddp", "fsdp"):
+        ((first, last, mine),) = re.findall(rf"^{kind}: loss (\S+) to (\S+), with weft (\S+)$", text, re.MULTILINE)
+        assert float(last) < float(first)
+        assert float(mine) == pytest.approx(float(last), abs=2e-4)
+        assert f"{kind}: last step " in text
+    assert re.search(r"^ddp: (sequential|vendor), because .* \(sequential \d+ us, vendor \d+ us\)$", text, re.MULTILINE)
+    (difference,) = re.findall(r"^largest difference of losses: (\S+)$", text, re.MULTILINE)
+    assert float(difference) < 1e-4
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    text = run(*torchrun, str(EXAMPLES / "pipeline.py"), "--microbatches", "26", "--rows", "8", folder=tmp_path)
+    (difference,) = re.findall(r"^26 microbatches through 3 stages, largest difference (\S+)$", text, re.MULTILINE)
+    assert float(difference) < 1e-5
+    assert re.search(r"^tick: \S+, because ", text, re.MULTILINE)
+
+
 TUTORIAL = sorted((EXAMPLES / "triton").glob("[0-9]_*.py"))
 
 

@@ -22,10 +22,10 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["codec", "errors", "machine", "problem", "span", "version"], 0),
     **dict.fromkeys(["checker", "schedule", "schedules", "timelines", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
-    **dict.fromkeys(["kernels", "memory", "team", "triton"], 3),
+    **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
     **dict.fromkeys(["controls", "transports"], 4),
     **dict.fromkeys(["execute"], 5),
-    **dict.fromkeys(["doctor", "library", "nn", "ops", "planner.tune", "run"], 6),
+    **dict.fromkeys(["beside", "collectives", "doctor", "hooks", "library", "nn", "ops", "planner.tune", "run"], 6),
     **dict.fromkeys(["__main__", "cli", "report"], OUTER),
 }
 """Layer by name below weft; the longest name that fits counts. `checker` stands for checker.py, checker_x.py and checker/*."""

@@ -14,11 +14,13 @@ from test_tape import FakeProgram, play
 
 import weft
 from weft import codec, machine
-from weft.checker import check
+from weft.checker import ScheduleError, check
 from weft.execute.edges import Edges
 from weft.machine import Machine, Network
-from weft.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
+from weft.planner import plan
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, CollectiveProblem, LookupProblem, Op, Problem
 from weft.schedule import (
+    Buffer,
     Collective,
     Copy,
     Flag,
@@ -26,12 +28,14 @@ from weft.schedule import (
     Lane,
     Lookup,
     Receive,
+    Reduce,
     Region,
     Schedule,
     Send,
     SendReceive,
     Signal,
     Step,
+    Sum,
     Wait,
     advances,
     regions,
@@ -73,6 +77,47 @@ def test_slices_are_right(op: Op, nodes: tuple[int, ...]) -> None:
         if not unfit("node_slices", problem):
             check(build(problem, "node_slices", chunks, fan_out=chunks == 3))
         check(build(problem, "sequential"))
+
+
+@pytest.mark.parametrize("op", COLLECTIVE_OPS)
+def test_collectives_alone_are_the_vendors(op: Op) -> None:
+    problem = CollectiveProblem(op=op, m=1 << 20, world_size=4, nodes=(3, 1))
+    assert str(problem) == f"{op} M=1048576 bfloat16 world_size=4 on nodes of 3, 1"
+    assert codec.loads(CollectiveProblem, codec.dumps(problem)) == problem
+    (schedule,) = candidates(problem)
+    check(schedule)
+    assert schedule.name == "sequential"
+    for name in names(op)[1:]:
+        with pytest.raises(ValueError, match=rf"^schedule is '{name}', which .* on nodes of \(3, 1\) ranks, use sequential$"):
+            build(problem, name)
+    found = plan(problem, machine.load("h200x8"))
+    assert [candidate.spec for candidate in found.candidates] == ["sequential"]
+    one_node = plan(dataclasses.replace(problem, nodes=()), machine.load("h200x8"))
+    assert found.sequential_us > one_node.sequential_us
+
+
+def swapped(landing: str) -> Schedule:
+    """An all_reduce of two ranks on a node each: each receives the other's a into `landing`, and sums in the order of ranks."""
+    problem = CollectiveProblem(op="all_reduce", m=8, world_size=2, dtype="float32", nodes=(1, 1))
+    buffers = tuple(
+        Buffer(name, kind, (8, 8), (1, 1)) for name, kind in (("a", "input"), ("out", "output"), ("landed", "local"))
+    )
+    a, out, landed = ([buffer.whole(rank) for rank in range(2)] for buffer in buffers)
+    into = {"landed": landed, "out": out}[landing]
+    ranks = []
+    for rank in range(2):
+        done, mine = Flag("landed", rank), (a[rank], into[rank])
+        exchange = SendReceive((Send(a[rank], 1 - rank),), (Receive(into[rank], 1 - rank),))
+        total = Reduce((Sum(mine if rank == 0 else mine[::-1], out[rank]),))
+        network = Lane("network", "network", (exchange, Signal(done)))
+        ranks.append((Lane("compute", "compute", (Wait(done), total)), network))
+    return Schedule(problem=problem, name="swapped", buffers=buffers, ranks=tuple(ranks))
+
+
+def test_what_is_received_must_be_right_in_place_too() -> None:
+    check(swapped("landed"))
+    with pytest.raises(ScheduleError, match=r"rank \d, lane network.*touches a@\d\["):
+        check(swapped("out"))
 
 
 @pytest.mark.parametrize("op", EVERY_OP)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from collective_work import Case, in_place, moves, sums
 from nodes_work import SPECS, check_every_operator
 from rank_work import check_gather, whole
 from test_all_to_all import check_both as check_exchanges
 
 import weft
+from weft import collectives
 from weft.errors import PeerLost, RankMismatch, WaitTimeout
 from weft.execute.ranks import RankFailed, Ranks
 from weft.team import Team, nodes_of, ranks_per_node
@@ -208,6 +210,61 @@ def test_what_needs_memory_of_other_nodes_is_refused(two_nodes: Ranks) -> None:
             "use sequential or node_slices"
         )
         assert value.startswith("schedule is for matmul_all_to_all M=8")
+
+
+def _collectives_alone() -> list[str]:
+    """The vendor's, into the caller's tensors, in place and chosen by auto; what needs memory of all ranks is refused."""
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        case = Case(elements=37, dtype=dtype, seed=seed)
+        for spec in ("sequential", "auto"):
+            moves(case, spec)
+            sums(case, spec, ("sum", "avg")[seed])
+            in_place(case, spec)
+    collectives.all_reduce(torch.empty(0))
+    assert {choice.spec for choice in weft.choices()} == {"sequential"}
+    tensor = torch.ones(8)
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: collectives.all_reduce(tensor, schedule="copy_engine"),
+        lambda: collectives.all_gather(tensor, schedule="copy_engine_pull:2"),
+        lambda: collectives.empty(8),
+    )
+    messages = []
+    for call in refused:
+        with pytest.raises(ValueError, match="nodes of") as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.ranks
+def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
+    for pushed, pulled, symmetric in two_nodes.run(_collectives_alone):
+        why = "which loads from and stores to all ranks; on nodes of (2, 2) ranks, use sequential"
+        assert pushed == f"schedule is 'copy_engine', {why}"
+        assert pulled == f"schedule is 'copy_engine_pull', {why}"
+        assert symmetric.startswith("group is on nodes of (2, 2) ranks; peers write memory within one node alone")
+
+
+def _beside() -> list[bool]:
+    """A sum beside a product; whether GPUs would try copy engines for it, among all ranks and among those of a node."""
+    from weft.beside.cuda import CudaDevice
+
+    rank, (a, b, _) = dist.get_rank(), whole(8, 6, 4, torch.float32, 5)
+    grad = torch.full((16,), float(rank))
+    out = weft.concurrent(lambda: a @ b, weft.AllReduce(grad), key="beside", repeatable=True)
+    assert torch.equal(out, a @ b)
+    assert torch.equal(grad, torch.full((16,), 6.0))
+    near = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    device = CudaDevice(torch.device("cpu"))
+    found = [device.abilities((weft.AllReduce(grad, group),)).copy_engine for group in (None, near)]
+    weft.close(near)
+    dist.destroy_process_group(near)
+    return found
+
+
+@pytest.mark.ranks
+def test_copy_engines_beside_a_computation_within_a_node_alone(two_nodes: Ranks) -> None:
+    assert two_nodes.run(_beside) == [[False, True]] * 4
 
 
 def _different() -> str:

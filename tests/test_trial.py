@@ -196,7 +196,7 @@ def test_close_rivals_are_measured_again_in_turns() -> None:
     assert ring.fastest(SPECS) == ("flag_gated:1", us)
     assert ring.most == 2
     final = [text for text in ring.meetings if text.startswith("final")]
-    assert final[:3] == ["final of shard_p2p: run 0", "final of flag_gated:1: run 0", "final of shard_p2p: run 1"]
+    assert final[:3] == ["final of shard_p2p: run 0", "final of flag_gated:1: run 0", "final of flag_gated:1: run 1"]
 
 
 def test_sequential_wins_a_close_final() -> None:

@@ -11,6 +11,17 @@ from typing import TYPE_CHECKING, Any
 from weft.version import __version__
 
 if TYPE_CHECKING:
+    from weft import collectives as collectives
+    from weft import hooks as hooks
+    from weft.beside import (
+        AllGather,
+        AllReduce,
+        AllToAll,
+        ReduceScatter,
+        SendReceive,
+        concurrent,
+        concurrent_choices,
+    )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
@@ -27,7 +38,7 @@ if TYPE_CHECKING:
         matmul_reduce_scatter,
     )
     from weft.planner import plan
-    from weft.problem import LookupProblem, Problem
+    from weft.problem import CollectiveProblem, LookupProblem, Problem
     from weft.schedule import Schedule
     from weft.schedules import build
     from weft.sim import simulate
@@ -35,7 +46,17 @@ if TYPE_CHECKING:
     from weft.timelines import timeline
 
 
+_MODULES = ("collectives", "hooks")
+"""Those that are part of the front door as they are."""
 _HOMES = {
+    "AllGather": "beside",
+    "AllReduce": "beside",
+    "AllToAll": "beside",
+    "ReduceScatter": "beside",
+    "SendReceive": "beside",
+    "concurrent": "beside",
+    "concurrent_choices": "beside",
+    "CollectiveProblem": "problem",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -65,6 +86,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"weft.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
@@ -76,14 +99,20 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "SGD",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "CollectiveProblem",
     "LookupProblem",
     "Machine",
     "PeerLost",
     "Problem",
     "RankMismatch",
+    "ReduceScatter",
     "RowwiseAdagrad",
     "Schedule",
     "ScheduleError",
+    "SendReceive",
     "Span",
     "WaitTimeout",
     "WeftError",
@@ -94,6 +123,8 @@ __all__ = [
     "check",
     "choices",
     "close",
+    "concurrent",
+    "concurrent_choices",
     "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_all_to_all",

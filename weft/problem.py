@@ -14,6 +14,11 @@ sharded. Shard d of the M rows goes to rank d, which has them from every rank, i
     matmul_all_to_all       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a @ b)
     all_to_all_matmul       a_MK  b_KN  ->  out [world_size * m, N]       all_to_all(a) @ b
 
+Collectives alone move M elements, which lie one after the other (`CollectiveProblem`):
+
+    all_gather      a_m  ->  out_M        reduce_scatter  a_M  ->  out_m
+    all_to_all      a_M  ->  out_M        all_reduce      a_M  ->  out_M
+
 Ranks of one node load from and store to each other's memory; ranks of different nodes can only send and receive.
 """
 
@@ -31,8 +36,12 @@ Op = Literal[
     "all_to_all_matmul",
     "matmul_all_reduce",
     "embedding_bag_all_to_all",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
 ]
-DType = Literal["bfloat16", "float16", "float32"]
+DType = Literal["bfloat16", "float16", "float32", "uint8"]
 OPS: tuple[Op, ...] = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -43,6 +52,8 @@ OPS: tuple[Op, ...] = (
 """Those around a matmul: a Problem each."""
 LOOKUP_OPS: tuple[Op, ...] = ("embedding_bag_all_to_all",)
 """Those around a lookup: a LookupProblem each."""
+COLLECTIVE_OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""Those of no computation but a sum: a CollectiveProblem each."""
 EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
 """Those around a matmul whose rows go all to all."""
 REDUCTIONS: tuple[Op, ...] = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -51,6 +62,7 @@ Addend = Literal["bias", "residual"]
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
 """What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Of what weft computes with."""
 
 Span1D = tuple[int, int]
 """A half-open range [low, high)."""
@@ -85,6 +97,7 @@ class Problem:
     """
 
     KNOWN: ClassVar[tuple[Op, ...]] = OPS
+    DTYPES: ClassVar[tuple[str, ...]] = tuple(ITEMSIZE)
 
     op: Op
     m: int
@@ -102,8 +115,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
             raise ValueError(f"op is {self.op!r}; weft has {', '.join(self.KNOWN)}")
-        if self.dtype not in ITEMSIZE:
-            raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
+        if self.dtype not in self.DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(self.DTYPES)}")
         if self.reduce_op not in ("sum", "avg"):
             raise ValueError(f"reduce_op is {self.reduce_op!r}; use 'sum' or 'avg'")
         for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1)):
@@ -288,6 +301,93 @@ class LookupProblem(Problem):
         tables = sum(map(len, self.dims))
         sizes = f"M={self.m} N={self.n} K={self.k} in {tables} tables"
         return f"{self.op} {sizes} {self.mode} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveProblem(Problem):
+    """A collective by itself, of M elements that lie one after the other: rows of one column.
+
+    all_gather: m elements of each rank, M in all. reduce_scatter: M of each rank, summed; each keeps its m. all_reduce: M of
+    each, summed. all_to_all: M of each; m of them go to each rank.
+    In place: a may be the part of out that it becomes (all_gather), out the part of a that it stands for (reduce_scatter), or
+    both the same (all_reduce). A schedule has to be right for these, too.
+    m: M. dtype: "uint8" for bytes of any type, where nothing is summed; sums are in float32, over ranks in their order,
+    rounded once. staging_bytes: symmetric memory that a schedule may take on a rank. sms: SMs that sum.
+    reachable: out lies in symmetric memory, on every rank, so that peers may write it while a call is under way.
+    Raises ValueError as Problem does, and where M is no multiple of world_size, but for an all_reduce.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[tuple[Op, ...]] = COLLECTIVE_OPS
+    DTYPES: ClassVar[tuple[str, ...]] = (*ITEMSIZE, "uint8")
+    LEAST_STAGING: ClassVar[int] = 1 << 16
+    ALIGN_BYTES: ClassVar[int] = 16
+    """Parts of an all_reduce, and pieces of all parts, begin at multiples of it, counted from the part's first byte."""
+
+    n: int = 1
+    k: int = 1
+    staging_bytes: int = 1 << 28
+    sms: int = 32
+    reachable: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low in (("staging_bytes", self.LEAST_STAGING), ("sms", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+        if self.n != 1 or self.k != 1 or self.row_multiple != 1 or self.b_sizes:
+            raise ValueError(f"n is {self.n}, k {self.k}; a collective has m alone: leave out the others")
+        if self.op != "all_reduce" and self.m % self.world_size:
+            raise ValueError(f"m is {self.m}; {self.op} needs a multiple of world_size, {self.world_size}")
+        if self.sums and self.dtype == "uint8":
+            raise ValueError(f"dtype is 'uint8'; {self.op} sums {', '.join(ITEMSIZE)}")
+        if self.reduce_op != "sum" and not self.sums:
+            raise ValueError(f"reduce_op is {self.reduce_op!r}; {self.op} sums nothing, use 'sum'")
+
+    @property
+    def sums(self) -> bool:
+        """Whether elements of ranks are added up."""
+        return self.op in ("reduce_scatter", "all_reduce")
+
+    @property
+    def divide_by(self) -> int:
+        """Of the sum."""
+        return self.world_size if self.reduce_op == "avg" else 1
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE.get(self.dtype, 1)
+
+    @cached_property
+    def shards(self) -> tuple[Span1D, ...]:
+        """Elements of M that each rank owns; of an all-to-all, those of every rank that go to it."""
+        unit = self.ALIGN_BYTES // self.itemsize if self.op == "all_reduce" else 1
+        cuts = split(-(-self.m // unit), self.world_size)
+        return tuple((min(low * unit, self.m), min(high * unit, self.m)) for low, high in cuts)
+
+    def a_rows(self, rank: int) -> int:
+        """Elements of the input on `rank`."""
+        low, high = self.shards[rank]
+        return high - low if self.op == "all_gather" else self.m
+
+    def out_rows(self, rank: int) -> int:
+        """Elements of the result on `rank`."""
+        low, high = self.shards[rank]
+        return high - low if self.op == "reduce_scatter" else self.m
+
+    def alias(self, rank: int) -> int | None:
+        """In place: which element of a is the first of out, if they are one memory; None where they must not be."""
+        low = self.shards[rank][0]
+        return {"all_gather": -low, "reduce_scatter": low, "all_reduce": 0}.get(self.op)
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
+        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}{flags}"
 
 
 def _on_nodes(nodes: tuple[int, ...]) -> str:

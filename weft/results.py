@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.planner.values import Plan
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, LookupProblem, Problem
 from weft.span import Span
 
 
@@ -17,10 +17,11 @@ class SiteRun:
     Times are of the slowest rank, medians, in microseconds. computation_us: the whole matmul alone; communication_us: the
     whole collective alone. max_error: largest difference from the sequential program relative to the largest element of
     the reference; tolerance: what rounding allows. plan: the prediction for the named machine. spans: one measured call.
+    tried: where the schedule was chosen by measurement, each candidate's time.
     """
 
     site: str
-    problem: Problem | LookupProblem
+    problem: Problem | LookupProblem | CollectiveProblem
     schedule: str
     chunks: int
     max_error: float
@@ -31,6 +32,12 @@ class SiteRun:
     communication_us: float
     plan: Plan
     spans: tuple[Span, ...] = ()
+    tried: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def fastest_first(self) -> list[tuple[str, float]]:
+        """What was tried, with its times."""
+        return sorted(self.tried.items(), key=lambda item: item[1])
 
     @property
     def ok(self) -> bool:
@@ -51,17 +58,6 @@ class SiteRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
-    """A site that weft cannot overlap yet, and the reason."""
-
-    site: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.site}: not yet ({self.reason})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """A whole `weft run`. device: "cpu" or "cuda". machine: the named machine of the predictions, machine_ranks its ranks,
     machine_tokens the tokens that are predicted for. versions: of what took part."""
@@ -76,7 +72,6 @@ class Run:
     machine_ranks: int
     machine_tokens: int
     sites: tuple[SiteRun, ...]
-    skipped: tuple[Skipped, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -25,13 +25,14 @@ from weft import schedules
 from weft.execute.calls import Call, MatmulCall
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
+from weft.execute.trial import Choice
 from weft.execute.versions import versions
 from weft.machine import Machine
-from weft.models import Model, Site, decode_sites, sites
+from weft.models import Model, decode_sites, sites
 from weft.planner import plan
 from weft.planner.values import Plan
 from weft.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
-from weft.results import Run, SiteRun, Skipped
+from weft.results import Run, SiteRun
 from weft.run_lookups import LookupInputs
 from weft.schedule import Schedule
 from weft.span import Span
@@ -67,7 +68,7 @@ def run_model(
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
     element = cast(DType, dtype)
     found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
-    chosen = [s for s in found if isinstance(s, Site) and op in (None, s.op)]
+    chosen = [s for s in found if op in (None, s.op)]
     for site in chosen:
         schedules.check_op(schedule.partition(":")[0], site.op)
     done: list[SiteRun] = []
@@ -93,7 +94,6 @@ def run_model(
         machine_ranks=machine_ranks,
         machine_tokens=machine_tokens,
         sites=tuple(done),
-        skipped=tuple(s for s in found if isinstance(s, Skipped)),
         versions=versions(device),
     )
 
@@ -152,6 +152,7 @@ class Measured:
     max_error: float
     rounds: tuple[Round, ...]
     spans: tuple[Span, ...]
+    tried: dict[str, float]
 
 
 def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measured:
@@ -160,18 +161,20 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measure
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     given = _inputs(problem, rank, seed, on)
     out = _run(problem, spec, given)
+    tried: dict[str, float] = {}
     if spec == "auto":
-        spec = _stands_for(problem)
+        choice = _stands_for(problem)
+        spec, tried = choice.spec, choice.us
     error = _error(problem, given, out, rank)
     _round(problem, spec, given, on)
     rounds = tuple(_round(problem, spec, given, on) for _ in range(ROUNDS[device]))
-    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, given))
+    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, given), tried=tried)
 
 
-def _stands_for(problem: Problem) -> str:
+def _stands_for(problem: Problem) -> Choice:
     """What auto has been found to be, after a call."""
     found = GROUPS.choices(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    return next(choice.spec for choice in found if choice.problem == problem)
+    return next(choice for choice in found if choice.problem == problem)
 
 
 def _round(problem: Problem, spec: str, given: Given, on: torch.device) -> Round:
@@ -309,6 +312,7 @@ def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan)
         communication_us=median(lambda ranks: _collective_us([s for r in ranks for s in r.sequential_spans])),
         plan=there,
         spans=_from_zero([s for m in measured for s in m.spans]),
+        tried=measured[0].tried,
     )
 
 

@@ -16,7 +16,8 @@ it, by one at each Signal (or `count` of a part). Flags only grow: a flag that i
 a writer learns that a buffer may be written again.
 
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
-"local" is scratch of its rank. Peers may only touch symmetric buffers.
+"local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
+between two calls that is its caller's alone, as ever.
 
 Nodes. Memory and flags of a rank on another node are out of reach: there is only SendReceive, on a lane of kind network.
 Whoever has received a message knows that its sender's step had begun; a sender knows nothing of its receiver.
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from weft.problem import LookupProblem, Problem, Span1D
+from weft.problem import CollectiveProblem, LookupProblem, Problem, Span1D
 
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs. copy: a copy engine. blocks: communication blocks on SMs of their own (SM stores). network: the
@@ -230,7 +231,7 @@ class Collective:
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
-    all_reduce: dst = the sum over ranks of src; dst may be src.
+    all_reduce: dst = the sum over ranks of src; dst may be src. divide_by: of the two that sum.
     all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s.
     """
 
@@ -327,7 +328,7 @@ class Schedule:
     A Schedule may be wrong; `weft.check` proves one right.
     """
 
-    problem: Problem | LookupProblem
+    problem: Problem | LookupProblem | CollectiveProblem
     name: str
     buffers: tuple[Buffer, ...]
     ranks: tuple[tuple[Lane, ...], ...]

@@ -87,7 +87,7 @@ class _Site:
 
 
 def _graphs(m: int, name: str, late: bool) -> None:
-    """A graph replayed a thousand times with new data, between eager calls of the same program; one rank may be 5 ms late."""
+    """A graph replayed a thousand times with new data, between eager calls; late: each rank in turn, by 5 ms."""
     faulthandler.dump_traceback_later(90, exit=True)
     site = _Site(m, 1024, 512, transposed=True)
     site.refill()
@@ -99,7 +99,7 @@ def _graphs(m: int, name: str, late: bool) -> None:
     worst = torch.zeros((), device="cuda")
     for replay in range(1000):
         site.refill()
-        if late and replay % 50 == 3 and dist.get_rank() == 1:
+        if late and replay % 50 == 3 and dist.get_rank() == replay // 50 % dist.get_world_size():
             torch.cuda._sleep(10_000_000)
         graph.replay()
         worst = torch.maximum(worst, torch.nan_to_num(site.error(out), nan=float("inf")))

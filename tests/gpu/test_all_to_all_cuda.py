@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ragged_work import PATTERNS, counts_of, round_trip
-from rank_work import here
+from rank_work import bound, here
 from test_all_to_all import COMBINE, DISPATCH, check_both
 
 import weft
@@ -101,6 +102,69 @@ def _graph() -> None:
 
 def test_a_thousand_replays_with_new_counts(pool: Ranks) -> None:
     pool.run(_graph)
+
+
+class _Even:
+    """A rank's a and b of an even exchange, filled anew with data of which every rank can compute what it should receive."""
+
+    def __init__(self, op: str) -> None:
+        self.rank, size = dist.get_rank(), dist.get_world_size()
+        options: dict[str, Any] = {"device": here(), "dtype": torch.bfloat16}
+        self.op, self.k, self.share = op, 128, slice(64 * self.rank, 64 * (self.rank + 1))
+        self.all_a, self.all_b = torch.empty(size, 64 * size, self.k, **options), torch.empty(size, self.k, 256, **options)
+        self.a, self.b = torch.empty_like(self.all_a[0]), torch.empty_like(self.all_b[0])
+        self.random = torch.Generator(here()).manual_seed(5)
+
+    def refill(self) -> None:
+        self.all_a.normal_(generator=self.random)
+        self.all_b.normal_(std=self.k**-0.5, generator=self.random)
+        self.a.copy_(self.all_a[self.rank])
+        self.b.copy_(self.all_b[self.rank])
+
+    def call(self, spec: str) -> torch.Tensor:
+        return getattr(weft, self.op)(self.a, self.b, schedule=spec)  # type: ignore[no-any-return]
+
+    def error(self, out: torch.Tensor) -> torch.Tensor:
+        """The largest error over what rounding explains, on the GPU: no call waits for the host."""
+        rows = self.all_a[:, self.share].float()
+        expected = rows @ (self.all_b if self.op == "matmul_all_to_all" else self.all_b[self.rank]).float()
+        allowed = bound(torch.bfloat16, self.k, 0, torch.ones(1))
+        worst = (out.float() - expected.flatten(0, 1)).abs().max() / (allowed * expected.abs().max())
+        return torch.nan_to_num(worst, nan=float("inf"))
+
+
+def _even_graph(op: str, spec: str) -> None:
+    """A graph replayed with new data, each rank late in turn, between eager calls of the same program."""
+    faulthandler.dump_traceback_later(90, exit=True)
+    site = _Even(op)
+    site.refill()
+    site.call(spec)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = site.call(spec)
+    worst = torch.zeros((), device=here())
+    for call in range(CALLS):
+        site.refill()
+        if call % 50 == 0:
+            _late(call // 50)
+        graph.replay()
+        worst = torch.maximum(worst, site.error(out))
+        if call % 100 == 7:
+            worst = torch.maximum(worst, site.error(site.call(spec)))
+    assert float(worst) <= 1, (op, spec, float(worst))
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("spec", COMBINE)
+def test_a_thousand_replays_of_a_combine(pool: Ranks, spec: str) -> None:
+    pool.run(_even_graph, "matmul_all_to_all", spec)
+
+
+@pytest.mark.parametrize("spec", DISPATCH)
+def test_a_thousand_replays_of_a_dispatch(pool: Ranks, spec: str) -> None:
+    pool.run(_even_graph, "all_to_all_matmul", spec)
 
 
 def _gradients() -> None:

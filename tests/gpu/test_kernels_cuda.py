@@ -44,7 +44,9 @@ def _step(gated: bool, counted: bool, sliced: bool = False) -> Gemm:
 @pytest.mark.parametrize("shape", range(4))
 @pytest.mark.parametrize("kind", ["plain", "gated", "counted", "sliced", "sliced and counted", "stored by address"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gemm(shape: int, kind: str, transposed: bool) -> None:
+@pytest.mark.parametrize("halved", [False, True])
+def test_gemm(shape: int, kind: str, transposed: bool, halved: bool) -> None:
+    """halved: the last wave is one tile."""
     from weft.kernels.gemm import gemm, tables
     from weft.kernels.shapes import SHAPES, tiles_of
 
@@ -62,7 +64,8 @@ def test_gemm(shape: int, kind: str, transposed: bool) -> None:
         out_address=(lambda part, row: out[part.out.rows[0] + row :].data_ptr()) if kind == "stored by address" else None,
         need=lambda _: (0, 1),
     )
-    gemm((a, a.clone()), b, out, plan, status, epoch=0, sms=7)
+    tiles = plan.rows.shape[0] * -(-N // blocks.n)
+    gemm((a, a.clone()), b, out, plan, status, epoch=0, sms=tiles - 1 if halved else tiles)
     assert status.tolist() == [0, 0]
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=0.3)
     if "counted" in kind:

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from collective_work import Case, in_place, moves, sums
 from nodes_work import SPECS, check_every_operator
 from rank_work import here, whole
 
 import weft
+from weft import collectives
+from weft.beside.cuda import CudaDevice
 from weft.errors import WeftError
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import RankFailed, Ranks
@@ -71,6 +74,31 @@ def test_auto_measures_what_goes_across_nodes(two_nodes: Ranks) -> None:
     for names in two_nodes.run(_auto):
         assert names
         assert set(names) <= {"sequential", "node_slices"}
+
+
+def _collectives_alone() -> None:
+    """The vendor's, also in place, where rehearsals must leave what is given alone; with auto, copy engines are not tried."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    for call in range(3):
+        _late(call)
+        case = Case(elements=1003, dtype=torch.float32, seed=call)
+        for spec in ("sequential", "auto"):
+            moves(case, spec)
+            sums(case, spec)
+            in_place(case, spec)
+    assert {choice.spec for choice in weft.choices()} == {"sequential"}
+    tensor = torch.ones(8, device=here())
+    assert not CudaDevice(here()).abilities((weft.AllReduce(tensor),)).copy_engine
+    with pytest.raises(ValueError, match=r"on nodes of \(2, 2\) ranks, use sequential"):
+        collectives.all_reduce(tensor, schedule="copy_engine")
+    with pytest.raises(ValueError, match=r"group is on nodes of \(2, 2\) ranks"):
+        collectives.empty(8, device=here())
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
+    two_nodes.run(_collectives_alone)
 
 
 def _reach() -> list[int]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,7 +17,7 @@ from rank_work import both_have, check_both, check_gather, check_scatter, here, 
 
 import weft
 from weft.errors import PeerLost, WaitTimeout, WeftError
-from weft.execute.ranks import Ranks
+from weft.execute.ranks import RankFailed, Ranks
 from weft.problem import split
 
 GPUS = torch.cuda.device_count()
@@ -180,6 +183,48 @@ def _graphs() -> None:
 
 def test_graphs_replayed_between_eager_calls(pool: Ranks) -> None:
     pool.run(_graphs)
+
+
+def _replays_until(victim: int, how: int) -> tuple[str, float]:
+    """Replay a captured call without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    a, b = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
+    weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    struck = time.monotonic() + 0.5
+    if dist.get_rank() == victim:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), how)).start()
+    message = ""
+    try:
+        while time.monotonic() < struck + 30:
+            graph.replay()
+            torch.cuda.synchronize()
+    except PeerLost as error:
+        message = f"{type(error).__name__}: {error}"
+    ended = time.monotonic() - struck
+    # What is replayed nevertheless ends, the GPU is usable, and calls say what happened.
+    graph.replay()
+    assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
+    with pytest.raises(WeftError, match="broken"):
+        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    faulthandler.cancel_dump_traceback_later()
+    return message, ended
+
+
+def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
+    """Replays that wait for it end soon: the watch looks after peers between calls, too, and releases the streams."""
+    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        ranks.start(_replays_until, 1, signal.SIGKILL)
+        with pytest.raises(RankFailed) as caught:
+            ranks.finish(timeout_s=60)
+    assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
+    message, seconds = caught.value.results[0]
+    assert message.startswith("PeerLost: rank 1 (process")
+    assert seconds < BOUND_S
 
 
 def _two_streams() -> None:

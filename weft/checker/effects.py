@@ -16,9 +16,10 @@ from functools import reduce
 from operator import or_
 
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
-from weft.checker.memory import Conflict, Constant, Memory
+from weft.checker.memory import Conflict, Constant, Given, Memory
 from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
-from weft.problem import EXCHANGES, LOOKUP_OPS, Span1D
+from weft.checker.shapes import reachable_outputs
+from weft.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, Span1D
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""
@@ -32,16 +33,33 @@ class Effects:
         self.problem = program.schedule.problem
         self.nodes: list[At] = []
         kinds = program.schedule.buffer
-        self.memories: list[Memory | Constant] = [
-            Constant(self._input(name, rank)) if kinds[name].kind == "input" else Memory(number)
+        self.memories: list[Memory | Constant | Given] = [
+            self._given(number, name, rank) if kinds[name].kind == "input" else Memory(number)
             for number, (name, rank) in enumerate(program.memories)
         ]
+        self.given = self._aliases()
+
+    def _given(self, number: int, name: str, rank: int) -> Constant | Given:
+        content = self._input(name, rank)
+        alias = self.problem.alias(rank) if isinstance(self.problem, CollectiveProblem) else None
+        if alias is None:
+            return Constant(content)
+        rows, cols = self.program.schedule.buffer[name].whole(rank).shape
+        return Given(number, content, (0, rows, 0, cols), alias)
+
+    def _aliases(self) -> dict[int, Given]:
+        """By memory of a result, the input that may be one with it."""
+        number = {memory: n for n, memory in enumerate(self.program.memories)}
+        found = [(self.program.memories[m.number][1], m) for m in self.memories if isinstance(m, Given)]
+        return {number["out", rank]: given for rank, given in found}
 
     def _input(self, name: str, rank: int) -> Content:
         """What the caller writes, in the coordinates of the whole matrices; of an all-to-all, those are all ranks' a below each
         other, and all ranks' b side by side."""
         if name == "bags":
             return ("P", 0, self._first_column(rank))
+        if isinstance(self.problem, CollectiveProblem):
+            return self._given_alone(self.problem, rank)
         if self.problem.op in EXCHANGES:
             return ("A", rank * self.problem.m, 0) if name == "a" else ("B", 0, rank * self.problem.n)
         if self.problem.op == "all_gather_matmul":
@@ -51,6 +69,13 @@ class Effects:
             return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
         offset = sum(self.problem.inner(r) for r in range(rank))
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
+
+    def _given_alone(self, problem: CollectiveProblem, rank: int) -> Content:
+        """Of a collective alone: elements of all ranks below each other; or, where ranks are summed, a product over one k of
+        all, which is the rank."""
+        if problem.sums:
+            return ("AB", 0, 0, ((rank, rank + 1),), 1)
+        return ("A", rank * problem.m if problem.op == "all_to_all" else problem.shards[rank][0], 0)
 
     def _first_column(self, rank: int) -> int:
         if self.problem.op not in ("all_gather_matmul", *LOOKUP_OPS):
@@ -87,9 +112,18 @@ class Effects:
             if write is not None:
                 old = self.memories[write[0]].read(write[1], node, ancestors) if action.accumulate else None
                 self._write(write, _result(action, cells, old) if first else [(write[1], None)], node, ancestors)
+                if first and write[0] in self.given:
+                    self._overwrite(action, self.given[write[0]], node, ancestors)
         except Conflict as conflict:
             raise self._refusal(at, conflict) from None
         return ancestors | 1 << node
+
+    def _overwrite(self, action: Action, given: Given, node: int, ancestors: int) -> None:
+        """The result is written where an input may lie. What is copied to itself stays: executors leave such copies out."""
+        assert action.write is not None
+        place = given.place(action.write[1])
+        if place is not None and not (action.do is Do.COPY and action.reads == ((given.number, place),)):
+            given.overwrite(place, node, ancestors, vendor=False)
 
     def _read(self, accesses: tuple[Access, ...], node: int, ancestors: int) -> list[Cells]:
         return [self.memories[m].read(rect, node, ancestors) for m, rect in accesses]
@@ -107,7 +141,7 @@ class Effects:
         ranks = range(len(nodes))
         for rank in ranks:
             try:
-                found.append(self._gather(actions[rank], nodes[rank], ancestors[rank]))
+                found.append(self._gather(actions[rank], nodes[rank], ancestors[rank], first=not ats[rank][4]))
             except Conflict as conflict:
                 raise self._refusal(ats[rank], conflict) from None
         for rank in ranks:
@@ -116,6 +150,10 @@ class Effects:
                 cells = [(write[1], None)] if ats[rank][4] else self._collected(actions, found, rank, write[1])
                 try:
                     self._write(write, cells, nodes[rank], ancestors[rank])
+                    given = None if ats[rank][4] else self.given.get(write[0])
+                    place = given and given.place(write[1])
+                    if given and place:
+                        given.overwrite(place, nodes[rank], ancestors[rank], vendor=True)
                 except Conflict as conflict:
                     raise self._refusal(ats[rank], conflict) from None
         return [1 << node for node in nodes]
@@ -136,12 +174,15 @@ class Effects:
         if write is not None:
             try:
                 self._write(write, moved(cells, src, write[1]) if first else [(write[1], None)], node, ancestors)
+                if first and write[0] in self.given:
+                    self._overwrite(action, self.given[write[0]], node, ancestors)
             except Conflict as conflict:
                 raise self._refusal(at, conflict) from None
         return ancestors | 1 << node
 
-    def _gather(self, action: Action, node: int, ancestors: int) -> Cells:
-        return [cell for m, rect in action.reads for cell in self.memories[m].read(rect, node, ancestors)]
+    def _gather(self, action: Action, node: int, ancestors: int, *, first: bool) -> Cells:
+        reads = action.reads if first else action.shared_reads
+        return [cell for m, rect in reads for cell in self.memories[m].read(rect, node, ancestors)]
 
     def _collected(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
         """What lands on `rank`: all shards below each other, the sum over ranks of its own, or its own of each rank."""
@@ -179,6 +220,20 @@ class Effects:
         first, last = self.problem.arrivals(src_rank, rank)
         return dst[0] + first, dst[0] + last, dst[2], dst[3]
 
+    def read_by_caller(self, rank: int, at: At, ancestors: int) -> int:
+        """Between two calls the caller reads, and may write, results that peers can reach. ancestors: with that among them."""
+        if not reachable_outputs(self.program.schedule):
+            return ancestors
+        node = self.node(at)
+        number = self.program.memories.index(("out", rank))
+        whole = self.program.schedule.buffer["out"].whole(rank)
+        if whole.size:
+            try:
+                self.memories[number].read((*whole.rows, *whole.cols), node, ancestors)
+            except Conflict as conflict:
+                raise self._refusal(at, conflict) from None
+        return ancestors | 1 << node
+
     def check_outputs(self, rank: int) -> None:
         """The caller of `rank` finds the whole result, and nothing else."""
         for number, (name, owner) in enumerate(self.program.memories):
@@ -189,8 +244,11 @@ class Effects:
     def _wanted(self, name: str, rank: int) -> list[tuple[Span1D, Content]]:
         """What ranges of rows must hold."""
         problem, rows = self.problem, (0, self.program.schedule.buffer[name].rows[rank])
-        if problem.op in EXCHANGES:
+        if problem.op in EXCHANGES or problem.op == "all_to_all":
             return [self._arrived(name, src_rank, rank) for src_rank in range(problem.world_size)]
+        if isinstance(problem, CollectiveProblem):
+            low, every = problem.shards[rank][0] if problem.op == "reduce_scatter" else 0, ((0, problem.world_size),)
+            return [(rows, ("AB", low, 0, every, problem.divide_by) if problem.sums else ("A", 0, 0))]
         if problem.op in LOOKUP_OPS:
             return [(rows, ("P", problem.shards[rank][0], 0))]
         if name == "gathered":
@@ -209,7 +267,7 @@ class Effects:
         problem = self.problem
         rows = problem.arrivals(src_rank, rank)
         first = src_rank * problem.m + problem.shards[rank][0]
-        if name == "gathered":
+        if name == "gathered" or problem.op == "all_to_all":
             return rows, ("A", first - rows[0], 0)
         multiplier = src_rank if problem.op == "matmul_all_to_all" else rank
         return rows, ("AB", first - rows[0], multiplier * problem.n, ((0, problem.k),), 1)

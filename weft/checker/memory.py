@@ -105,6 +105,39 @@ class Constant:
         return [(rect, self.content)]
 
 
+class Given:
+    """An input that may be the result's own memory, or a part of it: written by the caller before all lanes start, and by
+    whatever writes the result there. Nobody may read an element after that, or at once, but who writes that very element.
+
+    alias: the row of this input that row 0 of the result is.
+    """
+
+    def __init__(self, number: int, content: Content, whole: Rect, alias: int) -> None:
+        self.number, self.content, self.whole, self.alias = number, content, whole, alias
+        self._readers: list[Reader] = []
+        self._overwritten: list[Reader] = []
+
+    def read(self, rect: Rect, node: int, ancestors: int) -> Cells:
+        for writer, place in self._overwritten:
+            common = overlap(place, rect)
+            if common:
+                raise Conflict(self.number, common, writer)
+        self._readers.append((node, rect))
+        return [(rect, self.content)]
+
+    def place(self, out: Rect) -> Rect | None:
+        """Where a rectangle of the result lies here; None if nowhere."""
+        return overlap((out[0] + self.alias, out[1] + self.alias, out[2], out[3]), self.whole)
+
+    def overwrite(self, rect: Rect, node: int, ancestors: int, *, vendor: bool) -> None:
+        """`rect` is written. vendor: by a collective, which may read and write one element in any order."""
+        for reader, place in self._readers:
+            same = reader == node and (vendor or place == rect)
+            if not same and not ancestors >> reader & 1 and overlap(place, rect):
+                raise Conflict(self.number, rect, reader, wrote=False)
+        self._overwritten.append((node, rect))
+
+
 def _remainders(place: Rect, rect: Rect) -> list[Rect]:
     """`place` without `rect`, as up to four rectangles."""
     top, bottom, left, right = place

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, LookupProblem, Problem
 from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Region, Schedule, SendReceive, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
@@ -42,6 +42,11 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
             "bags": ("input", (tuple(problem.m for _ in each), columns)),
             "out": ("output", (tuple(problem.out_rows(r) for r in each), tuple(problem.n for _ in each))),
         }
+    if isinstance(problem, CollectiveProblem):
+        return {
+            "a": ("input", (tuple(problem.a_rows(r) for r in each), columns)),
+            "out": ("output", (tuple(problem.out_rows(r) for r in each), columns)),
+        }
     found: dict[str, tuple[str, Shape]] = {
         "a": ("input", (tuple(problem.a_rows(r) for r in each), k)),
         "b": ("input", (k, columns)),
@@ -65,6 +70,12 @@ def _check_buffer(buffer: Buffer, size: int, expected: dict[str, tuple[str, Shap
         wanted = f"{kind} {shape}" if shape else "not the caller's"
         have = f"{buffer.kind} {(buffer.rows, buffer.cols)}"
         raise ScheduleError(f"buffer {buffer.name} is {have}; for this problem it is {wanted}")
+
+
+def reachable_outputs(schedule: Schedule) -> set[str]:
+    """Buffers of the caller's that peers may write."""
+    problem = schedule.problem
+    return {"out"} if isinstance(problem, CollectiveProblem) and problem.reachable else set()
 
 
 def gemm_fault(step: Gemm, part: Part) -> str:
@@ -139,7 +150,7 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     for region, shape in zip((step.src, step.dst), shapes[step.op], strict=True):
         if region.shape != shape:
             return f"{region} has shape {region.shape}; {step.op} on rank {rank} needs {shape}"
-    if step.divide_by != 1 and step.op != "reduce_scatter":
+    if step.divide_by != 1 and step.op not in ("reduce_scatter", "all_reduce"):
         return f"divide_by is {step.divide_by}; {step.op} divides nothing"
     return ""
 

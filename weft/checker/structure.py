@@ -19,6 +19,7 @@ from weft.checker.shapes import (
     fused_fault,
     gemm_fault,
     message_fault,
+    reachable_outputs,
     sum_fault,
 )
 from weft.schedule import (
@@ -80,7 +81,8 @@ class _Compiler:
         self.buffers = schedule.buffer
         self.first_memory = {b.name: i * self.world_size for i, b in enumerate(schedule.buffers)}
         self.memories = [(b.name, rank) for b in schedule.buffers for rank in range(self.world_size)]
-        self.shared = [b.kind == "symmetric" for b in schedule.buffers for _ in range(self.world_size)]
+        self.open = {b.name for b in schedule.buffers if b.kind == "symmetric"} | reachable_outputs(schedule)
+        self.shared = [b.name in self.open for b in schedule.buffers for _ in range(self.world_size)]
         self.numbers: dict[Flag, int] = {}
         self.flags: list[Flag] = []
         self.owners: list[tuple[int, int] | None] = []
@@ -182,7 +184,7 @@ class _Compiler:
             self.fail(f"{region} does not lie within {buffer.whole(rank)}")
         if self.node_of[rank] != self.node_of[self.rank]:
             self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
-        if rank != self.rank and not (remote and buffer.kind == "symmetric"):
+        if rank != self.rank and not (remote and buffer.name in self.open):
             self._fail_remote(region, buffer, remote)
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")

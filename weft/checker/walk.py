@@ -218,6 +218,8 @@ class Walk:
             return
         if lane.call == 1:
             self.effects.check_outputs(rank)
+        at = (rank, lane.index, len(lane.ops) - 1, 0, lane.call - 1)
+        self.passed[rank] = self.effects.read_by_caller(rank, at, self.passed[rank])
         self.open[rank] = len(self.lanes[rank])
         if lane.call < CALLS:
             for other in self.lanes[rank]:

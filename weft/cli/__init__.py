@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import doctor, listings, plan, run
+from weft.cli import doctor, listings, plan, run, simulate
 from weft.errors import WeftError
 from weft.version import __version__
 
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.command("run")(run.command)
 app.command("plan")(plan.command)
+app.command("simulate")(simulate.command)
 app.command("schedules")(listings.schedules)
 app.command("machines")(listings.machines)
 app.command("doctor")(doctor.command)

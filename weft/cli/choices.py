@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from weft.models import Model, Site, decode_sites, load_model, sites
-from weft.problem import ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
-
-if TYPE_CHECKING:
-    from weft.results import Skipped
+from weft.problem import COLLECTIVE_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
 
 CPU_RANKS = 4
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...], tuple[Skipped, ...]]:
-    """The model, its sites that can run (only those of `op`, if it is given), and the others."""
+def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...]]:
+    """The model, and its sites: only those of `op`, if it is given."""
     only = None if op is None else choose_op(op)
     model = load_model(name)
     everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
-    found = tuple(s for s in everything if isinstance(s, Site) and only in (None, s.op))
-    skipped = tuple(s for s in everything if not isinstance(s, Site))
+    found = tuple(s for s in everything if only in (None, s.op))
     if only is not None and not found:
         raise ValueError(f"op is {op!r}; model {model.name} has no site of it, use another or none")
-    return model, found, skipped
+    return model, found
 
 
 def choose_dtype(dtype: str) -> DType:
@@ -52,7 +47,7 @@ def choose_schedule(schedule: str, sites: Sequence[Site]) -> tuple[str | None, i
 
 def choose_op(op: str) -> Op:
     """`op`, if weft has it."""
-    known = (*OPS, *LOOKUP_OPS)
+    known = (*OPS, *LOOKUP_OPS, *COLLECTIVE_OPS)
     if op not in known:
         raise ValueError(f"op is {op!r}; weft has {', '.join(known)}")
     return op

@@ -10,7 +10,7 @@ import typer
 
 from weft import codec
 from weft.cli import choices, output
-from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, CollectiveProblem, LookupProblem, Op, Problem
 
 if TYPE_CHECKING:
     from weft.machine import Machine
@@ -51,6 +51,8 @@ def schedules(
 def _example(op: Op) -> Problem:
     if op in LOOKUP_OPS:
         return LookupProblem.of(batch=12, dims=((4,),) * EXAMPLE_RANKS)
+    if op in COLLECTIVE_OPS:
+        return CollectiveProblem(op=op, m=48, world_size=EXAMPLE_RANKS)
     return Problem(op=op, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
 
 

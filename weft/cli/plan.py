@@ -14,7 +14,6 @@ from weft.cli import choices, options, output, tables
 if TYPE_CHECKING:
     from weft.machine import Machine
     from weft.models import Model
-    from weft.results import Skipped
 
 
 def command(
@@ -34,7 +33,7 @@ def command(
     """Choose a schedule for each distributed site of a model, without running anything."""
     from weft.machine import load
 
-    sizes, sites, skipped = choices.choose_sites(model, op)
+    sizes, sites = choices.choose_sites(model, op)
     only, chunks = choices.choose_schedule(schedule, sites)
     kind = choices.choose_dtype(dtype)
     target = load(machine)
@@ -43,21 +42,20 @@ def command(
 
     plans = [(site.name, plan(site.problem(tokens, ranks, kind), target, only=only, chunks=chunks)) for site in sites]
     if as_json:
-        print(json.dumps(_as_data(sizes, target, plans, skipped), indent=2, allow_nan=False))
+        print(json.dumps(_as_data(sizes, target, plans), indent=2, allow_nan=False))
         return
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, skipped)
+    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans)
 
 
-def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan], skipped: Sequence[Skipped]) -> dict[str, object]:
+def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
     return {
         "model": model.name,
         "machine": machine.name,
         "sites": [{"site": site, "schedule": plan.chosen.spec, "plan": codec.dump(plan)} for site, plan in plans],
-        "skipped": codec.dump(skipped),
     }
 
 
-def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], skipped: Sequence[Skipped]) -> None:
+def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan]) -> None:
     out = output.console()
     out.print(str(model))
     for note in model.notes:
@@ -69,4 +67,3 @@ def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.Site
         tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
     for site, plan in plans:
         out.print(f"{site}: {plan.why}")
-    tables.print_skipped(out, skipped)

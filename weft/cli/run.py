@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +9,13 @@ import typer
 
 from weft import codec
 from weft.cli import choices, options, output, tables
+from weft.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from weft.machine import Machine
     from weft.results import Run
 
 CPU_TOKENS, GPU_TOKENS = 512, 8192
-Progress = Callable[[str, int, int], None]
 
 
 def command(
@@ -47,7 +44,7 @@ def command(
     """Run a model's distributed sites: predicted on a machine, then checked and timed here."""
     from weft.machine import load
 
-    sizes, sites, _ = choices.choose_sites(model, op)
+    sizes, sites = choices.choose_sites(model, op)
     dtype = choices.choose_dtype(dtype)
     choices.choose_schedule(schedule, sites)
     target = load(machine)
@@ -64,7 +61,7 @@ def command(
 
     from weft.run import run_model
 
-    with _progress() as progress:
+    with progress_bar("starting ranks") as progress:
         done = run_model(
             sizes,
             ranks=ranks,
@@ -99,7 +96,6 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
 def _show(run: Run, machine: Machine) -> None:
     out = output.console()
     if not run.sites:
-        tables.print_skipped(out, run.skipped)
         return
     plans = [(site.site, site.plan) for site in run.sites]
     title = f"Predicted on {machine.words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
@@ -107,7 +103,6 @@ def _show(run: Run, machine: Machine) -> None:
     tables.print_predictions(out, title, plans)
     tables.print_chart(out, plans)
     tables.print_measured(out, run)
-    tables.print_skipped(out, run.skipped)
     wrong = [site.site for site in run.sites if not site.ok]
     out.print(f"WRONG results at {', '.join(wrong)}" if wrong else "All results are right.")
 
@@ -131,24 +126,3 @@ def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None)
         raise ValueError(f"cannot write {error.filename or 'results'}: {error.strerror}") from None
     for path in written:
         print(f"wrote {path}")
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there.
-
-    The bar is drawn by the caller's thread alone: rank processes may be forked meanwhile.
-    """
-    from rich import progress as bars
-    from rich.console import Console
-
-    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.TaskProgressColumn())
-    console = Console(stderr=True)
-    with bars.Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("starting ranks", total=None)
-
-        def update(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total)
-            bar.refresh()
-
-        yield update

@@ -15,7 +15,7 @@ from weft.cli.output import share, table, us
 if TYPE_CHECKING:
     from weft.planner.values import Plan
     from weft.problem import Problem
-    from weft.results import Run, SiteRun, Skipped
+    from weft.results import Run, SiteRun
 
     SitePlan = tuple[str, Plan]
 
@@ -42,8 +42,18 @@ def print_measured(out: Console, run: Run) -> None:
     out.print(f"{run.machine} us is the prediction above, for {run.machine_ranks} ranks and {run.machine_tokens} tokens.")
     if run.over_ideal:
         out.print(OVER_IDEAL)
+    _print_tried(out, run)
     if run.device == "cpu":
         out.print(ON_CPU)
+
+
+def _print_tried(out: Console, run: Run) -> None:
+    """Why these schedules, where that was measured: every candidate's time."""
+    sites = [site for site in run.sites if site.tried]
+    if sites:
+        out.print("Chosen by measurement; us of each schedule that was tried:")
+    for site in sites:
+        out.print(f"  {site.site}: " + ", ".join(f"{spec} {us(time)}" for spec, time in site.fastest_first))
 
 
 def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:
@@ -52,12 +62,6 @@ def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:
     out.print(f"{site} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
     out.print(gantt(plan.spans, rank=0, width=min(out.width, 120)))
     out.print()
-
-
-def print_skipped(out: Console, skipped: Sequence[Skipped]) -> None:
-    """Sites that weft cannot overlap yet, one a line."""
-    for site in skipped:
-        out.print(str(site))
 
 
 def print_candidates(out: Console, plans: Sequence[SitePlan]) -> None:

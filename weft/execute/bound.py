@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weft.execute.bindings import Bindings, Where
-from weft.problem import LookupProblem
-from weft.schedule import Collective, Flag, Lookup, Schedule, Wait, advances, regions
+from weft.problem import CollectiveProblem, LookupProblem
+from weft.schedule import Collective, Flag, Lookup, Reduce, Schedule, Wait, advances, regions
 from weft.span import Span
 from weft.team import Team
 
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from weft.execute.fused import FusedStep
     from weft.execute.pushes import FusedPush
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 Inputs = Mapping[str, Sequence[torch.Tensor]]
 """Input buffers by name: matrices side by side. And the tensors that stand for one, by names of their own."""
 Outputs = dict[str, list[torch.Tensor]]
 """Output buffers by name: matrices side by side."""
+NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
 _ALIGN = 256
 
 
@@ -78,7 +79,7 @@ class Space(Protocol):
         ...
 
     def runs_lookups(self, dtype: torch.dtype) -> bool:
-        """Whether lookups of this dtype run as kernels here. The same on every rank."""
+        """Whether lookups, and sums of collectives alone, of this dtype run as kernels here. The same on every rank."""
         ...
 
     def close(self) -> None: ...
@@ -101,11 +102,15 @@ class BoundProgram(ABC):
         self.epoch = 0
         self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
         self.spans: list[Span] | None = None
+        self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._space = space
         self.kernels: dict[int, FusedStep] = {}
         self.pushes: dict[tuple[str, int], FusedPush] = {}
         self._growth: dict[Flag, int] = {}
-        if space.runs_kernels(self.dtype):
+        if isinstance(schedule.problem, CollectiveProblem):
+            if schedule.problem.sums and space.runs_lookups(self.dtype):
+                self._add_sums(schedule.problem)
+        elif space.runs_kernels(self.dtype):
             self._add_kernels()
         if any(isinstance(step, Lookup) for _, _, _, step in schedule) and space.runs_lookups(self.dtype):
             self._add_lookups()
@@ -147,6 +152,16 @@ class BoundProgram(ABC):
                 where = Where(rank, lane.name, position, step)
                 self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem)
 
+    def _add_sums(self, problem: CollectiveProblem) -> None:
+        from weft.execute.sums import FusedSum
+        from weft.kernels.runs import launcher
+
+        device, by = self._space.device, launcher()
+        for rank, lane, position, step in self.schedule:
+            if rank == self.rank and isinstance(step, Reduce):
+                where = Where(rank, lane.name, position, step)
+                self.kernels[id(step)] = FusedSum(step, where, device, self, problem, by)
+
     def growth_of(self, flag: Flag) -> int:
         """How far one advance moves a flag's word: kernels count tiles."""
         return self._growth.get(flag, 1)
@@ -186,11 +201,19 @@ class BoundProgram(ABC):
         """Flag words on the rank that has most."""
         return max(self.slots.values(), default=-1) + 1
 
-    def run(self, inputs: Inputs, *, spans: list[Span] | None = None) -> Outputs:
-        """One call: the output buffers by name, `out` as one matrix for each b. spans: filled with what ran, if given."""
-        self.spans = spans
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        outputs: Outputs | None = None,
+        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        spans: list[Span] | None = None,
+    ) -> Outputs:
+        """One call: the output buffers by name, `out` as one matrix for each b. outputs: the caller's own, contiguous; new ones
+        if not given. reached: those of them that peers write, every rank's, by rank. spans: filled with what ran, if given."""
+        self.spans, self._reached = spans, reached
         inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
-        outputs = self._allocate(inputs)
+        outputs = self._allocate(inputs) if outputs is None else outputs
         self.play(inputs, outputs)
         self.epoch += 1
         return outputs
@@ -214,6 +237,10 @@ class BoundProgram(ABC):
                     bindings.bind(name, self.rank, *matrices)
                 else:
                     bindings.loose[name] = matrices
+        for name, by_rank in self._reached.items():
+            for rank, tensor in enumerate(by_rank):
+                if rank != self.rank:
+                    bindings.bind(name, rank, tensor)
         return bindings
 
     def own_bindings(self) -> Bindings:

@@ -3,6 +3,8 @@
 Call         what GroupState needs of any operator's call
 MatmulCall   a matmul and a collective
 LookupCall   embedding tables and an exchange
+
+A collective alone is in weft.execute.collective_calls.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from weft.execute.bound import Inputs
+from weft.execute.bound import Inputs, Outputs
 from weft.problem import EXCHANGES, REDUCTIONS, DType, LookupProblem, Op, Problem, split
 from weft.span import Span
 from weft.version import __version__
@@ -35,6 +37,21 @@ class Call(ABC):
     @abstractmethod
     def inputs(self) -> Inputs:
         """The caller's tensors by the names of the schedule's input buffers."""
+
+    @property
+    def outputs(self) -> Outputs | None:
+        """The caller's tensors for results; None for new ones."""
+        return None
+
+    @property
+    def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Of the caller's tensors that peers can reach, every rank's, by rank."""
+        return {}
+
+    @property
+    def tried(self) -> bool:
+        """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
+        return True
 
     @property
     @abstractmethod

@@ -41,7 +41,8 @@ from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
 from weft.kernels.shapes import PUSH_SMS
-from weft.schedule import Collective, Flag, Gemm, Lane, Reduce, Region, Schedule, SendReceive, Wait, waits
+from weft.problem import CollectiveProblem
+from weft.schedule import Collective, Flag, Gemm, Lane, Region, Schedule, SendReceive, Wait, waits
 from weft.work import span
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class CudaProgram(BoundProgram):
         self._replayable = not (self._vendors or self._sends)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
-        self._copy_lanes = {lane.name for lane in lanes if lane.kind in ("copy", "network")}
+        # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
+        alone = isinstance(schedule.problem, CollectiveProblem)
+        self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
@@ -170,7 +173,7 @@ class CudaProgram(BoundProgram):
     def launch(self, kernel: FusedStep, bindings: Bindings, stream: int) -> None:
         """A step as one kernel, beside what pushes and messages take of the SMs. A sum's gates have been waited for by its
         stream."""
-        silent = self._silent or isinstance(kernel.step, Reduce)
+        silent = self._silent or kernel.gated_by_stream
         sms = self.space.sms - (self._push_sms if self.pushes else 0) - (NETWORK_SMS if self._sends else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
@@ -196,12 +199,20 @@ class CudaProgram(BoundProgram):
         else:
             out.copy_(product)
 
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether results must not be touched now: in a rehearsal, of what may work in place."""
+        return self._silent and isinstance(self.schedule.problem, CollectiveProblem)
+
     def collective(self, step: Collective, bindings: Bindings) -> None:
-        self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
+        if not self.keeps_outputs:
+            self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
 
     def send_receive(self, step: SendReceive, bindings: Bindings) -> None:
         """On torch's current stream."""
         assert self.space.wire, f"{step} on one node"
+        if self.keeps_outputs:
+            return  # on no rank: all rehearse at once
         sends = [(bindings.view(send.src), send.to) for send in step.sends]
         self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives])
 
@@ -218,6 +229,7 @@ class CudaProgram(BoundProgram):
             return
         bindings = self.bind(inputs, outputs)
         if capturing:
+            self.space.captured()
             self._fork_and_join(bindings)
         else:
             self._submit(lambda: self._fork_and_join(bindings))
@@ -298,7 +310,7 @@ class CudaProgram(BoundProgram):
             item.run(bindings, stream)
             return
         if id(item) not in self._batches:
-            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._copy_lanes)
+            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._off_sms)
         if not self._silent:
             self._batches[id(item)](stream)
 

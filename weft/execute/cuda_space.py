@@ -8,6 +8,9 @@ graph capture of another thread.
     caller: begun 7 ... done 7      begun 8 ...
     watch:  done 7 in time? -> next;   a peer dead, or the bound over -> say which wait is stuck, raise in the caller's
             thread, release the blocked streams
+
+A graph that replays calls is none that the space could see: after a failure each replay would wait again. So the watch goes on
+releasing until the space is closed, and tells the thread that captured a call last.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from weft.controls.streams import comm_stream, current_lane_priority
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group
@@ -66,13 +70,16 @@ class CudaSpace:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._priority = current_lane_priority()
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
-        self._tickets = 0
+        self._tickets = self._seen_done = 0
         self._pending: deque[Pending] = deque()
+        self._captured_by: int | None = None
         self._releases: dict[int, Callable[[], None]] = {}
+        self._releasing = threading.Lock()
         self._stop = threading.Event()
         self._watch = threading.Thread(target=self._watch_calls, name=f"weft-watch-{team.rank}", daemon=True)
         self._watch.start()
@@ -96,9 +103,9 @@ class CudaSpace:
         dist.barrier(self.team.group)
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue."""
+        """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._streams[name] = comm_stream(priority=self._priority, device=self.device)
         return self._streams[name]
 
     def current_stream(self) -> int:
@@ -113,10 +120,12 @@ class CudaSpace:
 
     def keep_releasable(self, key: int, release: Callable[[], None]) -> None:
         """Call `release` if the team fails, also when no call is under way: a graph may be replaying."""
-        self._releases[key] = release
+        with self._releasing:
+            self._releases[key] = release
 
     def forget(self, key: int) -> None:
-        self._releases.pop(key, None)
+        with self._releasing:
+            self._releases.pop(key, None)
 
     def words(self, words: Sequence[Word], *, by_kernel: bool) -> Callable[[int], None]:
         """A function that enqueues memory operations on a stream."""
@@ -140,11 +149,20 @@ class CudaSpace:
         """
         self._tickets += 1
         ticket = self._tickets
-        if not self.done(ticket - _TICKETS + 1):
+        if not self._reusable(ticket):
             self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck)
         self.driver.record(self._begun[ticket % _TICKETS], stream)
         self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck))
         return ticket
+
+    def _reusable(self, ticket: int) -> bool:
+        """Whether a ticket's events are free. Mostly the watch has seen that, and the driver need not be asked."""
+        last_user = ticket - _TICKETS + 1
+        return last_user <= self._seen_done or self.done(last_user)
+
+    def captured(self) -> None:
+        """This thread captures a call, and may replay it later."""
+        self._captured_by = threading.get_ident()
 
     def end(self, stream: int, ticket: int) -> None:
         """The call is done when `stream` comes here."""
@@ -172,14 +190,16 @@ class CudaSpace:
             if len(self._pending) == 0:
                 idle += 1
             if (self._pending or idle % _IDLE_TICKS == 0) and not self._look():
-                return
+                break
+        while not self._stop.wait(_TICK_S):
+            self._release_all()
 
     def _look(self) -> bool:
         """False once the team has failed: then everything has been released and said."""
         first = None
         try:
             while self._pending and self.done(self._pending[0].ticket):
-                self._pending.popleft()
+                self._seen_done = self._pending.popleft().ticket
             first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
             self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
             if first is not None:
@@ -196,13 +216,18 @@ class CudaSpace:
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {first.stuck()}")
         print(f"weft: {error}", file=sys.stderr, flush=True)
-        if first is not None:
+        thread = self._captured_by if first is None else first.thread
+        if thread is not None:
             raised = type(type(error).__name__, (type(error),), {"__str__": lambda _: str(error), "__module__": "weft.errors"})
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(first.thread), ctypes.py_object(raised))
-        for release in list(self._releases.values()):
-            release()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(raised))
+        self._release_all()
         if self.wire:
             self.wire.abort()
+
+    def _release_all(self) -> None:
+        with self._releasing:
+            for release in self._releases.values():
+                release()
 
     def close(self) -> None:
         self._stop.set()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.errors import WeftError
+from weft.driver import checked, driver_api
 
 _BATCH = 128
 """Memory operations in one submission; the driver takes 256."""
@@ -26,22 +26,6 @@ class Word:
     kind: Literal["here", "wait", "lower", "signal"]
     address: int
     value: int
-
-
-def driver_api() -> Any:
-    """cuda-bindings' driver API. Raises ValueError if it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise ValueError("device is cuda: stream flags need cuda-bindings; pip install cuda-bindings") from None
-    return driver
-
-
-def checked(result: tuple[Any, ...]) -> Any:
-    """What a driver call returned. Raises WeftError if it failed."""
-    if result[0]:
-        raise WeftError(f"CUDA driver: {result[0]}")
-    return result[1] if len(result) > 1 else None
 
 
 class Driver:

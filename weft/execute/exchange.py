@@ -13,7 +13,7 @@ import torch
 
 from weft.errors import WaitTimeout
 from weft.execute.bindings import Bindings, Where
-from weft.kernels.all_reduce import Mailbox, Plan, all_reduce, launcher, mailbox, plan
+from weft.kernels.all_reduce import COPIES, Mailbox, Plan, all_reduce, launcher, mailbox, plan
 from weft.schedule import Gemm, Lane, Schedule, regions
 from weft.schedules.matmul_all_reduce import one_shot, owned_columns, two_shot
 
@@ -119,37 +119,33 @@ class FusedExchange:
         return self._missing(int(self._memory.epochs.cpu().min()) + 1)
 
     def _missing(self, call: int) -> str:
-        seen = self._seen(call)
-        late = [region for region in self._expected() if int(seen[region]) < call]
+        whole = self._whole(call)
+        late = [region for region in self._expected() if not whole[region]]
         return f"{self.where}: call {call}: {self._source(late[0])} has not arrived" if late else ""
 
     def _expected(self) -> list[int]:
-        """The regions of this rank that a call fills."""
-        size, rank = self.plan.problem.world_size, self.where.rank
-        found = []
-        for owner, slot, index, *_ in self.plan.tiles.tolist():
-            if self.plan.one_hop or owner == rank:
-                found += [slot * size + source for source in range(size)]
-            else:
-                found.append(self.plan.slots * size + index)
-        return sorted(found)
+        """The regions of this rank that a call fills: of each tile all sources' pieces, and all owners' sums."""
+        layout, size = self.plan, self.plan.problem.world_size
+        filled = size if layout.one_hop else 2 * size
+        return [tile * layout.regions + i for tile in range(layout.count) for i in range(filled)]
 
-    def _seen(self, call: int) -> torch.Tensor:
-        """By region, the last call that it is whole of."""
+    def _whole(self, call: int) -> torch.Tensor:
+        """By region, whether all of its words have come, in the rows that travel."""
         layout = self.plan
-        if not layout.packed:
-            return self._box[: 4 * layout.regions].cpu().view(torch.int32)
-        words = self._box.cpu()[: layout.mailbox_bytes].view(torch.int32)
-        tags = words.view(2, layout.regions, layout.tiling.m, -1, 2)[call % 2, :, : layout.problem.m, :, 1]
-        return tags.amin((1, 2))
+        words = (
+            self._box.cpu()[: layout.mailbox_bytes]
+            .view(torch.int32)
+            .view(COPIES, layout.count, layout.regions, layout.tiling.m, -1)
+        )
+        tiles = torch.arange(layout.count)[:, None]
+        rows = tiles % layout.row_tiles * layout.tiling.m + torch.arange(layout.tiling.m)
+        travels = rows < layout.problem.m
+        return ((words[call % COPIES] != 0).all(-1) | ~travels[:, None]).all(-1).flatten()
 
     def _source(self, region: int) -> str:
+        tile, index = divmod(region, self.plan.regions)
         size = self.plan.problem.world_size
-        if region < self.plan.slots * size:
-            return f"the partial tile {region // size} of rank {region % size}"
-        index = region - self.plan.slots * size
-        owner = next(row[0] for row in self.plan.tiles.tolist() if row[2] == index)
-        return f"the sum of tile {index} by rank {owner}"
+        return f"the partial tile {tile} of rank {index}" if index < size else f"the sum of tile {tile} by rank {index - size}"
 
     def abort(self) -> None:
         """End every wait of the kernel, now and later: the call has failed. Enqueued on torch's current stream; needs no SM."""

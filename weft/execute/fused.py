@@ -72,6 +72,8 @@ class FusedStep(ABC):
     """One step of one rank as a kernel, ready to launch call after call."""
 
     step: Gemm | Reduce | Lookup
+    gated_by_stream = False
+    """On GPUs, its gates have been waited for where it starts."""
 
     def __init__(self, where: Where, device: torch.device, flags: FlagWords) -> None:
         self._where, self._device, self._flags = where, device, flags
@@ -202,6 +204,8 @@ class FusedGemm(FusedStep):
 
 class FusedReduce(FusedStep):
     """A reduction, gated or not, from any addresses."""
+
+    gated_by_stream = True
 
     def __init__(self, step: Reduce, where: Where, device: torch.device, flags: FlagWords) -> None:
         super().__init__(where, device, flags)

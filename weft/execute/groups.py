@@ -11,8 +11,9 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from weft.execute.choose import choose, contenders, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
+from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import Choice, Contest, Timer, Trial, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
@@ -35,6 +37,15 @@ if TYPE_CHECKING:
     from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
     from weft.triton.host import Peers
 
+
+class Closes(Protocol):
+    """What can be attached to a group."""
+
+    def close(self) -> None: ...
+
+
+A = TypeVar("A", bound=Closes)
+_SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
@@ -87,7 +98,10 @@ class GroupState:
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._peers: Peers | None = None
+        self._attached: dict[type, Any] = {}
         self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
+        self.reachable = Reachable(self.team.rank)
 
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
@@ -101,7 +115,7 @@ class GroupState:
                 self.team.repeat(site.number)
             self._programs.move_to_end(site.program)
             try:
-                return site.program.run(call.inputs, spans=call.spans)
+                return site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
 
@@ -158,7 +172,7 @@ class GroupState:
         """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
         problem, spec, device = key
         # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-        timer = timer_for(device) if spec == "auto" else None
+        timer = timer_for(device) if spec == "auto" and call.tried else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         trials: tuple[Trial, ...] = ()
@@ -185,7 +199,7 @@ class GroupState:
             return (self._choices[problem, device].spec,)
         return contenders(problem, device) if timer else (predicted(problem, device),)
 
-    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest:
+    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest[BoundProgram]:
         """Programs under trial are kept like others: if it fails, `close` gives them back."""
         problem, _, device = key
         return Contest(
@@ -211,25 +225,57 @@ class GroupState:
             self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
             self._drop(oldest)
 
-    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+    def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
             self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
-        space = self._spaces[device]
+        return self._spaces[device]
+
+    def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
+        if self.team.nodes:
+            raise ValueError(
+                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
+                "pass a group within one"
+            )
+        with self.lock, _PLAIN_MODE:
+            self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            return self.reachable.take(self._space(device), nbytes)
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
+        that callers have without asking for one."""
+        if device not in self._side:
+            self._side[device] = torch.cuda.Stream(device, priority=_SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+        return self._side[device]
+
+    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+        space = self._space(device)
         return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
 
     def schedules(self) -> list[Schedule]:
         """What has been chosen so far, oldest use first."""
         return [program.schedule for program in self._programs]
 
+    def attached(self, kind: type[A], make: Callable[[], A]) -> A:
+        """What another module keeps for this group, made when first asked for, and closed with it."""
+        with self.lock:
+            if kind not in self._attached:
+                self._attached[kind] = make()
+            found: A = self._attached[kind]
+            return found
+
     def choices(self) -> list[Choice]:
         """What "auto" has stood for so far, a problem each."""
         return list(self._choices.values())
 
     def close(self) -> None:
+        for attached in self._attached.values():
+            attached.close()
         for program in self._programs:
             program.close()
         for space in self._spaces.values():
             space.close()
+        self.reachable.close()
         if self._peers is not None:
             if self._peers.device.type == "cuda":
                 torch.cuda.synchronize(self._peers.device)
@@ -266,10 +312,20 @@ class Groups:
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
+    def known(self, name: str) -> GroupState | None:
+        """The group's state, if it has been used. Not collective."""
+        known = self._states.get(name)
+        return known[1] if known else None
+
+    def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
+        """Where a tensor lies in a group's symmetric memory; None if nowhere."""
+        known = self._states.get(name)
+        return known[1].reachable.find(tensor) if known else None
+
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""
-        known = self._states.get(name)
-        return known[1].choices() if known else []
+        known = self.known(name)
+        return known.choices() if known else []
 
     def keep(self, schedule: Schedule) -> str:
         """Remember a Schedule value; the string that names it in calls, the same on every rank."""

@@ -23,14 +23,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
 
 from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bindings import Bindings, Where
-from weft.execute.bound import BoundProgram, Inputs, Outputs
+from weft.execute.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.execute.host_wire import HostWire
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
@@ -209,9 +209,16 @@ class HostProgram(BoundProgram, Device):
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)
 
-    def run(self, inputs: Inputs, *, spans: list[Span] | None = None) -> Outputs:
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        outputs: Outputs | None = None,
+        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        spans: list[Span] | None = None,
+    ) -> Outputs:
         self.space.reserve(self.layout.nbytes)
-        return super().run(inputs, spans=spans)
+        return super().run(inputs, outputs=outputs, reached=reached, spans=spans)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         self._program.run(self.epoch, self.bind(inputs, outputs))

@@ -136,7 +136,9 @@ class _LaneRun:
             self._advance(where, 0)
         elif isinstance(step, Copy):
             for (dst, _), (src, _) in zip(self.bindings.pieces(step.dst), self.bindings.pieces(step.src), strict=True):
-                dst.copy_(src)
+                # In place, another lane may read meanwhile what would be written with itself.
+                if dst.data_ptr() != src.data_ptr():
+                    dst.copy_(src)
         elif isinstance(step, Gemm):
             self._gemm(step, where)
         elif isinstance(step, Reduce):

@@ -15,8 +15,8 @@
                              gates: Words and Work for each slice
 
 Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
-may hold; of a kernel of one warp (weft.kernels.words) on the others, which does those of a phase at once. A copy of rows that
-do not follow each other is one two-dimensional copy.
+may hold, and on all lanes of a collective alone, which other kernels run beside; of a kernel of one warp (weft.kernels.words)
+on the others, which does those of a phase at once. A copy of rows that do not follow each other is one two-dimensional copy.
 """
 
 from __future__ import annotations
@@ -143,7 +143,14 @@ class Tape:
         item = self._program.itemsize(step.src)
         (src, src_pitch), (dst, dst_pitch) = self._place(step.src), self._place(step.dst)
         copy = self._program.space.driver.copier(rows=height, row_bytes=width * item, pitches=(src_pitch, dst_pitch))
-        yield Work(where, lambda bindings, stream: copy(dst(bindings), src(bindings), stream), by_torch=False)
+        kept = self._program.schedule.buffer[step.dst.buffer].kind == "output"
+
+        def run(bindings: Bindings, stream: int) -> None:
+            there, here = dst(bindings), src(bindings)
+            if there != here and not (kept and self._program.keeps_outputs):
+                copy(there, here, stream)
+
+        yield Work(where, run, by_torch=False)
 
     def _place(self, region: Region) -> tuple[Callable[[Bindings], int], int]:
         """(the address of a region's first element in a call, bytes from row to row)."""

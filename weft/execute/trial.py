@@ -24,12 +24,15 @@ import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from weft.errors import WeftError
-from weft.execute.bound import BoundProgram
 from weft.problem import Problem
+
+P = TypeVar("P")
+"""What a spec is bound to: for an operator's schedules, a BoundProgram."""
 
 Timer = Callable[[Callable[[], object], int], int]
 """(call, calls) -> ns that one of so many calls takes on this rank; calls once more before the clock starts."""
@@ -85,26 +88,32 @@ def finalists(trials: Sequence[Trial]) -> tuple[str, ...]:
     return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
 
 
+def _rotated(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
+    """Another one first in each run: what comes after a hot one is slower."""
+    first = run % len(specs)
+    return specs[first:] + specs[:first]
+
+
 def calls_of_a_run(call_ns: int) -> int:
     """As many as fill 5 ms, within bounds."""
     return max(_FEWEST, min(_MOST, _RUN_NS // max(1, call_ns)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class Contest(Generic[P]):
     """One rank's side of a trial.
 
     bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
     program, as later ones will be. timer: times calls. meet: (text, mine) -> what each rank gave as mine, by rank.
     """
 
-    bind: Callable[[str], BoundProgram]
-    drop: Callable[[BoundProgram], None]
-    call: Callable[[BoundProgram], object]
+    bind: Callable[[str], P]
+    drop: Callable[[P], None]
+    call: Callable[[P], object]
     timer: Timer
     meet: Callable[[str, int], tuple[int, ...]]
 
-    def fastest(self, specs: Sequence[str]) -> tuple[BoundProgram, tuple[Trial, ...]]:
+    def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
         """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
 
         A spec that a rank cannot bind is left out on all, with a warning. Any other error ends the trial on this rank: the
@@ -122,7 +131,7 @@ class Contest:
                 self.drop(loser)
         return self._final(best, trials)
 
-    def _final(self, best: BoundProgram, trials: list[Trial]) -> tuple[BoundProgram, tuple[Trial, ...]]:
+    def _final(self, best: P, trials: list[Trial]) -> tuple[P, tuple[Trial, ...]]:
         """Those that are close once more, in turns. best: the program of the leader so far."""
         first = leader(trials).spec
         others = finalists(trials)
@@ -132,7 +141,8 @@ class Contest:
         calls = {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials if t.spec in programs}
         times: dict[str, list[int]] = {spec: [] for spec in programs}
         for run in range(_FINAL_RUNS):
-            for spec, program in programs.items():
+            for spec in _rotated(tuple(programs), run):
+                program = programs[spec]
                 time = self.timer(lambda p=program: self._drop_result(p), calls[spec])  # type: ignore[misc]
                 times[spec].append(max(self.meet(f"final of {spec}: run {run}", time)))
         us = {spec: statistics.median(runs) / 1e3 for spec, runs in times.items()}
@@ -144,18 +154,18 @@ class Contest:
                 self.drop(program)
         return programs[winner], measured
 
-    def _bound_again(self, spec: str) -> BoundProgram:
+    def _bound_again(self, spec: str) -> P:
         program = self.bind(spec)
         self._all_bound(spec, True)
         for _ in range(_FIRST_CALLS):
             self._drop_result(program)
         return program
 
-    def _drop_result(self, program: BoundProgram) -> None:
+    def _drop_result(self, program: P) -> None:
         """A call whose result is dropped at once, so that the next one lies where it lay."""
         self.call(program)
 
-    def _bound(self, spec: str) -> BoundProgram | None:
+    def _bound(self, spec: str) -> P | None:
         """The spec's program; None, said aloud, if a rank cannot bind it."""
         program, reason = None, "another rank could not bind it"
         try:
@@ -174,7 +184,7 @@ class Contest:
     def _all_bound(self, spec: str, mine: bool) -> bool:
         return all(self.meet(f"trial of {spec}: bound", int(mine)))
 
-    def _measured_us(self, spec: str, program: BoundProgram) -> float:
+    def _measured_us(self, spec: str, program: P) -> float:
         def call() -> None:
             self._drop_result(program)
 

@@ -14,12 +14,13 @@ out of one last; an all-gather's result and the product that is reduced are weft
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from weft.problem import Problem
 from weft.schedule import Collective, Region
@@ -28,6 +29,21 @@ LARGEST_BYTES = 32 << 20
 """Of all ranks' parts: above, plain buffers are as fast or faster (16 MiB a rank: 379 us, registered 415, on 8 x H200)."""
 _RUNS = 10
 _MARGIN = 0.97
+
+
+def _gather_options() -> Any:
+    options = AllgatherOptions()
+    options.asyncOp = False
+    return options
+
+
+_GATHER = _gather_options()
+
+
+def _in_order(work: Any) -> None:
+    """The current stream goes on after a collective; a backend that has seen to that itself gives nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 class Window:
@@ -39,17 +55,20 @@ class Window:
         with torch.cuda.use_mem_pool(self._pool):
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._backend.register_mem_pool(self._pool, symm=True)
+        self._matrix: torch.Tensor | None = None
 
-    def matrix(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The window's first elements as a matrix of that shape."""
-        return self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+    def matrix(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """The window's first elements as a matrix of that shape; the same tensor for the same shape again."""
+        if self._matrix is None or self._matrix.shape != shape or self._matrix.dtype != dtype:
+            self._matrix = self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+        return self._matrix
 
     def close(self) -> None:
         if self._pool is not None:
             # A group that has been destroyed took its registrations with it.
             with suppress(RuntimeError):
                 self._backend.deregister_mem_pool(self._pool)
-        self._pool = self._backend = None
+        self._pool = self._backend = self._matrix = None
         self.memory = self.memory[:0]
 
 
@@ -69,6 +88,9 @@ class Vendor:
         self._longest = shards[0][1] - shards[0][0]
         self._even = all(high - low == self._longest for low, high in shards)
         self._op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
+        self._options = ReduceScatterOptions()
+        self._options.reduceOp = self._op  # type: ignore[assignment]
+        self._options.asyncOp = False
         self.windows: tuple[Window, Window] | None = None
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
@@ -83,11 +105,19 @@ class Vendor:
         elif gather:
             staged = self.windows[0].matrix(src.shape, self._dtype)
             staged.copy_(src)
-            dist.all_gather_into_tensor(dst, staged, group=self._group)
+            self._gather(dst, staged)
         else:
             staged = self.windows[1].matrix(dst.shape, self._dtype)
-            dist.reduce_scatter_tensor(staged, src, op=self._op, group=self._group)
+            self._scatter(staged, src)
             dst.copy_(staged)
+
+    def _gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """As dist.all_gather_into_tensor, without what that checks and logs, which is most of its host time."""
+        _in_order(self._group._allgather_base(dst, src, _GATHER))
+
+    def _scatter(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """As dist.reduce_scatter_tensor."""
+        _in_order(self._group._reduce_scatter_base(dst, src, self._options))
 
     @property
     def owned(self) -> Region:
@@ -111,7 +141,7 @@ class Vendor:
             Window(self._group, step.src.size * item, self._device),
             Window(self._group, step.dst.size * item, self._device),
         )
-        window = self.windows[step.op == "all_gather"].matrix(self.owned.shape, self._dtype)
+        window = self.windows[step.op == "all_gather"].matrix(torch.Size(self.owned.shape), self._dtype)
         window.zero_()
         operands = (src, window) if step.op == "all_gather" else (window, dst)
         if slowest("registered", self._time_ns(*operands)) < _MARGIN * plain_ns:
@@ -145,11 +175,11 @@ class Vendor:
             dist.all_reduce(dst, op=self._op, group=self._group)
         elif self._step.op == "all_gather":
             if self._even:
-                dist.all_gather_into_tensor(dst, src.contiguous(), group=self._group)
+                self._gather(dst, src.contiguous())
             else:
                 self._gather_uneven(src, dst)
         elif self._even:
-            dist.reduce_scatter_tensor(dst, src.contiguous(), op=self._op, group=self._group)
+            self._scatter(dst, src.contiguous())
         else:
             self._scatter_uneven(src, dst)
 
@@ -177,7 +207,7 @@ class Vendor:
         padded = src.new_zeros(longest, src.shape[1])
         padded[: src.shape[0]].copy_(src)
         gathered = src.new_empty(len(self._shards) * longest, src.shape[1])
-        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        self._gather(gathered, padded)
         for rank, (low, high) in enumerate(self._shards):
             dst[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
 
@@ -187,5 +217,5 @@ class Vendor:
         for rank, (low, high) in enumerate(self._shards):
             spread[rank * longest : rank * longest + high - low].copy_(src[low:high])
         reduced = src.new_empty(longest, src.shape[1])
-        dist.reduce_scatter_tensor(reduced, spread, op=self._op, group=self._group)
+        self._scatter(reduced, spread)
         dst.copy_(reduced[: dst.shape[0]])

@@ -3,34 +3,31 @@
     _all_reduce_kernel   one launch is a whole call       all_reduce()  its launcher       Plan, Mailbox  what it works with
 
     block i, rank r                               block i, rank p
-    1  multiply its tiles, send each     ~~~~~~~~>  (no wait before all are sent)
-    2  wait for all ranks' partial tiles <~~~~~~~~  of the tiles that r sums: every tile (ONE_HOP), or those that r owns
-       sum, add bias and residual, round, store in out; two hops: send the sum
-    3  two hops: wait for the tiles that others own, store in out
+    1  multiply its tiles, send pieces    ~~~~~~~>  (no wait before all are sent)
+       empty the places of the call before
+    2  wait for all ranks' partial pieces <~~~~~~~  of what r sums: whole tiles (one hop), or its piece of each tile
+       sum, add bias and residual, round; one hop: store in out; two hops: send the sum to all, itself among them
+    3  two hops: wait for all pieces' sums, store the tile in out
 
 Tile t is block t mod blocks' on every rank. So block i waits for blocks i of its peers alone, and for their phases before its
-own alone: whichever blocks are resident, in whatever order they start, the call ends.
+own alone: the call ends if all blocks find room, and if not, as long as they start in the order of their numbers. With two hops
+a tile has columns of every owner, PIECE of each one's: every block of every rank sums as much as any other.
 
-A mailbox is symmetric memory: a region for each (tile that is summed here, source), and for two hops one for each tile's sum.
+A mailbox is symmetric memory: for each tile a region for each source's piece, and for two hops one for each piece's sum. Data
+is its own flag (weft.kernels.mailbox): one trip, no fence.
 
-    PACKED       a region is 8-byte words: 4 bytes of values, 4 of the call's number. A word is stored and seen as a whole, so
-                 the data is its own flag: one trip, no fence, at twice the bytes
-    otherwise    a region is the tile, and a word of the mailbox's head counts its calls: stores, barrier, release of all
-                 threads' stores, then acquire and loads; two more trips of latency, half the bytes
+Who writes, reads, empties. A region is written by one rank's block alone, and read and emptied by one block alone, that of the
+mailbox's rank. All regions are there three times, and calls use them in turns; block i counts its calls in device memory
+(`epochs`), so that a replayed CUDA graph goes on counting. Call c empties what call c - 1 has read, for call c + 2. Rank r
+writes to p in call c + 2 only after its call c + 1, in which it waited for what p sent in that call: so p had ended call c, and
+its stores with it. Bad interleaving with two copies: r, in call c + 1, writes what p, in its call c, empties after r's words
+have come; p waits for them for ever.
 
-Who writes, reads, resets. A region, and its word, is written by one rank's block alone and read by one block alone. Numbers
-only grow: block i counts its calls in device memory (`epochs`), reads the number at its start and writes it at its end, so
-that a replayed CUDA graph goes on counting; a wait is for at least this call's number, and nothing is reset.
+Sums are in float32 in the order of ranks, the own partial tile among them as it was rounded: the same bits each call, and on
+each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which region was late, and the tile goes
+on with what is there.
 
-Regions are there twice and taken by the number's parity. Rank r writes a region of p in call c + 2 only after its call c + 1,
-in which it waited for what p sent in that call (p's partial tile, or as its owner p's sum): so p had ended call c, and with
-it has read what the region held. Bad interleaving with one copy: r, in call c + 1, writes over what p still reads in call c.
-
-Sums are in float32 in the order of ranks, by the same code on every rank, the own partial tile among them as it was rounded:
-the same bits each call, and on each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which
-region was late, and the tile goes on with what is there.
-
-Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a packed region.
+Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a tile, PART of a piece.
 """
 
 from __future__ import annotations
@@ -44,16 +41,16 @@ import triton.language as tl
 
 from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
-from weft.kernels.mailbox import raise_region, received, send_tile
-from weft.problem import Problem, Span1D
+from weft.kernels.mailbox import as_words, clear, place, received
+from weft.problem import Problem, Span1D, split
 
-PACKED_BYTES = 1 << 19
-"""Partial results of up to so many bytes a rank are packed: beyond, twice the bytes cost more than two trips. Reasoned from 300
-GB/s and 1 us a trip, not measured."""
-_FIELDS = 6
-_ALIGN = 256
+COPIES = 3
+_PIECE_BYTES = 16
+"""A row of a piece, at least: what a thread stores at once."""
 _SHARED_BYTES = 180 << 10
 """For tiles that are on their way: of 227 KiB that a block may have."""
+_EXCHANGING = 4
+"""Blocks an SM of a kernel that only exchanges. On 4 x H200, 128 x 8192: 12.0 us in all, with one block of 128 rows 12.8."""
 _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
 
@@ -68,104 +65,89 @@ class Tiling:
     stages: int
 
 
-def tiling(problem: Problem, columns: tuple[Span1D, ...], device: torch.device, sms: int) -> Tiling:
-    """The shape whose tiles of `columns` fill the SMs best: the time of a wave is that of streaming its columns of b."""
+def tiling(problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int) -> Tiling:
+    """The shape whose tiles fill the SMs best: the time of a wave is that of streaming its columns of b. width: columns of each
+    of the pieces that a tile has. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5
+    with steps of 64 (torch.mm: 37.8). Without a product, small tiles: several blocks an SM hide each other's trips."""
     if device.type != "cuda":
         return Tiling(m=16, n=16, k=16, warps=4, stages=1)
+    if not multiply:
+        least = pieces * _PIECE_BYTES // problem.itemsize
+        return Tiling(m=16 if problem.m <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
     rows = next((size for size in (16, 32, 64) if problem.m <= size), 128)
     row_tiles = -(-problem.m // rows)
 
     def streamed(cols: int) -> int:
         """Columns that a block streams, one wave after the other."""
-        tiles = row_tiles * sum(-(-(high - low) // cols) for low, high in columns)
-        return -(-tiles // sms) * cols
+        return -(-row_tiles * -(-width // (cols // pieces)) // sms) * cols
 
-    cols = min((128, 64, 32), key=streamed)
-    inner = (128 if rows < 64 else 64) * 2 // problem.itemsize
+    choices = [cols for cols in (128, 64, 32) if cols // pieces * problem.itemsize >= _PIECE_BYTES]
+    cols = min(choices or [128], key=streamed)
+    inner = (128 if rows * cols <= 4096 else 64) * 2 // problem.itemsize
     stages = min(6, _SHARED_BYTES // ((rows + cols) * inner * problem.itemsize))
-    return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 and rows * cols <= 4096 else 8, stages=stages)
+    return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one rank's launches have in common.
 
-    tiles: for each tile: the rank that sums it, its place among that rank's tiles, its number, first row, first and last
-    column. slots: tiles that a rank sums, at most. results: tiles whose sums are sent. align: divides all first columns.
+    pieces: of a tile, each with its own owner; 1 where every rank sums all. width: columns that an owner has, at most.
+    multiply: the kernel multiplies; else it finds the partial results ready.
     """
 
     problem: Problem
     rank: int
     one_hop: bool
-    packed: bool
     multiply: bool
     tiling: Tiling
-    tiles: torch.Tensor
-    count: int
-    slots: int
-    align: int
+    pieces: int
+    width: int
 
     @property
-    def results(self) -> int:
-        return 0 if self.one_hop else self.count
+    def row_tiles(self) -> int:
+        return -(-self.problem.m // self.tiling.m)
+
+    @property
+    def count(self) -> int:
+        """Tiles."""
+        return self.row_tiles * -(-self.width // (self.tiling.n // self.pieces))
 
     @property
     def regions(self) -> int:
-        """Of one of the two copies."""
-        return self.slots * self.problem.world_size + self.results
-
-    @property
-    def per_word(self) -> int:
-        """Values in a packed word."""
-        return 4 // self.problem.itemsize
+        """Of a tile, in one copy: a source's piece each, then an owner's sum each."""
+        return self.problem.world_size + (0 if self.one_hop else self.pieces)
 
     @property
     def region_bytes(self) -> int:
-        size = self.tiling.m * self.tiling.n
-        return 8 * size // self.per_word if self.packed else size * self.problem.itemsize
-
-    @property
-    def head_bytes(self) -> int:
-        """The words before the regions."""
-        return 0 if self.packed else -(-4 * self.regions // _ALIGN) * _ALIGN
+        return self.tiling.m * self.tiling.n // self.pieces * self.problem.itemsize
 
     @property
     def mailbox_bytes(self) -> int:
-        return self.head_bytes + 2 * self.regions * self.region_bytes
+        return COPIES * self.count * self.regions * self.region_bytes
 
     def blocks(self, sms: int) -> int:
-        return min(sms, self.count)
+        """One an SM; several where they hold next to nothing."""
+        return min(sms if self.multiply else _EXCHANGING * sms, self.count)
 
 
 def plan(
-    problem: Problem, rank: int, columns: tuple[Span1D, ...], *, one_hop: bool, multiply: bool, device: torch.device, sms: int
+    problem: Problem,
+    rank: int,
+    columns: tuple[Span1D, ...],
+    *,
+    one_hop: bool,
+    multiply: bool,
+    device: torch.device,
+    sms: int,
 ) -> Plan:
-    """Lay the tiles out: the same on every rank. columns: those that each rank sums, by rank; of all ranks if one_hop.
-
-    multiply: the kernel multiplies; else it finds the partial results ready. sms: of the GPU; blocks, where interpreted.
-    """
-    spans = ((0, problem.n),) if one_hop else columns
-    shape = tiling(problem, spans, device, sms)
-    rows: list[tuple[int, ...]] = []
-    slots = 0
-    for owner, (low, high) in enumerate(spans):
-        places = [(row, col) for col in range(low, high, shape.n) for row in range(0, problem.m, shape.m)]
-        first = len(rows)
-        rows += [(owner, i, first + i, row, col, min(col + shape.n, high)) for i, (row, col) in enumerate(places)]
-        slots = max(slots, len(places))
-    packed = problem.m * problem.n * problem.itemsize <= PACKED_BYTES
-    return Plan(
-        problem=problem,
-        rank=rank,
-        one_hop=one_hop,
-        packed=packed,
-        multiply=multiply,
-        tiling=shape,
-        tiles=table(rows, torch.int32, device),
-        count=len(rows),
-        slots=slots,
-        align=math.gcd(16, *(row[4] for row in rows)),
-    )
+    """Lay the tiles out: the same on every rank. columns: those that each rank sums, by rank, as weft.problem.split cuts them;
+    of no use if one_hop. sms: of the GPU; blocks, where interpreted."""
+    assert columns == split(problem.n, problem.world_size), "owners of equal shares"
+    pieces = 1 if one_hop else triton.next_power_of_2(problem.world_size)
+    width = problem.n if one_hop else columns[0][1]
+    shape = tiling(problem, width, pieces, multiply, device, sms)
+    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +163,12 @@ class Mailbox:
 
 def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
     """For mailboxes of `Plan.mailbox_bytes` zeroed bytes that lie at these addresses, by rank."""
-    words = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in (("abort", 1), ("status", 2))}
-    epochs = torch.zeros(blocks, dtype=torch.int32, device=device)
-    return Mailbox(addresses=table(addresses, torch.int64, device), epochs=epochs, **words)
+    return Mailbox(
+        addresses=table(addresses, torch.int64, device),
+        epochs=torch.zeros(blocks, dtype=torch.int64, device=device),
+        abort=torch.zeros(1, dtype=torch.int32, device=device),
+        status=torch.zeros(2, dtype=torch.int64, device=device),
+    )
 
 
 def launcher() -> Launcher:
@@ -222,16 +207,13 @@ def all_reduce(
         memory.epochs.numel(),
         (
             *pointers,
-            layout.tiles,
             memory.addresses,
             memory.epochs,
             memory.abort,
             memory.status,
             *sizes,
+            layout.width,
             layout.count,
-            layout.slots,
-            layout.regions,
-            layout.head_bytes,
             layout.rank,
             tries if live else 0,
             int(live),
@@ -247,30 +229,38 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
     shape = layout.tiling
     return {
         "ELEMENT": _ELEMENTS[layout.problem.dtype],
+        "PER_WORD": 4 // layout.problem.itemsize,
         "WORLD": layout.problem.world_size,
-        "LANES": triton.next_power_of_2(layout.problem.world_size),
-        "ONE_HOP": layout.one_hop,
-        "PACKED": layout.packed,
+        "PIECES": layout.pieces,
+        "REGIONS": layout.regions,
+        "TWO_HOPS": not layout.one_hop,
         "MULTIPLY": layout.multiply,
         "BIAS": bias,
         "RESIDUAL": residual,
-        "REGION_BYTES": layout.region_bytes,
-        "PER_WORD": layout.per_word,
         "BLOCK_M": shape.m,
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
-        "ALIGN": layout.align,
-        "FIELDS": _FIELDS,
+        "ALIGN": math.gcd(16, layout.width, layout.problem.n, shape.n // layout.pieces),
     }
 
 
 @triton.jit
+def _columns(tile, owner, width, n, COUNT: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr):
+    """COUNT columns of a tile, from the piece of `owner` on, and which of them exist."""
+    index = tl.arange(0, COUNT)
+    inner = tile * PIECE + index % PIECE
+    cols = tl.multiple_of((owner + index // PIECE) * width + inner, ALIGN)
+    # ALIGN divides width and n, so that no access of ALIGN columns is torn.
+    return cols, tl.max_constancy((inner < width) & (cols < n), ALIGN)
+
+
+@triton.jit
 def _product(
-    a_ptr, b_ptr, rows, cols, m, n, k, stride_am, stride_bk, stride_bn,
+    a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a @ b in float32; zero where it lies beyond the matrices."""
+    """A tile of a @ b in float32; zero where it lies beyond the matrices. there: which columns do not."""
     inner = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + rows[:, None].to(tl.int64) * stride_am + inner[None, :]
     b_ptrs = b_ptr + inner[:, None].to(tl.int64) * stride_bk + cols[None, :].to(tl.int64) * stride_bn
@@ -278,94 +268,88 @@ def _product(
     for first in tl.range(0, k, BLOCK_K, num_stages=STAGES):
         left = inner < k - first
         a = tl.load(a_ptrs, mask=(rows < m)[:, None] & left[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=left[:, None] & (cols < n)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * stride_bk
     return total
 
 
-@triton.jit(do_not_specialize=["m", "tiles", "slots", "regions", "head_bytes", "rank", "tries", "live"])
+@triton.jit(do_not_specialize=["m", "width", "tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
-    a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr,
-    tiles_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
-    m, n, k, stride_am, stride_bk, stride_bn, tiles, slots, regions, head_bytes, rank, tries, live,
-    ELEMENT: tl.constexpr, WORLD: tl.constexpr, LANES: tl.constexpr, ONE_HOP: tl.constexpr, PACKED: tl.constexpr,
-    MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, REGION_BYTES: tl.constexpr,
-    PER_WORD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    ALIGN: tl.constexpr, FIELDS: tl.constexpr,
+    a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
+    m, n, k, stride_am, stride_bk, stride_bn, width, tiles, rank, tries, live,
+    ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
+    TWO_HOPS: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
+    PIECE: tl.constexpr = BLOCK_N // PIECES
+    WIDTH: tl.constexpr = BLOCK_N // PER_WORD
+    PART: tl.constexpr = WIDTH // PIECES
+    REGION: tl.constexpr = BLOCK_M * PART
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    call = tl.load(epochs_ptr + block) + 1
-    first = call % 2 * regions
-    peers = tl.arange(0, LANES)
+    copy_bytes = tl.cast(tiles, tl.int64) * (4 * REGIONS * REGION)
+    row_tiles = tl.cdiv(m, BLOCK_M)
+    row, word = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
     for tile in range(block, tiles, blocks):
-        fields = tiles_ptr + FIELDS * tile
-        owner, slot = tl.load(fields), tl.load(fields + 1)
-        rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
-        cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
+        at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
+        # Asked for now and used after the product, which so starts at once and hides what a miss takes. `tile % blocks` is the
+        # block, and keeps what depends on it within the loop. All boxes' addresses share a few lines of the cache.
+        calls, mine = tl.load(epochs_ptr + tile % blocks), tl.load(boxes_ptr + rank)
+        rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols, there = _columns(tile // row_tiles, 0, width, n, BLOCK_N, PIECE, ALIGN)
+        mask = (rows < m)[:, None] & there[None, :]
         if MULTIPLY:
             total = _product(
-                a_ptr, b_ptr, rows, cols, m, n, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
+                a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
             )
         else:
-            places = rows[:, None].to(tl.int64) * n + cols[None, :]
-            total = tl.load(partial_ptr + places, mask=(rows < m)[:, None] & (cols < n)[None, :], other=0.0).to(tl.float32)
-        value = total.to(ELEMENT)
-        region = slot * WORLD + rank
+            total = tl.load(partial_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if live != 0:
-            if ONE_HOP:
-                for step in tl.static_range(1, WORLD + 1):
-                    send_tile(
-                        value, boxes_ptr, (rank + step) % WORLD, region, head_bytes, first, call, rows, m,
-                        PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
-                    )  # fmt: skip
-            else:
-                send_tile(
-                    value, boxes_ptr, owner, region, head_bytes, first, call, rows, m,
-                    PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
-            if not PACKED:
-                raise_region(boxes_ptr, region, call, peers, (peers < WORLD) & ((peers == owner) | ONE_HOP))
+            here, before = (calls + 1) % 3 * copy_bytes, calls % 3 * copy_bytes
+            words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
+            for step in tl.static_range(1, WORLD + 1):
+                peer = (rank + step) % WORLD
+                its = (rows < m)[:, None] & ((word // PART == peer) | (not TWO_HOPS))
+                box = place(boxes_ptr, peer, here + at + 4 * REGION * rank)
+                tl.store(box + (row * PART + word % PART), words, mask=its)
+            clear(tl.multiple_of((mine + before + at).to(tl.pointer_type(tl.int32)), 16), REGIONS, REGION)
+    call = tl.load(epochs_ptr + block) + 1
+    here = call % 3 * copy_bytes
     for tile in range(block, tiles, blocks):
-        fields = tiles_ptr + FIELDS * tile
-        if ONE_HOP or tl.load(fields) == rank:
-            rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
-            cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
-            mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
-            total = received(
-                boxes_ptr, rank, tl.load(fields + 1) * WORLD, head_bytes, first, call, rows, m, tries, abort_ptr, status_ptr,
-                WORLD, LANES, ELEMENT, PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-            places = rows[:, None].to(tl.int64) * n + cols[None, :]
-            if BIAS:
-                total += tl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
-            if RESIDUAL:
-                total += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
-            value = total.to(ELEMENT)
-            if not ONE_HOP:
-                region = slots * WORLD + tl.load(fields + 2)
-                if live != 0:
-                    for step in tl.static_range(1, WORLD):
-                        send_tile(
-                            value, boxes_ptr, (rank + step) % WORLD, region, head_bytes, first, call, rows, m,
-                            PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
-                        )  # fmt: skip
-                    if not PACKED:
-                        raise_region(boxes_ptr, region, call, peers, (peers < WORLD) & (peers != rank))
-            tl.store(out_ptr + places, value, mask=mask)
-    if not ONE_HOP:
+        at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
+        rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+        cols, there = _columns(tile // row_tiles, rank if TWO_HOPS else 0, width, n, PIECE, PIECE, ALIGN)
+        mask = (rows < m)[:, None] & there[None, :]
+        offsets = row * PART + tl.arange(0, PART)[None, :]
+        sent = (rows < m)[:, None] & (offsets >= 0)
+        total = received(
+            place(boxes_ptr, rank, here + at), offsets, sent, tries, abort_ptr, status_ptr, tile * REGIONS, call,
+            WORLD, REGION, ELEMENT, BLOCK_M, PART,
+        )  # fmt: skip
+        places = rows[:, None].to(tl.int64) * n + cols[None, :]
+        if BIAS:
+            total += tl.load(bias_ptr + cols, mask=there, other=0.0).to(tl.float32)[None, :]
+        if RESIDUAL:
+            total += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        if not TWO_HOPS:
+            tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)
+        elif live != 0:
+            words = as_words(total.to(ELEMENT), BLOCK_M, PART)
+            for step in tl.static_range(1, WORLD + 1):
+                box = place(boxes_ptr, (rank + step) % WORLD, here + at + 4 * REGION * (WORLD + rank))
+                tl.store(box + offsets, words, mask=sent)
+    if TWO_HOPS:
         for tile in range(block, tiles, blocks):
-            fields = tiles_ptr + FIELDS * tile
-            if tl.load(fields) != rank:
-                rows = tl.load(fields + 3) + tl.arange(0, BLOCK_M)
-                cols = tl.multiple_of(tl.load(fields + 4), ALIGN) + tl.arange(0, BLOCK_N)
-                mask = (rows < m)[:, None] & (cols < tl.load(fields + 5))[None, :]
-                total = received(
-                    boxes_ptr, rank, slots * WORLD + tl.load(fields + 2), head_bytes, first, call, rows, m,
-                    tries, abort_ptr, status_ptr, 1, 1, ELEMENT, PACKED, PER_WORD, REGION_BYTES, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
-                places = rows[:, None].to(tl.int64) * n + cols[None, :]
-                tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)
+            at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
+            rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+            cols, there = _columns(tile // row_tiles, 0, width, n, BLOCK_N, PIECE, ALIGN)
+            mask = (rows < m)[:, None] & there[None, :]
+            total = received(
+                place(boxes_ptr, rank, here + at + 4 * REGION * WORLD), word // PART * REGION + row * PART + word % PART,
+                (rows < m)[:, None] & (word // PART < WORLD), tries, abort_ptr, status_ptr, tile * REGIONS + WORLD, call,
+                1, 0, ELEMENT, BLOCK_M, WIDTH,
+            )  # fmt: skip
+            tl.store(out_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], total.to(ELEMENT), mask=mask)
     if live != 0:
         tl.store(epochs_ptr + block, call)

@@ -1,12 +1,12 @@
 """One GEMM kernel for every schedule whose tiles wait for flags, add what arrived, count when done, or are stored at a peer.
 
-    _gemm_kernel   persistent blocks; row tiles in the order of the step's parts; TMA loads
+    gemm_kernel    persistent blocks; row tiles in the order of the step's parts; TMA loads
     gemm()         its launcher; Tables  what a step's parts mean to the kernel, computed once
 
 What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, waiting again between slices of K
 (INNER), add its part's sources (ADDS), store locally (by TMA where the tile is whole) or by address (ADDRESSED), add one to
 its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part: whoever waits for it scales
-what it waits for by `tiles_of`.
+what it waits for by `tiles_of`. Where the last wave would leave half of the blocks idle, its tiles are cut in two (HALVES).
 
     block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store -> barrier -> count (release, system)
     block 1: tile 1, 133, ...        ^ acquire, system scope: written by a copy engine's stream, or by a peer's kernel
@@ -39,13 +39,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.flags import table, wait_gates
+from weft.kernels.flags import table
+from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
-from weft.kernels.shapes import Blocks, blocks_for
+from weft.kernels.shapes import Blocks, blocks_for, whole_tiles
 from weft.schedule import Flag, Gemm, Part, Region, Wait
 
 _FIELDS = 7
@@ -197,7 +196,7 @@ def _slices(part: Part, gates: tuple[int, int], blocks: Blocks) -> list[tuple[in
 
 def launcher() -> Launcher:
     """For `gemm`, call after call."""
-    return Launcher(_gemm_kernel)
+    return Launcher(gemm_kernel)
 
 
 def gemm(
@@ -230,13 +229,19 @@ def gemm(
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
     out_tma = align == 16 and not plan.counted and not plan.addressed
     row_tiles = plan.rows.shape[0]
+    tiles = row_tiles * -(-b.shape[1] // blocks.n)
+    # Interpreted blocks run one after the other: one that waits would keep back another, for whose tile a peer waits.
+    at_once = min(sms, tiles) if out.is_cuda or not plan.adding else 1
+    whole = whole_tiles(tiles, at_once, blocks)
+    halves = whole < tiles
+    half = [blocks.m, blocks.n // 2]
     arguments = (
         first,
         TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
-        TensorDescriptor.from_tensor(b.t() if transposed else b, b_shape),
-        TensorDescriptor.from_tensor(out, [blocks.m, blocks.n]) if out_tma else out,
+        *_both(b.t() if transposed else b, b_shape, [half[1], blocks.k] if transposed else [blocks.k, half[1]], halves),
+        *(_both(out, [blocks.m, blocks.n], half, halves) if out_tma else (out, out)),
         out,
-        TensorDescriptor.from_tensor(adds, [blocks.m, blocks.n]) if plan.adding and adds is not None else out,
+        *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
         plan.adds,
         plan.rows,
         plan.slices,
@@ -246,18 +251,17 @@ def gemm(
         plan.counts,
         status,
         epoch,
-        int(not silent),
+        0 if silent else 1 + blocks.halves,
         tries,
+        whole,
         row_tiles,
         plan.early,
         b.shape[1],
         b.shape[0],
         out_stride,
     )
-    # Interpreted blocks run one after the other: one that waits would keep back another, for whose tile a peer waits.
-    at_once = sms if out.is_cuda or not plan.adding else 1
     (launched_by or launcher())(
-        min(at_once, row_tiles * -(-b.shape[1] // blocks.n)),
+        at_once,
         arguments,
         {
             "BLOCK_M": blocks.m,
@@ -278,159 +282,16 @@ def gemm(
             "ADD_FIELDS": _ADD_FIELDS,
             "ADD_STAGES": _ADD_STAGES,
             "DIVIDE_BY": plan.divide_by,
+            "HALVES": halves,
         },
-        key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources)),
+        key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources), halves),
         stream=stream,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
 
 
-@triton.jit
-def _place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile. Row tiles take turns in groups, so that blocks that run together share rows of a and columns of
-    b in the L2 cache."""
-    group = tile // (GROUP * col_tiles)
-    height = tl.minimum(row_tiles - group * GROUP, GROUP)
-    within = tile - group * GROUP * col_tiles
-    return group * GROUP + within % height, within // height
-
-
-@triton.jit
-def _multiply(a_desc, b_desc, acc, a_row, col, first, last, BLOCK_K: tl.constexpr, B_TRANSPOSED: tl.constexpr):
-    """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
-    for step in range(first, last):
-        a = a_desc.load([a_row, step * BLOCK_K])
-        if B_TRANSPOSED:
-            acc = tl.dot(a, b_desc.load([col, step * BLOCK_K]).T, acc)
-        else:
-            acc = tl.dot(a, b_desc.load([step * BLOCK_K, col]), acc)
-    return acc
-
-
-@triton.jit
-def _add(desc, fields, acc, col, STAGES: tl.constexpr, DIVIDE_BY: tl.constexpr):
-    """A tile with its sources added in their order, then divided; as it is if it has none."""
-    sources = tl.load(fields + 2)
-    if sources > 0:
-        row = tl.load(fields + 3)
-        # A table of rows would do, but a load that the next load's address comes from halves how far ahead sources are loaded.
-        pitch = tl.load(fields + 4)
-        for source in tl.range(0, sources, num_stages=STAGES):
-            acc += desc.load([row + source * pitch, col]).to(tl.float32)
-        if DIVIDE_BY != 1:
-            acc = acc / DIVIDE_BY
-    return acc
-
-
-@triton.jit
-def _store(base_ptr, result, valid, col, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The valid part of a tile, below the row at base_ptr."""
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = col + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(base_ptr + rows.to(tl.int64) * stride + cols, result, mask=(rows < valid) & (cols < N))
-
-
-@triton.jit(do_not_specialize=["epoch", "count_by", "tries"])
-def _gemm_kernel(
-    a0_desc,
-    a1_desc,
-    b_desc,
-    out_desc,
-    out_ptr,
-    adds_desc,
-    adds_ptr,
-    rows_ptr,
-    slices_ptr,
-    outs_ptr,
-    gates_ptr,
-    needs_ptr,
-    counts_ptr,
-    status_ptr,
-    epoch,
-    count_by,
-    tries,
-    row_tiles,
-    early,
-    N,
-    K,
-    out_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    FIELDS: tl.constexpr,
-    SLICE_FIELDS: tl.constexpr,
-    TWO_SOURCES: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    GATED: tl.constexpr,
-    INNER: tl.constexpr,
-    COUNTED: tl.constexpr,
-    ADDRESSED: tl.constexpr,
-    OUT_TMA: tl.constexpr,
-    ALIGN_BYTES: tl.constexpr,
-    ADDS: tl.constexpr,
-    ADD_FIELDS: tl.constexpr,
-    ADD_STAGES: tl.constexpr,
-    DIVIDE_BY: tl.constexpr,
-):
-    col_tiles = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0)):
-        if ADDS:
-            # No group has row tiles that add and row tiles that a peer may wait for.
-            first = tl.where(tile < early * col_tiles, 0, early)
-            row_tile, col_tile = _place(
-                tile - first * col_tiles, tl.where(first == 0, early, row_tiles - early), col_tiles, GROUP
-            )
-            row_tile += first
-        else:
-            row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
-        col = col_tile * BLOCK_N
-        fields = rows_ptr + FIELDS * row_tile
-        a_row = tl.load(fields + 1)
-        valid = tl.load(fields + 2)
-        out_row = tl.load(fields + 3)
-        if GATED and not INNER:
-            wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
-        # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
-        a_desc = a0_desc
-        if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
-            if tl.load(fields) == 1:
-                a_desc = a1_desc
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if INNER:
-            done = 0
-            for number in range(tl.load(fields + 4), tl.load(fields + 5)):
-                piece = slices_ptr + SLICE_FIELDS * number
-                end = tl.load(piece)
-                wait_gates(gates_ptr, needs_ptr, tl.load(piece + 1), tl.load(piece + 2), epoch, tries, status_ptr)
-                acc = _multiply(a_desc, b_desc, acc, a_row, col, done, end, BLOCK_K, B_TRANSPOSED)
-                done = end
-        else:
-            acc = _multiply(a_desc, b_desc, acc, a_row, col, 0, tl.cdiv(K, BLOCK_K), BLOCK_K, B_TRANSPOSED)
-        if ADDS:
-            late = adds_ptr + ADD_FIELDS * row_tile
-            if GATED:
-                wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), epoch, tries, status_ptr)
-            acc = _add(adds_desc, late, acc, col, ADD_STAGES, DIVIDE_BY)
-        result = acc.to(out_ptr.dtype.element_ty)
-        base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
-        if ADDRESSED:
-            # An address from a table has no alignment that the compiler knows of: without the hint, stores are of one element.
-            address = tl.load(outs_ptr + row_tile)
-            base_ptr = tl.where(address == 0, base_ptr, address.to(tl.pointer_type(out_ptr.dtype.element_ty)))
-            base_ptr = tl.multiple_of(base_ptr, ALIGN_BYTES)
-        if OUT_TMA:
-            if valid == BLOCK_M:
-                out_desc.store([out_row, col], result)
-            else:
-                _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
-        else:
-            _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
-        if COUNTED:
-            count = tl.load(fields + 6)
-            # Every thread's stores before the one release that publishes them.
-            tl.debug_barrier()
-            if count >= 0:
-                flag_ptr = tl.load(counts_ptr + count).to(tl.pointer_type(tl.int32))
-                tl.atomic_add(flag_ptr, count_by, sem="release", scope="sys")
+def _both(matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """How whole tiles and halves of a matrix are loaded and stored."""
+    whole = TensorDescriptor.from_tensor(matrix, shape)
+    return whole, TensorDescriptor.from_tensor(matrix, half) if halves else whole

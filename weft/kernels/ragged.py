@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.gemm import _place
+from weft.kernels.gemm_kernel import _place
 from weft.kernels.segments import segment_of
 from weft.triton.device import get, peer_pointer, put, signal, wait
 

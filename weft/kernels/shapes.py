@@ -26,7 +26,7 @@ from weft.schedule import Gemm, Part
 class Blocks:
     """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate where TMA stores them,
     stored_rate where threads do, since they count, add, or go to peers. group: row tiles that take turns on the same
-    columns."""
+    columns. halves: whether tiles that fill no more than half of the last wave are cut in two, left and right."""
 
     m: int
     n: int
@@ -36,17 +36,22 @@ class Blocks:
     rate: float = 1.0
     stored_rate: float = 1.0
     group: int = 8
+    halves: bool = False
 
 
 SHAPES = (
-    Blocks(m=128, n=256, k=64, warps=8, stages=3),
+    Blocks(m=128, n=256, k=64, warps=8, stages=3, halves=True),
     Blocks(m=128, n=128, k=64, warps=8, stages=5, rate=0.93, stored_rate=0.87),
     Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
     Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
 )
 """What GPUs run, the best for large sizes first."""
-INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1)
+INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """What the interpreter runs, element by element."""
+_HALF_RATE = 0.9
+"""Of half tiles, relative to whole ones."""
+_FEW_ROWS = 4096
+"""Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
 _SMS = 132
 _SM_FLOP_PER_US = 5.3e6
 _COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
@@ -60,9 +65,16 @@ _ITEMSIZE = 2
 
 
 def tiles_of(part: Part, blocks: Blocks) -> int:
-    """Tiles of one part: how far its count grows in a call."""
+    """How far a part's count grows in a call: its tiles, each of them twice where some may come as halves."""
     rows, cols = part.out.shape
-    return -(-rows // blocks.m) * -(-cols // blocks.n)
+    return -(-rows // blocks.m) * -(-cols // blocks.n) * (1 + blocks.halves)
+
+
+def whole_tiles(tiles: int, at_once: int, blocks: Blocks) -> int:
+    """How many of so many tiles, of which `at_once` run at a time, are not cut in two: those of the last wave are, where
+    their halves are no more than one wave."""
+    last = tiles % at_once
+    return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
 def blocks_for(step: Gemm, device: torch.device) -> Blocks:
@@ -77,9 +89,11 @@ def blocks_for(step: Gemm, device: torch.device) -> Blocks:
 
 
 def _waves(step: Gemm, blocks: Blocks) -> float:
-    tiles = sum(tiles_of(part, blocks) for part in step.parts)
+    tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
     by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
-    return -(-tiles // _SMS) * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
+    whole = whole_tiles(tiles, _SMS, blocks)
+    waves = -(-whole // _SMS) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
+    return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
 class _Arriving(NamedTuple):
@@ -98,7 +112,8 @@ def _ends(part: Part) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _gated_blocks(parts: tuple[_Arriving, ...]) -> Blocks:
-    choices = [dataclasses.replace(blocks, group=group) for blocks in SHAPES for group in (8, 4, 2, 1)]
+    few = sum(part.rows for part in parts) <= _FEW_ROWS
+    choices = [dataclasses.replace(blocks, group=group) for blocks in SHAPES for group in ((8, 4, 2, 1) if few else (8,))]
     return min(choices, key=lambda blocks: _gated_us(parts, blocks))
 
 
@@ -110,13 +125,19 @@ def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
     row_tiles = [(part, arrives) for part, arrives in arrivals for _ in range(-(-part.rows // blocks.m))]
     step_us = 2 * blocks.m * blocks.n / _SM_FLOP_PER_US / blocks.rate
     free = [0.0] * (_SMS - PUSH_SMS * sliced)
-    tile = 0
-    for first in range(0, len(row_tiles), blocks.group):
-        for _ in range(-(-columns // blocks.n)):
-            for part, arrives in row_tiles[first : first + blocks.group]:
-                at = tile % len(free)
-                free[at] = _tile_end(free[at], part.ends, arrives, step_us)
-                tile += 1
+    col_tiles = -(-columns // blocks.n)
+    tiles = [
+        tile
+        for first in range(0, len(row_tiles), blocks.group)
+        for _ in range(col_tiles)
+        for tile in row_tiles[first : first + blocks.group]
+    ]
+    whole = whole_tiles(len(tiles), len(free), blocks)
+    timed = [(tile, step_us) for tile in tiles[:whole]]
+    timed += [(tile, step_us / 2 / _HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
+    for number, ((part, arrives), column_us) in enumerate(timed):
+        at = number % len(free)
+        free[at] = _tile_end(free[at], part.ends, arrives, column_us)
     b_bytes = columns * inner * _ITEMSIZE
     passes = -(-len(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
     return max(*free, passes * b_bytes / _HBM_BYTES_PER_US)

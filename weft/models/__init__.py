@@ -25,15 +25,11 @@ import difflib
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weft import codec
 from weft.models.config import read_config
 from weft.models.values import Model
 from weft.problem import EXCHANGES, DType, LookupProblem, Op, Problem, split
-
-if TYPE_CHECKING:
-    from weft.results import Skipped
 
 __all__ = ["LookupSite", "Model", "Site", "decode_sites", "load_model", "preset_names", "sites"]
 
@@ -71,13 +67,13 @@ class LookupSite(Site):
         return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
 
 
-def sites(model: Model) -> tuple[Site | Skipped, ...]:
+def sites(model: Model) -> tuple[Site, ...]:
     """Every distributed site of one layer, in the order in which a forward pass meets them.
 
     >>> [str(site) for site in sites(load_model("llama3-8b"))][:2]
     ['attention QKV: all_gather_matmul N=6144 K=4096', 'attention out: matmul_reduce_scatter N=4096 K=4096']
     """
-    found: list[Site | Skipped] = []
+    found: list[Site] = []
     if model.tables:
         found.append(_lookup(model))
     if model.heads:
@@ -95,7 +91,7 @@ def decode_sites(model: Model) -> tuple[Site, ...]:
     >>> [str(site) for site in decode_sites(load_model("llama3-8b"))][:1]
     ['attention out: matmul_all_reduce N=4096 K=4096']
     """
-    scattered = [site for site in sites(model) if isinstance(site, Site) and site.op == "matmul_reduce_scatter"]
+    scattered = [site for site in sites(model) if site.op == "matmul_reduce_scatter"]
     return tuple(replace(site, op="matmul_all_reduce") for site in scattered)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from weft.machine import Machine
 from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
-from weft.problem import Problem
+from weft.problem import CollectiveProblem, Problem
 from weft.schedule import Schedule
 from weft.schedules import FAMILIES, NAMES, build, candidates, check_op
 from weft.sim import Outcome, run
@@ -35,7 +35,8 @@ def plan(
     for a family that weft or the operator lacks, and for a schedule of another problem.
     """
     machine.require_for(problem)
-    machine.tflops(problem.dtype)
+    if not isinstance(problem, CollectiveProblem):
+        machine.tflops(problem.dtype)
     considered = _considered(problem, machine, schedules, only, chunks)
     ideal_us = max(whole_gemm_us(machine, problem), whole_collective_us(machine, problem))
     options, best = _predict(considered, machine, ideal_us)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.machine import Machine
 from weft.planner.values import Candidate
-from weft.problem import LOOKUP_OPS, Problem
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, SendReceive, Signal, Wait
 from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 
@@ -69,6 +69,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
 def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:
     kernel = "lookup" if problem.op in LOOKUP_OPS else "GEMM"
     collective = COLLECTIVES[problem.op].removesuffix("_columns").replace("_", "-")
+    if problem.op in COLLECTIVE_OPS:
+        return f"The vendor's {collective} takes {communication_us:.0f} us."
     times = f"the {kernel} alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"

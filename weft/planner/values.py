@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.problem import LookupProblem, Problem
+from weft.problem import CollectiveProblem, LookupProblem, Problem
 from weft.schedules import spec
 from weft.span import Span
 
@@ -41,7 +41,7 @@ class Plan:
     GEMM alone and the whole collective alone. spans: the chosen schedule as predicted. why: one or two sentences.
     """
 
-    problem: Problem | LookupProblem
+    problem: Problem | LookupProblem | CollectiveProblem
     machine: str
     candidates: tuple[Candidate, ...]
     sequential_us: float

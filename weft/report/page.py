@@ -1,12 +1,12 @@
 """The page of a run: one HTML file that loads nothing, with every number as text beside its chart.
 
-From the top: what ran where, what is predicted for the named machine, what was measured here, what was left out. The
-page's policy forbids all loading, so a browser holds it to being self-contained; plotly.js stands in it once.
+From the top: what ran where, what is predicted for the named machine, what was measured here. The page's policy forbids all
+loading, so a browser holds it to being self-contained; plotly.js stands in it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from weft.report.charts import Figure
 from weft.report.html import Html, join, json_script, tag
-from weft.report.sections import measured_section, predicted_section, skipped_section, terms
+from weft.report.sections import measured_section, predicted_section, terms
 from weft.report.words import count
 from weft.results import Run
 
@@ -26,10 +26,15 @@ def write_report(run: Run, folder: Path) -> Path:
 
     Raises ValueError if it cannot be written.
     """
+    return write_page(page(run), folder)
+
+
+def write_page(text: str, folder: Path) -> Path:
+    """Write a page as `folder`/index.html. Raises ValueError if it cannot be written."""
     path = folder / "index.html"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(run), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"folder is {str(folder)!r}; a report needs a folder that can be written to: {error}") from None
     return path
@@ -38,27 +43,33 @@ def write_report(run: Run, folder: Path) -> Path:
 def page(run: Run) -> str:
     """The whole page as text."""
     charts: dict[str, Figure] = {}
-    body = [
+    sections = [
         _header(run),
         predicted_section(run, charts),
         measured_section(run, charts),
-        skipped_section(run),
         terms(),
+    ]
+    return document(run.model, sections, charts)
+
+
+def document(title: str, sections: Sequence[Html], charts: Mapping[str, Figure]) -> str:
+    """A page of these sections. charts: a figure for every place that they have for one."""
+    scripts = [
         json_script("charts", charts),
         Html(f"<script>{get_plotlyjs()}</script>"),
         Html(f"<script>{_resource('page.js')}</script>"),
     ]
-    return f'<!doctype html>\n<html lang="en">{_head(run)}{tag("body", tag("main", *body[:5]), *body[5:])}</html>\n'
+    return f'<!doctype html>\n<html lang="en">{_head(title)}{tag("body", tag("main", *sections), *scripts)}</html>\n'
 
 
-def _head(run: Run) -> Html:
+def _head(title: str) -> Html:
     return tag(
         "head",
         Html('<meta charset="utf-8">'),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'),
         Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Html('<meta name="color-scheme" content="light dark">'),
-        tag("title", f"weft: {run.model}"),
+        tag("title", f"weft: {title}"),
         Html(f"<style>{_resource('page.css')}</style>"),
     )
 
@@ -77,8 +88,9 @@ def _header(run: Run) -> Html:
         ("Versions", ", ".join(f"{name} {version}" for name, version in run.versions.items()) or "not recorded"),
     ]
     badge = tag("span", verdict, class_="verdict right" if run.ok and run.sites else "verdict wrong")
-    return tag("header", tag("h1", run.model, " ", badge), _facts(facts))
+    return tag("header", tag("h1", run.model, " ", badge), facts_list(facts))
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> Html:
+def facts_list(facts: Iterable[tuple[str, str]]) -> Html:
+    """Names and what they are."""
     return tag("dl", join(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts))

@@ -42,16 +42,6 @@ def measured_section(run: Run, charts: Charts) -> Html:
     return tag("section", tag("h2", title), *parts, *lines)
 
 
-def skipped_section(run: Run) -> Html:
-    """What weft cannot overlap yet; nothing where nothing was left out."""
-    if not run.skipped:
-        return Html("")
-    rows = [(s.site, s.reason) for s in run.skipped]
-    return tag(
-        "section", tag("h2", "Left out"), table("Sites that did not run, and why", ("site", "reason"), rows, words=(0, 1))
-    )
-
-
 def terms() -> Html:
     """What the words of the tables mean."""
     meanings = (
@@ -96,7 +86,13 @@ def _caveats(run: Run) -> list[Html]:
         texts.append(
             "A share over 100 %: the slower half alone took longer than the overlapped call; times scatter by that much."
         )
+    texts += [f"{s.site}: chosen by measurement, µs: {_tried(s)}" for s in run.sites if s.tried]
     return [tag("p", text, class_="note") for text in texts]
+
+
+def _tried(site: SiteRun) -> str:
+    """Every candidate's time, the fastest first."""
+    return ", ".join(f"{name} {us(time)}" for name, time in site.fastest_first)
 
 
 def _predicted_table(run: Run) -> Html:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from weft.problem import LOOKUP_OPS, OPS, Op, Problem
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, Op, Problem
 from weft.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_matmul as dispatch
+from weft.schedules import collectives
 from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
@@ -50,11 +51,14 @@ def _family(
     scatter: Build | None,
     *others: Build | None,
     lookup: Build | None = None,
+    alone: Build | None = None,
     chunked: bool = True,
     across: bool = False,
 ) -> Family:
-    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all."""
+    """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all. alone: of
+    every collective alone."""
     found = [*zip(OPS, (gather, scatter, *others), strict=False), *zip(LOOKUP_OPS, (lookup,), strict=True)]
+    found += [(op, alone) for op in COLLECTIVE_OPS]
     builders = {op: build for op, build in found if build is not None}
     return Family(name=name, words=words, source=source, chunked=chunked, builders=builders, across=across)
 
@@ -91,6 +95,12 @@ def _sliced(within: Build, across: Build) -> Build:
     return build
 
 
+def _collective(name: str, words: str, **builders: Build) -> Family:
+    """Of collectives alone, by operator."""
+    found: dict[Op, Build] = {op: builders[op] for op in COLLECTIVE_OPS if op in builders}
+    return Family(name=name, words=words, source="FiCCO, T3", chunked=True, builders=found)
+
+
 def _one_lane(build: Build) -> Build:
     """For families that send to one peer only, or from kernels: nothing to fan out."""
     return lambda problem, name, chunks, fan_out: build(problem, name, chunks)
@@ -109,6 +119,7 @@ FAMILIES: dict[str, Family] = {
             _plain(dispatch.sequential),
             _plain(ar.sequential),
             lookup=_plain(bags.sequential),
+            alone=_plain(collectives.sequential),
             chunked=False,
             across=True,
         ),
@@ -213,6 +224,17 @@ FAMILIES: dict[str, Family] = {
             _sliced(_named(ar.two_shot), _one_lane(ar.sliced)),
             lookup=_sliced(_one_lane(bags.stored), _one_lane(bags.sliced)),
             across=True,
+        ),
+        _collective(
+            "copy_engine",
+            "copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
+            all_gather=collectives.pushed,
+            all_to_all=collectives.pushed,
+            reduce_scatter=collectives.reduced,
+            all_reduce=collectives.all_reduced,
+        ),
+        _collective(
+            "copy_engine_pull", "copy engines of the peers pull pieces to where they belong", all_gather=collectives.pulled
         ),
     )
 }

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.machine import AlphaBeta, Machine, Table, Tile
-from weft.problem import ITEMSIZE, LookupProblem, Op, Problem
+from weft.problem import ITEMSIZE, CollectiveProblem, LookupProblem, Op, Problem
 
 COLLECTIVES: dict[Op, str] = {
     "all_gather_matmul": "all_gather",
@@ -27,6 +27,10 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all_matmul": "all_to_all",
     "matmul_all_reduce": "all_reduce",
     "embedding_bag_all_to_all": "all_to_all_columns",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
 GATHER_SHARE = 0.77
@@ -173,7 +177,9 @@ def gather_us(machine: Machine, problem: Problem, elements: int, written_bytes: 
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
-    """The slowest rank's computation alone: its matmul as one vendor GEMM, or its lookup."""
+    """The slowest rank's computation alone: its matmul as one vendor GEMM, or its lookup; of a collective alone nothing."""
+    if isinstance(problem, CollectiveProblem):
+        return 0.0
     if isinstance(problem, LookupProblem):
         elements = problem.m * max(problem.b_sizes)
         busy = gather_us(machine, problem, elements, elements * problem.itemsize)

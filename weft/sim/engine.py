@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.machine import Machine
+from weft.problem import CollectiveProblem
 from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
 from weft.sim import kernels, lookups, messages, transfers
 from weft.sim.network import Resource, Usage
@@ -103,7 +104,8 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     elif isinstance(step, Gemm):
         yield from kernels.gemm(world, rank, step)
     elif isinstance(step, Reduce):
-        yield from kernels.reduce(world, rank, step)
+        sms = world.schedule.problem.sms if isinstance(world.schedule.problem, CollectiveProblem) else None
+        yield from kernels.reduce(world, rank, step, sms)
     elif isinstance(step, Lookup):
         yield from lookups.lookup(world, rank, step)
     elif isinstance(step, SendReceive):

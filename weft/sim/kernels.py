@@ -27,6 +27,9 @@ from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
+SM_GBPS = 60.0
+"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: assumed until measured."""
+
 
 class Blocks:
     """SMs by the time at which they are free, earliest first; those that are free together stay together."""
@@ -197,8 +200,11 @@ def _finish(world: World, rank: int, group: _Group, sms: int, first: int, last: 
     return [world.env.process(follow())]
 
 
-def reduce(world: World, rank: int, step: Reduce) -> Process:
-    """Launch, then the parts in order, each once its gates are open: as long as its slowest source takes."""
+def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Process:
+    """Launch, then the parts in order, each once its gates are open: as long as its slowest source takes.
+
+    sms: how many it may use, all that are free if not given; each reads and writes at most SM_GBPS.
+    """
     launch = ns(world.machine.launch_us)
     yield world.env.timeout(launch)
     world.kernels[rank] += launch
@@ -206,17 +212,18 @@ def reduce(world: World, rank: int, step: Reduce) -> Process:
         for gate in part.gates:
             yield from world.wait(gate)
         start = world.now
-        yield from _sum(world, rank, part)
+        yield from _sum(world, rank, part, sms)
         world.kernels[rank] += world.now - start
         if part.count is not None:
             world.post(rank, part.count)
 
 
-def _sum(world: World, rank: int, part: Sum) -> Process:
+def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    events: list[simpy.Event] = [world.env.timeout(ns(hbm_us(world.machine, local)))]
-    sms = world.free_sms[rank]
+    least_us = local / (sms * SM_GBPS * 1e3) if sms else 0.0
+    events: list[simpy.Event] = [world.env.timeout(ns(max(least_us, hbm_us(world.machine, local))))]
+    sms = sms or world.free_sms[rank]
     for src in part.srcs:
         if src.rank != rank:
             path = world.sm_path(rank, sms, src.rank, rank)

@@ -1,70 +1,29 @@
-"""Network: transfers that share links, as fluids. Rates are max-min fair and change whenever a transfer starts or ends.
+"""Network: transfers that share a machine's links, as fluids (weft.sim.fluid).
 
-Each transfer crosses resources (ports, links, a GPU's copy engines or store path), each with a capacity in bytes per
-nanosecond, which is gbps. Progressive filling: the resource that gives its transfers least fixes their rate, its transfers
-leave, and so on; hence no resource is ever above its capacity, and no transfer could be faster without slowing a slower one.
-
-Time is whole nanoseconds and a transfer ends at the first one at which its last byte is through. Rates are computed once
-for all starts and ends of the same nanosecond, after them all (priority LATE), so that equal ranks stay equal.
+Each transfer crosses ports, links, a GPU's copy engines or store path.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-
-import simpy
+from dataclasses import dataclass
 
 from weft.machine import Machine
+from weft.sim.fluid import Fluid, Resource, Usage
 
-Resource = tuple[Hashable, ...]
-LATE = 5
-"""simpy runs lower numbers first at the same time; its own are 0 and 1."""
-DONE = 1e-6
-"""Bytes: what is left of a finished transfer by rounding."""
-
-
-@dataclass(eq=False, slots=True)
-class Flow:
-    """A transfer under way. left: bytes."""
-
-    left: float
-    done: simpy.Event
-
-
-@dataclass(eq=False, slots=True)
-class Stream:
-    """All flows over the same resources: they have the same rate, each."""
-
-    resources: tuple[Resource, ...]
-    flows: list[Flow] = field(default_factory=list)
-    rate: float = 0.0
-
-
-@dataclass(slots=True)
-class Usage:
-    """What a resource has carried, for conservation tests: bytes, and the highest rate seen."""
-
-    bytes: float = 0.0
-    peak_gbps: float = 0.0
+__all__ = ["Network", "Resource", "Usage"]
 
 
 @dataclass
-class Network:
-    """Flows on a machine's links, within a simpy environment. ranks: how many the problem uses (a ring closes over them)."""
+class Network(Fluid):
+    """Flows on a machine's links. ranks: how many the problem uses (a ring closes over them)."""
 
-    env: simpy.Environment
     machine: Machine
     ranks: int
-    usage: dict[Resource, Usage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.streams: dict[tuple[Resource, ...], Stream] = {}
-        self._updated = 0
-        self._dirty = False
-        self._version = 0
+        super().__post_init__()
         self._caps: dict[Resource, float] = {}
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
@@ -92,98 +51,11 @@ class Network:
         self._caps[resource] = gbps
         return resource
 
-    def transfer(self, size: float, resources: tuple[Resource, ...]) -> simpy.Event:
-        """Start to move `size` bytes over all of `resources`; the event is when they are through."""
-        flow = Flow(float(size), self.env.event())
-        if size <= 0:
-            flow.done.succeed()
-            return flow.done
-        self._advance()
-        self.streams.setdefault(resources, Stream(resources)).flows.append(flow)
-        for resource in resources:
-            self.usage.setdefault(resource, Usage()).bytes += size
-        self._touch()
-        return flow.done
-
-    def _capacity(self, resource: Resource, flows: int) -> float:
+    def capacity(self, resource: Resource, flows: int) -> float:
+        """See Fluid."""
         copies = self.machine.copies
         if resource[0] == "engine":
             return copies.gbps if flows == 1 else min(copies.several_gbps, copies.gbps * flows)
         if resource[0] == "host":
             return self.machine.links.host_gbps or math.inf
         return self._caps.get(resource, self.machine.links.gbps)
-
-    def _touch(self) -> None:
-        """Have rates computed once, after everything else of this nanosecond."""
-        if self._dirty:
-            return
-        self._dirty = True
-        later = simpy.Event(self.env)
-        later._ok, later._value = True, None
-        assert later.callbacks is not None
-        later.callbacks.append(self._settle)
-        self.env.schedule(later, priority=LATE)  # type: ignore[arg-type]
-
-    def _advance(self) -> None:
-        """Move what has flowed since the last change of rates."""
-        elapsed = self.env.now - self._updated
-        if elapsed:
-            for stream in self.streams.values():
-                moved = stream.rate * elapsed
-                for flow in stream.flows:
-                    flow.left -= moved
-            self._updated = int(self.env.now)
-
-    def _settle(self, _: simpy.Event) -> None:
-        self._dirty = False
-        self._advance()
-        self._fill()
-        self._version += 1
-        if self.streams:
-            wait = min((min(flow.left for flow in s.flows) - DONE) / s.rate for s in self.streams.values())
-            timer = self.env.timeout(max(1, math.ceil(wait)), self._version)
-            assert timer.callbacks is not None
-            timer.callbacks.append(self._finish)
-
-    def _finish(self, timer: simpy.Event) -> None:
-        if timer.value != self._version:
-            return
-        self._advance()
-        for stream in list(self.streams.values()):
-            for flow in stream.flows:
-                if flow.left <= DONE:
-                    flow.done.succeed()
-            stream.flows = [flow for flow in stream.flows if flow.left > DONE]
-            if not stream.flows:
-                del self.streams[stream.resources]
-        self._touch()
-
-    def _fill(self) -> None:
-        """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
-        members: dict[Resource, list[Stream]] = {}
-        for stream in self.streams.values():
-            stream.rate = 0.0
-            for resource in stream.resources:
-                members.setdefault(resource, []).append(stream)
-        waiting = {resource: sum(len(s.flows) for s in streams) for resource, streams in members.items()}
-        full = {resource: self._capacity(resource, count) for resource, count in waiting.items()}
-        left = dict(full)
-        while waiting:
-            share = min(left[r] / count for r, count in waiting.items())
-            assert share > 0, f"network: nothing is left of a resource that {waiting} wait for"
-            tight = [r for r, count in waiting.items() if left[r] / count <= share * (1 + 1e-12)]
-            for stream in [s for r in tight for s in members[r] if not s.rate]:
-                if not stream.rate:
-                    _give(stream, share, left, waiting)
-            waiting = {r: count for r, count in waiting.items() if count}
-        for resource, capacity in full.items():
-            usage = self.usage[resource]
-            usage.peak_gbps = max(usage.peak_gbps, capacity - left[resource])
-
-
-def _give(stream: Stream, share: float, left: dict[Resource, float], waiting: dict[Resource, int]) -> None:
-    """Fix the rate of a stream's flows, and take it from what they cross."""
-    stream.rate = share
-    for resource in stream.resources:
-        left[resource] -= share * len(stream.flows)
-        waiting[resource] -= len(stream.flows)

@@ -1,0 +1,264 @@
+"""How near does weft.concurrent bring independent GEMMs and a collective to the longer of the two?
+
+Parts:
+    cases    three pairs of GEMMs and an all_reduce, and the same bytes in the other collectives; every way that the device has
+    conccl   30 pairs of GEMM, collective and size, as ConCCL (arXiv 2412.14335) has them; its measure is the share of the ideal
+             speed-up, (sequential / t - 1) / (sequential / ideal - 1)
+
+Protocol: measure.py's; bf16, normal data. sequential is GEMMs, then NCCL, on one stream; ideal the longer of the two alone.
+`vendor` is two plain streams, what PyTorch does by itself; `auto` is what weft.concurrent found in its own trial, before
+anything is timed here. Each way's results are compared with NCCL's from fresh data first. Bytes are those of the larger tensor.
+
+Traps: an all_reduce adds in place, so it takes the mean, which does not grow from call to call. Ways that hold NCCL to some
+blocks have communicators of their own, made in the trial: some 0.1 s each, not timed. In a graph two branches have no order but
+their priority.
+
+    torchrun --nproc-per-node 4 benchmarks/beside.py --part cases --json benchmarks/results/concurrent.jsonl
+    torchrun --nproc-per-node 4 benchmarks/beside.py --part conccl --modes eager
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from measure import Failed, Times, Work, WrongResult, append, geomean, parser, release, row, say, start, stop, together, trial
+
+import weft
+from weft.beside import Collective
+from weft.planner.ways import Load, candidates, share_of_ideal
+
+ROUNDS, REPEAT = 5, 3
+ALARM_S = 40
+MIB = 1 << 20
+MORE = "vendor+priority+ctas=4,vendor+priority+ctas=12,vendor+late+priority+ctas=16"
+"""Ways beside those that weft would try."""
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """count GEMMs of m x k x n beside a collective whose larger tensor has nbytes."""
+
+    count: int
+    m: int
+    k: int
+    n: int
+    nbytes: int
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.m}x{self.k}x{self.n} + {self.op} {self.nbytes // MIB} MiB"
+
+
+def cases() -> list[Case]:
+    """Of part `cases`."""
+    pairs = ((3, 8192, 8192, 8192, 512), (8, 4096, 4096, 4096, 128), (4, 8192, 3584, 8192, 256))
+    return [Case(count=c, m=m, k=k, n=n, nbytes=mib * MIB, op=op) for c, m, k, n, mib in pairs for op in OPS]
+
+
+def conccl() -> list[Case]:
+    """Of part `conccl`: GEMMs of Llama 3 70B and 405B and squares, from bound by communication to bound by computation."""
+    gemms = (
+        (2, 8192, 8192, 8192),
+        (6, 4096, 4096, 4096),
+        (1, 8192, 8192, 28672),
+        (1, 8192, 16384, 13312),
+        (4, 2048, 8192, 8192),
+    )
+    return [
+        Case(count=c, m=m, k=k, n=n, nbytes=mib * MIB, op=op)
+        for c, m, k, n in gemms
+        for op in ("all_reduce", "all_gather", "all_to_all")
+        for mib in (128, 512)
+    ]
+
+
+class Pair:
+    """One case on this rank: its tensors, and everything that is timed."""
+
+    def __init__(self, case: Case) -> None:
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        size, elements = dist.get_world_size(), case.nbytes // 2
+        self.case = case
+        self.a = torch.randn(case.m, case.k, **options)
+        self.b = torch.randn(case.k, case.n, **options)
+        self.c = torch.empty(case.m, case.n, **options)
+        self.source = torch.randn(elements // size if case.op == "all_gather" else elements, **options)
+        self.given = self.source.clone()
+        self.out = self.given
+        if case.op != "all_reduce":
+            self.out = torch.empty(elements // size if case.op == "reduce_scatter" else elements, **options)
+        self.collective = self._collective()
+
+    def _collective(self) -> Collective:
+        if self.case.op == "all_reduce":
+            return weft.AllReduce(self.given, reduction="avg")
+        kinds: dict[str, Callable[..., Collective]] = {
+            "all_gather": weft.AllGather,
+            "reduce_scatter": weft.ReduceScatter,
+            "all_to_all": weft.AllToAll,
+        }
+        return kinds[self.case.op](self.out, self.given)
+
+    def compute(self) -> None:
+        for _ in range(self.case.count):
+            torch.mm(self.a, self.b, out=self.c)
+
+    def beside(self, way: str) -> torch.Tensor:
+        weft.concurrent(self.compute, self.collective, key=str(self.case), repeatable=True, way=way)
+        return self.out
+
+    def works(self, ways: Sequence[str]) -> dict[str, Work]:
+        return {
+            "computation": self.compute,
+            "communication": lambda: self.collective.enqueue(self.collective.ranks, async_op=False),
+            "auto": partial(self.beside, "auto"),
+            **{way: partial(self.beside, way) for way in ways},
+        }
+
+    def verify(self, ways: Sequence[str]) -> dict[str, str]:
+        """Compare each way's result, from fresh data, with the sequential one's; why ways are missing.
+
+        Raises WrongResult, and Failed where auto does not run."""
+        self._fresh("sequential")
+        expected, missing = self.out.clone(), {}
+        together("auto", partial(self._compare, "auto", expected))
+        for way in ways:
+            try:
+                together(way, partial(self._compare, way, expected))
+            except Failed as failed:
+                missing[way] = failed.reason
+                say(f"LEFT OUT {failed}", file=sys.stderr)
+        return missing
+
+    def _fresh(self, way: str) -> None:
+        self.out.zero_()
+        self.given.copy_(self.source)
+        self.beside(way)
+
+    def _compare(self, way: str, expected: torch.Tensor) -> None:
+        self._fresh(way)
+        worst = float((self.out.float() - expected.float()).abs().max())
+        if not worst <= 0.02 * float(expected.abs().max()):
+            raise WrongResult(f"{way} is off by {worst:.3g}")
+
+
+def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
+    """One case in every mode: its JSON lines."""
+    torch.manual_seed(dist.get_rank())
+    pair = Pair(case)
+    abilities = weft_device(pair).abilities((pair.collective,))
+    found = candidates(abilities, Load(compute_us=1.0, communication_us=1.0, reduces=pair.collective.reduces))
+    ways = (
+        list(dict.fromkeys([*map(str, found), *filter(None, arguments.ways.split(","))])) if every else ["sequential", "vendor"]
+    )
+    missing = pair.verify(ways[1:])
+    works = {name: work for name, work in pair.works(ways).items() if name not in missing}
+    times, lost = trial(
+        works,
+        arguments.modes.split(","),
+        check=lambda name, result: None,
+        needed=("sequential", "computation", "communication", "auto"),
+        rounds=arguments.rounds,
+        repeat=REPEAT,
+    )
+    chosen = next(choice for choice in weft.concurrent_choices() if choice.key == str(case))
+    return [line(case, mode, mine, chosen, {**missing, **lost}, arguments) for mode, mine in times.items()]
+
+
+def weft_device(pair: Pair) -> Any:
+    """What runs ways on this rank's GPU."""
+    from weft.beside.cuda import CudaDevice
+
+    return CudaDevice(pair.a.device)
+
+
+def line(
+    case: Case, mode: str, times: dict[str, Times], chosen: weft.beside.Settled, missing: dict[str, str], arguments: Any
+) -> dict[str, Any]:
+    """A case's JSON line. candidates: every way's us. share: of the ideal speed-up, by way."""
+    us = {name: time.us for name, time in times.items()}
+    compute_us, communication_us, auto_us = us.pop("computation"), us.pop("communication"), us.pop("auto")
+    ideal_us, sequential_us = max(compute_us, communication_us), us["sequential"]
+    limits = {"sequential_us": sequential_us, "ideal_us": ideal_us}
+    shares = {name: share_of_ideal(time, **limits) for name, time in {**us, "auto": auto_us}.items()}
+    made = row(bench="concurrent", op=case.op, case=str(case), dtype="bfloat16", mode=mode, arguments=arguments)
+    return made | {
+        "schedule": chosen.way,
+        "sequential_us": sequential_us,
+        "communication_us": communication_us,
+        "computation_us": compute_us,
+        "ideal_us": ideal_us,
+        "overlapped_us": auto_us,
+        "host_us": times["auto"].host_us,
+        "candidates": us,
+        "trial": chosen.us,
+        "share": shares,
+        "missing": missing,
+        "peers": {"two_streams": us["vendor"]},
+    }
+
+
+def sentence(line: dict[str, Any]) -> str:
+    """One case on one line."""
+    every = " ".join(f"{way}={us:.0f}" for way, us in sorted(line["candidates"].items(), key=lambda item: item[1]))
+    return (
+        f"{line['case']} {line['mode']}: comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} "
+        f"seq {line['sequential_us']:.0f} auto {line['overlapped_us']:.0f} ({line['schedule']}), "
+        f"{line['overlapped_us'] / line['ideal_us']:.3f} of ideal, share {line['share']['auto']:.2f} | {every}"
+    )
+
+
+def summary(lines: Sequence[dict[str, Any]], mode: str) -> str:
+    """Means over cases."""
+    some = [line for line in lines if line["mode"] == mode]
+    over = geomean([line["overlapped_us"] / line["ideal_us"] for line in some])
+    best = [min(line["candidates"].values()) / line["ideal_us"] for line in some]
+    shares = [line["share"]["auto"] for line in some]
+    plain = [line["share"]["vendor"] for line in some]
+    worst = max(line["overlapped_us"] / line["sequential_us"] for line in some)
+    return (
+        f"{mode}, {len(some)} cases: auto over ideal {over:.3f} (best way {geomean(best):.3f}), over sequential at worst "
+        f"{worst:.3f}; share of the ideal speed-up: auto {statistics.fmean(shares):.2f}, two plain streams "
+        f"{statistics.fmean(plain):.2f}"
+    )
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=ROUNDS, modes="eager,graph")
+    options.add_argument("--part", choices=("cases", "conccl"), default="cases")
+    options.add_argument("--ways", default=MORE, help="that part `cases` times, too, with commas (%(default)s)")
+    options.add_argument("--only", default="", help="cases whose name has this")
+    arguments = options.parse_args()
+    measure.ALARM_S = ALARM_S
+    start()
+    lines = []
+    for case in cases() if arguments.part == "cases" else conccl():
+        if arguments.only in str(case):
+            try:
+                mine = measured(case, arguments.part == "cases", arguments)
+            except Failed as failed:
+                say(f"LEFT OUT {case}: {failed}", file=sys.stderr)
+                release()
+                continue
+            lines += mine
+            for made in mine:
+                append(arguments.json, made)
+                say(sentence(made))
+            torch.cuda.empty_cache()
+    for mode in arguments.modes.split(",") if lines else ():
+        say(summary(lines, mode))
+    release()
+    stop()
+
+
+if __name__ == "__main__":
+    main()

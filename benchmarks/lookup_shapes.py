@@ -1,0 +1,58 @@
+"""Which bags, warps and bytes a row suit the lookup kernel? One GPU; each constant of weft.kernels.lookup is varied alone.
+
+torchrun --nproc-per-node 1 benchmarks/lookup_shapes.py --cases 32x128
+"""
+
+from __future__ import annotations
+
+from embedding import CASES, REPEAT, Case, Site
+from measure import Work, parser, release, say, start, stop, trial
+
+from weft.kernels import lookup as kernel
+
+TUNED = {"_ROW_BYTES": (2048, 4096, 8192, 16384), "_BAGS": (1, 2, 4, 8), "_WARPS_PER_SM": (16, 32, 64)}
+
+
+def tune(case: Case, rounds: int) -> None:
+    """Print what each value gives."""
+    site = Site(case)
+    works = {f"{name}={value}": _varied(site, name, value) for name, values in TUNED.items() for value in values}
+    times, missing = trial(works, ["graph"], check=lambda *_: None, needed=(), rounds=rounds, repeat=REPEAT)
+    for name, time in times["graph"].items():
+        say(f"{case.name} {name}: {time.us:.0f} us, {case.gathered_bytes / time.us / 1e6:.2f} TB/s")
+    usual = {name: getattr(kernel, name) for name in TUNED}
+    say(f"usual {usual}; missing {missing}")
+
+
+def _varied(site: Site, name: str, value: int) -> Work:
+    usual = getattr(kernel, name)
+    setattr(kernel, name, value)
+    try:
+        made = site.lookup()
+    finally:
+        setattr(kernel, name, usual)
+
+    def work() -> object:
+        setattr(kernel, name, value)
+        try:
+            return made()
+        finally:
+            setattr(kernel, name, usual)
+
+    return work
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--cases", default="", help="only cases whose name contains one of these, with commas")
+    arguments = options.parse_args()
+    start()
+    for case in CASES:
+        if any(word in case.name for word in arguments.cases.split(",")):
+            tune(case, arguments.rounds)
+            release()
+    stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Is the gain that the fused kernels' paper reports there on this machine, over its own ranges?
+
+Punniyamurthy, Hamidouche, Beckmann, arXiv 2305.06942: on 4 GPUs of one host, the mean and the largest reduction of the time of
+a separate kernel followed by the vendor's collective. Here that is torch's operator and NCCL on plain buffers, and the time is
+that of weft's "auto", each in a CUDA graph. Ranges as in the paper: batch and tables of an embedding of dim 256, M and K of a
+GEMV whose K is cut between ranks, tokens of a GEMM. Ours, where it names none: 70 rows a bag (which its DLRM has), 20,000 rows
+a table, tables a GPU, tokens of each rank, and a GEMM of 4096 x 4096.
+
+Traps: the paper's GPUs are MI210 in a full mesh. Its lookups were alike with and without fusing, ours gather faster than
+torch's: so there is a line, too, for weft's own lookup kernel followed by NCCL.
+
+A part of benchmarks/fused.py, which runs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import all_reduce
+import all_to_all
+import embedding
+from collectives import Way
+from measure import Job
+
+Line = Mapping[str, Any]
+SPECS = ("auto",)
+BAGS = [embedding.Case(tables=t, dim=256, pooling=70, batch=b, rows=20_000) for b in (256, 1024, 4096) for t in (64, 256)]
+VECTORS = [(k, m, 1) for m in (8192, 16384, 65536) for k in (8192, 16384, 65536)]
+"""K of all ranks, M, and one row."""
+TOKENS = [all_to_all.Case(m=m, k=4096, n=4096) for m in (512, 1024, 2048, 4096, 8192)]
+
+
+def jobs(found: Sequence[Way], size: int, arguments: argparse.Namespace) -> list[Job]:
+    """Every case, of `size` ranks."""
+    vectors = [(k // size, m, rows) for k, m, rows in VECTORS]
+    return [
+        *embedding.jobs(BAGS, SPECS, arguments),
+        *all_reduce.jobs(vectors, SPECS, found, arguments),
+        *all_to_all.jobs("matmul_all_to_all", TOKENS, SPECS, found, arguments),
+    ]
+
+
+def sentence(line: Line) -> str:
+    """One case on one line."""
+    return f"{line['op']:24} {line['case']:34} {_default(line):8.1f} -> {line['auto_us'] or 0:8.1f} us by {line.get('chosen')}"
+
+
+def _default(line: Line) -> float:
+    """The vendor's kernel and NCCL on plain buffers."""
+    peers = line["peers"]
+    return float(peers.get("sequential default") or peers.get("default") or line["sequential_us"])
+
+
+def _own_lookup(line: Line) -> float:
+    return float(line["peers"]["weft_sequential"])
+
+
+REPORTED: tuple[tuple[str, str, Callable[[Line], float], int, int], ...] = (
+    ("embedding_bag_all_to_all", "torch's bags, NCCL", _default, 20, 32),
+    ("embedding_bag_all_to_all", "weft's lookup, NCCL", _own_lookup, 20, 32),
+    ("matmul_all_reduce", "cuBLAS, NCCL", _default, 13, 22),
+    ("matmul_all_to_all", "cuBLAS, NCCL", _default, 12, 20),
+)
+"""Operator, what is compared with, its time, and the paper's mean and largest reduction in percent."""
+
+
+def summary(lines: Sequence[Line]) -> str:
+    """Reductions of the time in percent, beside the paper's."""
+    told = []
+    for op, against, time, mean, largest in REPORTED:
+        less = [100 * (1 - line["auto_us"] / time(line)) for line in lines if line["op"] == op and line["auto_us"]]
+        if less:
+            ours = f"mean {statistics.fmean(less):.0f}%, max {max(less):.0f}%, min {min(less):.0f}%"
+            told.append(f"{op} against {against}, {len(less)} cases: {ours}; the paper: mean {mean}%, max {largest}%")
+    return "\n".join(told)

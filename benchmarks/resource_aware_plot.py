@@ -1,0 +1,84 @@
+"""What residency and priority do to the time of a GEMM beside a collective: charts of resource_aware.py's JSON lines.
+
+One chart a workload and tile: an iteration's time against the GEMM's blocks an SM, with and without communication priority,
+beside the sequential program and the ideal (the longer of GEMM and collective alone). One HTML file that loads nothing.
+
+    python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+Line = Mapping[str, Any]
+COLOURS = {False: "#c2410c", True: "#1d4ed8"}
+
+
+def read(path: Path) -> list[Line]:
+    """The lines of the benchmark; of points that were measured more than once, the last. Raises ValueError if there is none."""
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
+    latest = {_point(line): line for line in lines if line["bench"] == "resource_aware"}
+    if not latest:
+        raise ValueError(f"{path} has no line of benchmarks/resource_aware.py")
+    return list(latest.values())
+
+
+def _chart(line: Line) -> tuple[str, str]:
+    return line["op"], "x".join(map(str, line["tile"]))
+
+
+def _point(line: Line) -> tuple[object, ...]:
+    return *_chart(line), line["blocks_per_sm"], line["priority"]
+
+
+def figure(lines: Sequence[Line]) -> go.Figure:
+    """Workloads across, tiles down."""
+    ops, tiles = (list(dict.fromkeys(names)) for names in zip(*map(_chart, lines), strict=True))
+    titles = [f"{op}, tile {tile}" for tile in tiles for op in ops]
+    made = make_subplots(
+        rows=len(tiles), cols=len(ops), subplot_titles=titles, x_title="blocks an SM", y_title="ms an iteration"
+    )
+    for op, tile in dict.fromkeys(map(_chart, lines)):
+        of = sorted((line for line in lines if _chart(line) == (op, tile)), key=lambda line: line["blocks_per_sm"])
+        _draw(made, of, row=tiles.index(tile) + 1, col=ops.index(op) + 1)
+    return made.update_layout(template="plotly_white", title=f"GEMM beside a collective, {lines[0]['machine']}")
+
+
+def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None:
+    for priority, colour in COLOURS.items():
+        of = [line for line in lines if line["priority"] is priority]
+        name = f"communication priority {'on' if priority else 'off'}"
+        made.add_scatter(
+            x=[line["blocks_per_sm"] for line in of],
+            y=[line["overlapped_us"] / 1e3 for line in of],
+            name=name,
+            legendgroup=name,
+            showlegend=row == col == 1,
+            mode="lines+markers",
+            line={"color": colour},
+            row=row,
+            col=col,
+        )
+    for key, dash in (("sequential_us", "dash"), ("ideal_us", "dot")):
+        label = key.removesuffix("_us")
+        made.add_hline(y=lines[0][key] / 1e3, line_dash=dash, line_width=1, annotation_text=label, row=row, col=col)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("lines", type=Path, help="JSON lines of resource_aware.py")
+    options.add_argument("html", type=Path, help="the file to write")
+    arguments = options.parse_args()
+    arguments.html.parent.mkdir(parents=True, exist_ok=True)
+    figure(read(arguments.lines)).write_html(arguments.html, include_plotlyjs=True)
+
+
+if __name__ == "__main__":
+    main()

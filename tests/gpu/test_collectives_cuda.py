@@ -1,0 +1,242 @@
+"""Collectives alone on GPUs: every schedule, bounded room, in place, graphs, streams, matmuls beside; a flag that stays out."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_work import GATHERS, SPECS, Case, agree, in_place, moves, straight, sums
+
+import weft
+from weft import collectives
+from weft.errors import PeerLost, WaitTimeout
+from weft.execute.groups import GROUPS
+from weft.execute.ranks import Ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+SIZES = [max(n for n in (2, 4, 8) if n <= max(GPUS, 2))]
+BOUND_S = 5.0
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        yield ranks
+
+
+def _every_schedule(dtype: torch.dtype) -> None:
+    """Several calls each, so that some are replayed; parts of one element, of some that divide by nothing, of a MiB."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    for elements in (1, 1003, MIB // dtype.itemsize):
+        for call in range(3):
+            case = Case(elements=elements, dtype=dtype, seed=call)
+            for spec in GATHERS:
+                moves(case, spec)
+                in_place(case, spec)
+            for spec in SPECS:
+                sums(case, spec, ("sum", "avg")[call % 2])
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
+    pool.run(_every_schedule, dtype)
+
+
+def _in_turns(late: str) -> None:
+    """Parts of 8 MiB through room of 1 MiB, new data each call; rank 1 late with its copies, or with its kernels."""
+    from weft.execute.cuda_space import CudaSpace
+
+    faulthandler.dump_traceback_later(80, exit=True)
+    stream = CudaSpace.stream
+
+    def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
+        found = stream(self, name)
+        if name == late:
+            with torch.cuda.stream(found):
+                torch.cuda._sleep(2_000_000)
+        return found
+
+    if dist.get_rank() == 1:
+        CudaSpace.stream = sleepy  # type: ignore[method-assign]
+    try:
+        for seed in range(6):
+            case = Case(elements=4 * MIB + 5, dtype=torch.bfloat16, seed=seed, staging_bytes=MIB)
+            for spec in ("copy_engine:1", "copy_engine_pull:1"):
+                moves(case, spec)
+            sums(case, "copy_engine:1")
+    finally:
+        CudaSpace.stream = stream  # type: ignore[method-assign]
+    used = [p.layout.staging for p in GROUPS.state(dist.group.WORLD.group_name)._programs]  # type: ignore[union-attr]
+    assert max(used[-4:]) <= MIB + 512, used
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("late", ["nothing", "copy", "blocks"])
+def test_more_bytes_than_room(pool: Ranks, late: str) -> None:
+    pool.run(_in_turns, late)
+
+
+def _graphs(spec: str) -> None:
+    """Captured once, replayed with new data, in place, one rank late now and then; eager calls in between."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    rank, elements = dist.get_rank(), 70_000
+
+    def drawn(seed: int) -> Case:
+        return Case(elements=elements, dtype=torch.bfloat16, seed=seed)
+
+    given = drawn(0).drawn(rank)
+    shard, gathered, reduced = drawn(0).part(given).clone(), torch.empty_like(given), given.clone()
+    scattered = torch.empty_like(shard)
+    exchanged = torch.empty_like(given)
+
+    def call() -> None:
+        collectives.all_gather_into_tensor(gathered, shard, schedule=spec)
+        collectives.all_to_all_single(exchanged, given, schedule=spec)
+        collectives.reduce_scatter_tensor(scattered, given, schedule=spec)
+        collectives.all_reduce(reduced, schedule=spec)
+
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    for replay in range(1, 30):
+        case = drawn(replay)
+        given.copy_(case.drawn(rank))
+        reduced.copy_(given)
+        shard.copy_(case.part(given))
+        if replay % 7 == 3 and rank == 1:
+            torch.cuda._sleep(5_000_000)
+        graph.replay()
+        everyone, total, vendor = case.everyone, case.summed(), spec == "sequential"
+        assert torch.equal(gathered, torch.cat([one[r * elements : (r + 1) * elements] for r, one in enumerate(everyone)]))
+        assert torch.equal(exchanged, torch.cat([case.part(one) for one in everyone]))
+        agree(scattered, case.part(total), vendor, (spec, replay))
+        agree(reduced, total, vendor, (spec, replay))
+        if replay % 5 == 0:
+            sums(case, spec)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("spec", ["sequential", "copy_engine:1", "copy_engine:4"])
+def test_graphs_replayed_between_eager_calls(pool: Ranks, spec: str) -> None:
+    pool.run(_graphs, spec)
+
+
+def _straight() -> None:
+    faulthandler.dump_traceback_later(80, exit=True)
+    for elements in (1, 1003, MIB):
+        for spec in ("sequential", "copy_engine:1", "copy_engine:3"):
+            straight(elements, spec, 6)
+    straight(4096, "auto", 2)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_results_that_peers_can_write(pool: Ranks) -> None:
+    pool.run(_straight)
+
+
+def _beside_matmuls() -> None:
+    """Asynchronous calls beside matmuls on the caller's stream, of weft's stream and of the caller's own; several in flight."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    rank, own = dist.get_rank(), torch.cuda.Stream(priority=-2)
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    product = a @ a
+    for turn in range(8):
+        case = Case(elements=MIB // 2, dtype=torch.bfloat16, seed=turn)
+        mine = case.drawn(rank)
+        gathered, scattered, reduced = torch.empty_like(mine), torch.empty_like(case.part(mine)), mine.clone()
+        stream = own if turn % 2 else None
+        works = [
+            collectives.all_gather_into_tensor(gathered, case.part(mine), None, True, schedule="copy_engine:2", stream=stream),
+            collectives.reduce_scatter_tensor(scattered, mine, "sum", None, True, schedule="copy_engine:2", stream=stream),
+            collectives.all_reduce(reduced, "avg", None, True, schedule="copy_engine:2", stream=stream),
+        ]
+        same = [torch.equal(a @ a, product) for _ in range(4)]
+        for work in works:
+            assert work is not None
+            assert work.wait()
+        total = case.summed()
+        agree(scattered, case.part(total), False, turn)
+        agree(reduced, case.summed("avg"), False, turn)
+        expected = [one[r * case.elements : (r + 1) * case.elements] for r, one in enumerate(case.everyone)]
+        assert torch.equal(gathered, torch.cat(expected))
+        assert all(same)
+        assert works[-1] is not None
+        assert works[-1].get_future().wait()[0] is reduced
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_beside_matmuls(pool: Ranks) -> None:
+    pool.run(_beside_matmuls)
+
+
+def _auto() -> list[str]:
+    """A trial leaves what is summed in place as it was, and chooses alike on every rank."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    case = Case(elements=MIB, dtype=torch.bfloat16, seed=1)
+    for call in range(3):
+        mine = case.drawn(dist.get_rank())
+        collectives.all_reduce(mine)
+        agree(mine, case.summed(), True, call)
+        whole = case.drawn(dist.get_rank())
+        collectives.all_gather_into_tensor(whole, case.part(whole))
+        expected = [one[r * case.elements : (r + 1) * case.elements] for r, one in enumerate(case.everyone)]
+        assert torch.equal(whole, torch.cat(expected))
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return [mine.cpu().view(torch.int16).numpy().tobytes().hex()[:64]]
+
+
+def test_auto(pool: Ranks) -> None:
+    assert len({bits for (bits,) in pool.run(_auto)}) == 1
+
+
+def _never_arrives() -> str:
+    """Rank 1 raises no flag of its peers in a call in which they already wait on the GPU; then all go on together."""
+    from weft.execute.cuda import CudaProgram
+    from weft.execute.tape import Words
+
+    def mute(self: CudaProgram, item: object, bindings: object, stream: int) -> None:
+        if not isinstance(item, Words):
+            one(self, item, bindings, stream)  # type: ignore[arg-type]
+            return
+        peers = [base for rank, base in enumerate(self._addresses) if rank != self.rank]
+        kept = [w for w in item.words if not any(base <= w.address < base + 4 * self.edges.words for base in peers)]
+        self.driver.words(kept)(stream)
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    case = Case(elements=5000, dtype=torch.bfloat16, seed=0)
+    sums(case, "copy_engine:2")
+    one = CudaProgram._one
+    if dist.get_rank() == 1:
+        CudaProgram._one = mute  # type: ignore[method-assign, assignment]
+    try:
+        sums(case, "copy_engine:2")
+        torch.cuda.synchronize()
+        message = "right"
+    except (PeerLost, WaitTimeout) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        CudaProgram._one = one  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    time.sleep(1)
+    dist.barrier()
+    weft.close()
+    sums(case, "copy_engine:2")
+    faulthandler.cancel_dump_traceback_later()
+    return message
+
+
+def test_a_flag_that_never_comes(pool: Ranks) -> None:
+    messages = pool.run(_never_arrives)
+    assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages

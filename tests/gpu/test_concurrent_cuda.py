@@ -1,0 +1,371 @@
+"""weft.concurrent on GPUs: every way right, in streams and in graphs; trials agree and never settle on a slower way; hooks."""
+
+from __future__ import annotations
+
+import faulthandler
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from concurrent_work import OPS, Exchange, Products
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.beside.cuda import CudaDevice
+from weft.execute.ranks import Ranks
+from weft.planner.ways import Load, candidates
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+SIZE = min(4, max(GPUS, 2))
+BOUND_S = 20.0
+PART = 300_000
+"""Elements: 1.2 MB of float32."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(SIZE, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        yield ranks
+
+
+def _alarm() -> None:
+    faulthandler.dump_traceback_later(40, exit=True)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _ways(op: str) -> list[str]:
+    exchange = Exchange(op, _device())
+    abilities = CudaDevice(_device()).abilities((exchange.collective,))
+    assert abilities.priority
+    assert abilities.ctas
+    assert abilities.left
+    assert abilities.copy_engine
+    load = Load(compute_us=1.0, communication_us=1.0, reduces=exchange.collective.reduces)
+    return [str(way) for way in candidates(abilities, load)]
+
+
+def _every_way(op: str) -> int:
+    """Six turns of each way: eager with compute delayed, eager with the collective delayed, and replays of a graph."""
+    ways = _ways(op)
+    for way in ways:
+        _alarm()
+        exchange, products = Exchange(op, _device(), part=PART), Products(_device(), size=1024)
+        for turn in range(3):
+            exchange.fill(turn)
+            if turn == 1:
+                torch.cuda._sleep(2_000_000)
+            out = weft.concurrent(products, exchange.collective, way=way)
+            exchange.check(turn)
+            products.check(out)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = weft.concurrent(products, exchange.collective, way=way)
+        for turn in range(3, 6):
+            exchange.fill(turn)
+            graph.replay()
+            exchange.check(turn)
+            products.check(out)
+        torch.cuda.synchronize()
+        dist.barrier()
+        del graph
+    faulthandler.cancel_dump_traceback_later()
+    return len(ways)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_way_is_right(pool: Ranks, op: str) -> None:
+    assert min(pool.run(_every_way, op, timeout_s=120)) > 8
+
+
+Told = list[tuple[str, str, dict[str, float]]]
+
+
+def _told() -> Told:
+    return [(choice.key, choice.way, choice.us) for choice in weft.concurrent_choices()]
+
+
+def _contest() -> Told:
+    _alarm()
+    weft.close()
+    for op in OPS:
+        exchange, products = Exchange(op, _device(), part=4 * PART), Products(_device(), size=2048)
+        for turn in range(3):
+            exchange.fill(turn)
+            products.check(weft.concurrent(products, exchange.collective, key=op, repeatable=True))
+            exchange.check(turn)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = weft.concurrent(products, exchange.collective, key=op, repeatable=True)
+        for turn in range(3, 6):
+            exchange.fill(turn)
+            graph.replay()
+            exchange.check(turn)
+            products.check(out)
+        torch.cuda.synchronize()
+        dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    return _told()
+
+
+def test_a_trial_agrees_and_a_graph_keeps_its_way(pool: Ranks) -> None:
+    answers = pool.run(_contest, timeout_s=120)
+    assert all(answer == answers[0] for answer in answers)
+    assert [key for key, _, _ in answers[0]] == list(OPS)
+    for _, way, us in answers[0]:
+        assert len(us) > 4
+        assert us[way] <= us["sequential"]
+        assert all(time > 0 for time in us.values())
+
+
+def _rotation() -> Told:
+    _alarm()
+    weft.close()
+    exchange, products = Exchange("all_reduce", _device(), part=4 * PART), Products(_device(), size=2048)
+    seen = set()
+    for turn in range(30):
+        exchange.fill(turn)
+        with weft.concurrent(collectives=exchange.collective, key="context") as context:
+            out = products()
+        seen.add(context.way)
+        exchange.check(turn)
+        products.check(out)
+    assert products.calls == 30
+    assert len(seen) > 2
+    faulthandler.cancel_dump_traceback_later()
+    return _told()
+
+
+def test_uses_take_ways_in_turn_and_settle(pool: Ranks) -> None:
+    answers = pool.run(_rotation, timeout_s=90)
+    assert all(answer == answers[0] for answer in answers)
+    ((_, way, us),) = answers[0]
+    assert us[way] <= us["sequential"]
+
+
+def _captured_before_it_settles() -> list[str]:
+    _alarm()
+    weft.close()
+    exchange, products = Exchange("all_gather", _device(), part=PART), Products(_device(), size=256)
+    with weft.concurrent(collectives=exchange.collective, key="early"):
+        products()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with (
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            weft.concurrent(collectives=exchange.collective, key="early"),
+        ):
+            out = products()
+    for turn in range(6):
+        exchange.fill(turn)
+        graph.replay()
+        exchange.check(turn)
+        products.check(out)
+    torch.cuda.synchronize()
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    return [str(warning.message) for warning in told if "concurrent" in str(warning.message)]
+
+
+def test_a_capture_before_the_choice_says_so(pool: Ranks) -> None:
+    for told in pool.run(_captured_before_it_settles):
+        (text,) = told
+        assert "the graph runs it as sequential" in text
+
+
+class _Stop(Exception):
+    pass
+
+
+def _raised() -> None:
+    """An exception within leaves no SM budget behind, the collective is done, and the next use is right."""
+    _alarm()
+    before = torch._C._get_sm_carveout_experimental()
+    exchange, products = Exchange("all_reduce", _device(), part=PART), Products(_device(), size=256)
+    for turn, way in enumerate(("vendor+priority+left=24", "vendor+late+left=8", "copy_engine+priority+ctas=8+left=8")):
+        exchange.fill(turn)
+        with suppress(_Stop), weft.concurrent(collectives=exchange.collective, key="raised", way=way):
+            assert torch._C._get_sm_carveout_experimental() != before
+            raise _Stop
+        exchange.check(turn)
+        assert torch._C._get_sm_carveout_experimental() == before
+        exchange.fill(turn)
+        products.check(weft.concurrent(products, exchange.collective, way=way))
+        exchange.check(turn)
+    with pytest.raises(ValueError, match="left=100000; this device has"):
+        weft.concurrent(products, exchange.collective, way="vendor+left=100000")
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_exceptions_restore_budgets(pool: Ranks) -> None:
+    pool.run(_raised)
+
+
+def _nested(way: str, other: str) -> None:
+    """Two groups at once, one use within another, six turns."""
+    _alarm()
+    second = dist.new_group(list(range(dist.get_world_size())))
+    outer, inner = Exchange("all_reduce", _device(), part=PART), Exchange("all_gather", _device(), part=PART, group=second)
+    products = Products(_device(), size=512)
+    for turn in range(6):
+        outer.fill(turn)
+        inner.fill(turn)
+        with weft.concurrent(collectives=outer.collective, key="outer", way=way):
+            out = products()
+            with weft.concurrent(collectives=inner.collective, key="inner", way=other):
+                again = products()
+            inner.check(turn)
+        outer.check(turn)
+        products.check(out)
+        products.check(again)
+    torch.cuda.synchronize()
+    dist.barrier()
+    weft.close(second)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [("vendor+priority", "vendor"), ("vendor+priority+ctas=8", "copy_engine"), ("copy_engine+priority", "sequential")],
+)
+def test_uses_nest_over_two_groups(pool: Ranks, way: str, other: str) -> None:
+    pool.run(_nested, way, other)
+
+
+def _graph_as_computation() -> Told:
+    _alarm()
+    weft.close()
+    exchange, products = Exchange("all_to_all", _device(), part=PART), Products(_device(), size=1024)
+    products()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = products()
+    for turn in range(6):
+        exchange.fill(turn)
+        weft.concurrent(graph, exchange.collective, key="graph", repeatable=True)
+        exchange.check(turn)
+        products.check(out)
+    faulthandler.cancel_dump_traceback_later()
+    return _told()
+
+
+def test_a_graph_is_a_computation(pool: Ranks) -> None:
+    answers = pool.run(_graph_as_computation, timeout_s=90)
+    assert all(answer == answers[0] for answer in answers)
+    ((_, _, us),) = answers[0]
+    assert us
+    assert not any("left" in way for way in us)
+
+
+@triton.jit
+def _repeated_kernel(x_ptr, out_ptr, count, TURNS: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x + 1, TURNS times over: work that takes a while."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < count)
+    for _ in range(TURNS):
+        x += 1.0
+    tl.store(out_ptr + at, x, at < count)
+
+
+def _named_kernels() -> Told:
+    _alarm()
+    weft.close()
+    exchange = Exchange("all_reduce", _device(), part=PART)
+    x = torch.zeros(1 << 22, device="cuda")
+
+    def compute(kernel: Any) -> torch.Tensor:
+        out = torch.empty_like(x)
+        kernel[(triton.cdiv(x.numel(), 256),)](x, out, x.numel(), TURNS=64, BLOCK=256)
+        return out
+
+    for turn in range(6):
+        exchange.fill(turn)
+        x.fill_(turn)
+        out = weft.concurrent(compute, exchange.collective, key="named", kernels=[_repeated_kernel], repeatable=True)
+        exchange.check(turn)
+        assert torch.equal(out, x + 64)
+        way = "vendor+priority+resident=2"
+        out = weft.concurrent(compute, exchange.collective, way=way, kernels=[_repeated_kernel])
+        assert torch.equal(out, x + 64)
+    faulthandler.cancel_dump_traceback_later()
+    return _told()
+
+
+def test_named_kernels_are_capped(pool: Ranks) -> None:
+    answers = pool.run(_named_kernels, timeout_s=90)
+    assert all(answer == answers[0] for answer in answers)
+    ((_, _, us),) = answers[0]
+    assert any("resident" in way for way in us)
+
+
+def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).cuda()
+    if kind == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
+    else:
+        mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):  # type: ignore[index]
+            fully_shard(layer, mesh=mesh)
+    trial = {"ddp": weft.hooks.ddp, "fsdp": weft.hooks.fsdp}[kind](model, way=way, key=f"{kind} {way}") if way else None  # type: ignore[operator]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(30):
+        x = torch.randn(64, 512, generator=draw).cuda()
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(float(loss))
+    return seen, str(trial.way) if trial else ""
+
+
+def _trained(kind: str, ways: list[str]) -> Told:
+    _alarm()
+    weft.close()
+    plain, _ = _losses(kind, None)
+    for way in ways:
+        _alarm()
+        mine, taken = _losses(kind, way)
+        assert way in ("auto", taken)
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-4, atol=1e-5)
+    torch.cuda.synchronize()
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    return _told()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        ("ddp", ["auto", "sequential", "vendor+priority+ctas=8", "copy_engine+priority+ctas=8"]),
+        ("fsdp", ["auto", "vendor+ctas=8", "copy_engine+ctas=8"]),
+    ],
+)
+def test_hooks_train_as_pytorch_does(pool: Ranks, kind: str, ways: list[str]) -> None:
+    answers = pool.run(_trained, kind, ways, timeout_s=120)
+    assert all(answer == answers[0] for answer in answers)
+    ((key, way, us),) = answers[0]
+    assert key == f"{kind} auto"
+    assert len(us) > 3
+    assert us[way] <= next(iter(us.values()))

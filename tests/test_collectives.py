@@ -1,0 +1,324 @@
+"""Collectives alone on real ranks: every schedule, any type and size, bounded room, in place, the same bits, errors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_work import GATHERS, SPECS, Case, in_place, moves, straight, sums
+from conftest import RankFixture
+
+import weft
+from weft import collectives
+from weft.errors import RankMismatch
+from weft.execute.bindings import Bindings
+from weft.execute.collective_calls import affordable
+from weft.execute.groups import GROUPS
+from weft.execute.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+LEAST = 1 << 16
+MOVED = (torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn)
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _every_schedule() -> None:
+    for seed, (elements, op) in enumerate(((1, "avg"), (37, "sum"), (2001, "avg"))):
+        for spec in GATHERS:
+            moves(Case(elements=elements, dtype=torch.int16, seed=seed), spec)
+            if seed:
+                in_place(Case(elements=elements, dtype=torch.float32, seed=seed), spec)
+        for spec in SPECS:
+            sums(Case(elements=elements, dtype=SUMMED[seed], seed=seed), spec, op)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_schedule_is_right(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_every_schedule)
+
+
+def _any_type() -> None:
+    for dtype in MOVED:
+        mine = torch.full((5,), dist.get_rank() + 1, dtype=torch.float32).to(dtype)
+        for spec in GATHERS:
+            found = collectives.all_gather(mine, schedule=spec)
+            expected = torch.cat([torch.full((5,), r + 1, dtype=torch.float32).to(dtype) for r in range(dist.get_world_size())])
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    for shape in ((0,), (0, 3), (3, 0)):
+        assert collectives.all_gather(torch.empty(shape)).shape == (shape[0] * dist.get_world_size(), *shape[1:])
+        collectives.all_reduce(torch.empty(shape), schedule="copy_engine:2")
+
+
+def test_bytes_of_any_type_and_none_at_all(ranks: RankFixture) -> None:
+    ranks(3).run(_any_type)
+
+
+def _in_turns() -> int:
+    """Parts of 320 KB through room of 64 KiB, call after call, with new data and one rank late."""
+    slow, pieces = dist.get_rank() == 1, Bindings.pieces
+    try:
+        for seed in range(6):
+            if slow and seed == 2:
+                Bindings.pieces = lambda self, region: (time.sleep(0.0005), pieces(self, region))[1]  # type: ignore[method-assign]
+            case = Case(elements=80_003, dtype=torch.float32, seed=seed, staging_bytes=LEAST)
+            for spec in ("copy_engine:1", "copy_engine_pull:1"):
+                moves(case, spec)
+                in_place(case, spec)
+            sums(case, "copy_engine:1")
+    finally:
+        Bindings.pieces = pieces  # type: ignore[method-assign]
+    state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    mine = [program for program in state._programs if getattr(program.schedule.problem, "staging_bytes", 0) == LEAST]
+    assert len(mine) == 5
+    assert all(program.layout.staging <= LEAST + 2 * 256 for program in mine)
+    return max(sum(1 for _ in program.schedule) for program in mine)
+
+
+def test_more_bytes_than_room_go_through_it_in_turns(ranks: RankFixture) -> None:
+    assert min(ranks(3).run(_in_turns)) > 100
+
+
+def _straight() -> int:
+    """Pushed to the result itself, and summed in turns; one rank late."""
+    slow, pieces = dist.get_rank() == 1, Bindings.pieces
+    try:
+        straight(20_001, "copy_engine:1", 4)
+        if slow:
+            Bindings.pieces = lambda self, region: (time.sleep(0.0005), pieces(self, region))[1]  # type: ignore[method-assign]
+        straight(301, "copy_engine:2", 4)
+        straight(301, "auto", 1)
+    finally:
+        Bindings.pieces = pieces  # type: ignore[method-assign]
+    programs = GROUPS.state(dist.group.WORLD.group_name)._programs  # type: ignore[union-attr]
+    mine = [p for p in programs if getattr(p.schedule.problem, "reachable", False)]
+    return max(p.layout.staging for p in mine if p.schedule.problem.op != "all_reduce" and p.schedule.name == "copy_engine")
+
+
+def test_results_that_peers_can_write_need_no_room(ranks: RankFixture) -> None:
+    assert ranks(3).run(_straight) == [0, 0, 0]
+
+
+def _other_places() -> str:
+    memory = collectives.empty(64)
+    first = 4 * dist.get_rank()
+    with pytest.raises(RankMismatch) as raised:
+        collectives.all_gather_into_tensor(memory[first : first + 16], torch.zeros(8), schedule="copy_engine")
+    weft.close()
+    return str(raised.value)
+
+
+def test_results_at_different_places_are_named(ranks: RankFixture) -> None:
+    for says in ranks(2).run(_other_places):
+        assert "result in symmetric memory: rank" in says
+        assert "byte 16" in says
+
+
+def _bits() -> list[bytes]:
+    """Sums whose bits depend on the order; of every chunk count, and several calls."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    mine = torch.randn(5003, generator=generator) * 10.0 ** torch.randint(-6, 6, (5003,), generator=generator)
+    found = set()
+    for spec in ("copy_engine:1", "copy_engine:2", "copy_engine:7"):
+        for staging in (LEAST, 1 << 24):
+            given = mine.clone()
+            collectives.all_reduce(given, schedule=spec, staging_bytes=staging)
+            found.add(given.numpy().tobytes())
+    (bits,) = found
+    scattered = collectives.reduce_scatter(mine[:5000], schedule="copy_engine:3")
+    (low, high) = (size := 5000 // dist.get_world_size()) * dist.get_rank(), size * (dist.get_rank() + 1)
+    return [bits, scattered.numpy().tobytes(), bits[4 * low : 4 * high]]
+
+
+def test_sums_have_the_same_bits_on_every_rank_and_in_every_schedule(ranks: RankFixture) -> None:
+    found = ranks(4).run(_bits)
+    assert len({bits for bits, _, _ in found}) == 1
+    assert all(scattered == part for _, scattered, part in found)
+
+
+def _asynchronous() -> None:
+    mine = torch.full((8,), float(dist.get_rank()))
+    out = torch.empty(8 * dist.get_world_size())
+    work = collectives.all_gather_into_tensor(out, mine, async_op=True, schedule="copy_engine")
+    assert work is not None
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().wait()[0] is out
+    assert torch.equal(out, torch.arange(dist.get_world_size()).repeat_interleave(8).float())
+    assert collectives.all_reduce(mine, dist.ReduceOp.AVG, schedule="copy_engine") is None
+    assert torch.equal(mine, torch.full((8,), (dist.get_world_size() - 1) / 2))
+    with pytest.raises(ValueError, match="stream is for calls with async_op=True on GPUs"):
+        collectives.all_reduce(mine, stream=object())  # type: ignore[arg-type]
+
+
+def test_work_is_like_torchs(ranks: RankFixture) -> None:
+    ranks(2).run(_asynchronous)
+
+
+def _gradients() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for op in ("sum", "avg"):
+        x = torch.arange(size * 2.0).view(-1, 1).mul(rank + 1).t().contiguous().t().requires_grad_()
+        weights = torch.arange(2.0).view(2, 1) + 10 * rank
+        (collectives.reduce_scatter(x, op, schedule="copy_engine") * weights).sum().backward()
+        each = torch.cat([torch.arange(2.0).view(2, 1) + 10 * r for r in range(size)])
+        assert x.grad is not None
+        assert torch.equal(x.grad, each / (size if op == "avg" else 1))
+        whole = torch.full((3,), float(rank), requires_grad=True)
+        (collectives.all_reduced(whole, op, schedule="copy_engine") * (rank + 1)).sum().backward()
+        assert whole.grad is not None
+        total = size * (size + 1) / 2 / (size if op == "avg" else 1)
+        assert torch.equal(whole.grad, torch.full((3,), total))
+    x = torch.full((2,), float(rank), requires_grad=True)
+    (collectives.all_gather(x, schedule="copy_engine_pull") * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2,), size * (size + 1) / 2))
+    y = torch.full((size,), float(rank), requires_grad=True)
+    received = collectives.all_to_all(y)
+    assert torch.equal(received, torch.arange(float(size)))
+    (received * torch.arange(size).add(10 * rank)).sum().backward()
+    assert y.grad is not None
+    assert torch.equal(y.grad, 10.0 * torch.arange(size) + rank)
+
+
+def test_gradients(ranks: RankFixture) -> None:
+    ranks(3).run(_gradients)
+
+
+def _compiled() -> None:
+    """As one graph, forward and backward, where torch.compile works."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        whole = collectives.all_gather(x * 2, schedule="copy_engine:1")
+        return collectives.reduce_scatter(whole + 1, "avg", schedule="copy_engine:1")
+
+    x = torch.arange(6.0).view(3, 2).add(rank).requires_grad_()
+    out = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(out, 2 * x + 1)
+    out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3, 2), 2.0))
+    assert size == 2
+
+
+def test_compiles_as_one_graph(ranks: RankFixture) -> None:
+    ranks(2).run(_compiled)
+
+
+def _mistakes() -> list[str]:
+    x, whole = torch.zeros(4), torch.zeros(4 * dist.get_world_size())
+    calls = (
+        lambda: collectives.all_gather_into_tensor(x, x),
+        lambda: collectives.all_gather_into_tensor(whole, whole[1:5]),
+        lambda: collectives.all_gather_into_tensor(whole, x.double()),
+        lambda: collectives.reduce_scatter_tensor(x, whole[:-1]),
+        lambda: collectives.all_to_all_single(whole, whole),
+        lambda: collectives.all_to_all_single(torch.zeros_like(whole), whole, [3, 5], [3, 5]),
+        lambda: collectives.all_reduce(torch.zeros(4, 4).t()),
+        lambda: collectives.all_reduce(x.int()),
+        lambda: collectives.all_reduce(x, "max"),
+        lambda: collectives.all_reduce(x, schedule="copy_engine_pull"),
+        lambda: collectives.all_reduce(x, staging_bytes=7),
+        lambda: collectives.all_reduce(x, sms=0),
+        lambda: collectives.reduce_scatter(torch.zeros(3)),
+    )
+    found = []
+    for call in calls:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 (the words are compared outside)
+            call()
+        found.append(str(raised.value))
+    return found
+
+
+def test_mistakes_are_named(ranks: RankFixture) -> None:
+    expected = (
+        "output has 4 elements; 2 ranks give 4 each: it needs 8",
+        "output overlaps input; all_gather allows input as this rank's part of output alone",
+        "output is torch.float32 on cpu, input torch.float64 on cpu; they must agree",
+        "input has 7 elements; 2 ranks get 4 each: it needs 8",
+        "output overlaps input; all_to_all allows no overlap",
+        "output_split_sizes is [3, 5]; weft exchanges equal parts",
+        "tensor is [4, 4] with strides (1, 4); it must be contiguous",
+        "tensor is torch.int32; all_reduce sums bfloat16, float16, float32",
+        "op is 'max'; use 'sum' or 'avg'",
+        "schedule is 'copy_engine_pull', which is for all_gather alone",
+        "staging_bytes is 7; it must be a whole number of at least 65536",
+        "sms is 0; it must be a whole number of at least 1",
+        "x is [3]; its first dimension must be a multiple of world_size, 2",
+    )
+    for found in ranks(2).run(_mistakes):
+        for says, begins in zip(found, expected, strict=True):
+            assert says.startswith(begins), says
+
+
+def _different() -> str:
+    x = torch.zeros(4 + dist.get_rank())
+    with pytest.raises(RankMismatch) as raised:
+        collectives.all_reduce(x, schedule="copy_engine")
+    weft.close()
+    return str(raised.value)
+
+
+def test_ranks_that_give_different_sizes_find_out(ranks: RankFixture) -> None:
+    for says in ranks(2).run(_different):
+        assert "elements given: rank" in says
+
+
+def _environment(bytes_: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_STAGING_BYTES", bytes_)
+        try:
+            collectives.all_reduce(torch.zeros(100_000), schedule="copy_engine")
+        except ValueError as error:
+            return str(error)
+        (schedule,) = (s for s in GROUPS.state(dist.group.WORLD.group_name).schedules() if s.problem.m == 100_000)  # type: ignore[union-attr]
+        return str(schedule.problem.staging_bytes)  # type: ignore[union-attr]
+
+
+def test_room_is_set_by_the_environment(ranks: RankFixture) -> None:
+    assert ranks(2).run(_environment, "131072") == ["131072", "131072"]
+    assert "WEFT_STAGING_BYTES is '12'; it must be" in ranks(2).run(_environment, "12")[0]
+
+
+@pytest.mark.parametrize(("free", "found"), [(1 << 40, 1 << 28), ((1 << 30) + 5, 1 << 27), (1 << 20, 1 << 17), (100, LEAST)])
+def test_a_gpu_gives_an_eighth_of_what_is_free(monkeypatch: pytest.MonkeyPatch, free: int, found: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 40))
+    assert affordable(1 << 28, torch.device("cuda", 0)) == found
+    assert affordable(1 << 28, torch.device("cpu")) == 1 << 28
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        yield pool
+
+
+def _kernels() -> int:
+    """Whole and ragged tiles, aligned and not; how often the kernel ran."""
+    from weft.execute.sums import FusedSum
+
+    launch, launches = FusedSum.launch, 0
+
+    def counted(self: FusedSum, *arguments: object, **options: object) -> None:
+        nonlocal launches
+        launches += 1
+        launch(self, *arguments, **options)  # type: ignore[arg-type]
+
+    FusedSum.launch = counted  # type: ignore[method-assign]
+    try:
+        for dtype, elements in ((torch.float16, 301), (torch.float32, 64)):
+            case = Case(elements=elements, dtype=dtype, seed=elements)
+            sums(case, "copy_engine:2", "avg")
+            in_place(case, "copy_engine:2")
+    finally:
+        FusedSum.launch = launch  # type: ignore[method-assign]
+    return launches
+
+
+def test_sums_run_as_kernels(interpreted: Ranks) -> None:
+    for launches in interpreted.run(_kernels):
+        assert launches >= 10

@@ -1,0 +1,37 @@
+"""The kernel that sums runs, compiled for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def compiled(align: int, sources: int, element: Any) -> Any:
+    """For an H100, with its table of addresses at a multiple of 16 bytes and nothing known of all else."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from weft.kernels import runs
+
+    constants = {"SOURCES": sources, "OWN": 1, "DIVIDE_BY": 4, "ELEMENT": element, "TILE": runs._TILE, "ALIGN": align}
+    integers = {"own": "i64", "out": "i64", "first": "i32", "last": "i32"}
+    signature = {"addresses_ptr": "*i64", **integers, **dict.fromkeys(constants, "constexpr")}
+    aligned = {(0,): [["tt.divisibility", 16]]}
+    source = ASTSource(fn=runs._sum_runs_kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": runs._WARPS})
+
+
+@pytest.mark.parametrize(("align", "wide", "narrow"), [(8, (8, 2), 0), (1, (0, 0), 64)])
+def test_loads_are_16_bytes_wide_where_addresses_allow(align: int, wide: tuple[int, int], narrow: int) -> None:
+    """8192 elements of four sources by 512 threads: 16 elements of each, which are two loads of 16 bytes, or 16 of 2."""
+    text = compiled(align, 4, triton.language.bfloat16).asm["ptx"]
+    assert (len(re.findall(r"ld\.global\.cg\.v4\.b32", text)), len(re.findall(r"st\.global\.v4\.b32", text))) == wide
+    assert len(re.findall(r"ld\.global\.cg\.b16", text)) == narrow
+
+
+def test_divides_exactly() -> None:
+    assert "div.rn.f32" in compiled(8, 4, triton.language.bfloat16).asm["ptx"]

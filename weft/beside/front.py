@@ -1,0 +1,199 @@
+"""`concurrent`: independent computation beside collectives, as a call or as a context."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from weft.beside.collectives import Collective
+from weft.beside.kernels import Kernels
+from weft.beside.sites import Site, Sites, Use, sites_of
+from weft.beside.trials import Settled
+from weft.execute.groups import GROUPS
+from weft.ops.checks import group_of
+from weft.planner.ways import Way, parse
+
+T = TypeVar("T")
+AUTO = "auto"
+
+
+@overload
+def concurrent(
+    compute: Callable[..., T],
+    collectives: Collective | Sequence[Collective],
+    *,
+    key: str | None = None,
+    repeatable: bool = False,
+    way: str | Way = AUTO,
+    kernels: Sequence[Any] = (),
+    residents: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> T: ...
+
+
+@overload
+def concurrent(
+    *,
+    collectives: Collective | Sequence[Collective],
+    key: str,
+    way: str | Way = AUTO,
+    kernels: Sequence[Any] = (),
+    residents: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Concurrent: ...
+
+
+def concurrent(
+    compute: Callable[..., Any] | None = None,
+    collectives: Collective | Sequence[Collective] = (),
+    *,
+    key: str | None = None,
+    repeatable: bool = False,
+    way: str | Way = AUTO,
+    kernels: Sequence[Any] = (),
+    residents: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Run collectives beside a computation that is independent of them, in the fastest way found; sequential among them.
+
+        # before                              # after
+        dist.all_reduce(grad)                 out = weft.concurrent(lambda: x @ w, [weft.AllReduce(grad)])
+        out = x @ w
+                                              with weft.concurrent(collectives=[weft.AllReduce(grad)], key="mlp"):
+                                                  out = x @ w
+
+    compute: a callable, whose result is returned, or a torch.cuda.CUDAGraph, which is replayed. Without it the result is a
+    context, around the computation; the collectives start at its entry, after what was enqueued before. At the end all is
+    joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program, within the rounding
+    of a vendor GEMM that has fewer SMs; the collectives are the vendor's, or with copy_engine those of weft.collectives.
+
+    key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that differ.
+    The same on every rank; default: where compute is defined. repeatable: compute may be run many times, with no other effect
+    than one run: then the first use finds the way. Else uses take ways in turn, until some 23 of them tell which is fastest
+    (weft.beside.trials). way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late,
+    +priority, +ctas=N, +left=N, +resident=N (weft.planner.ways). kernels: those of the computation whose residency may be
+    capped; compute gets them, or capped ones, as arguments, a context has them as `kernels`; residents: blocks an SM to try,
+    default: one less than fit, and half. group: the ranks that agree on the way; default: the collectives' group, the default
+    group where they have several.
+
+    Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
+    """
+    mine = _checked(collectives)
+    run = _callable(compute)
+    if repeatable and run is None:
+        raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
+    sites = _sites(mine, group)
+    known = sites.kernels(kernels, residents)
+    if way == AUTO:
+        named = _key_of(compute) if key is None else key
+        context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
+    else:
+        context = Concurrent(mine, way if isinstance(way, Way) else parse(way), sites, known)
+    return context if run is None else context.run(run, repeatable=repeatable)
+
+
+def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Settled]:
+    """What `concurrent` and the hooks have settled on in a group of ranks that agree: for each key its way, the measured times
+    in us, and why. The same on every rank. Empty where nothing has. Not collective."""
+    name = group_of(group)[0]
+    state = GROUPS.known(name)
+    return sites_of(state).settled() if state else []
+
+
+class Concurrent:
+    """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes, once entered.
+
+    kernels: what to launch for the kernels that were named."""
+
+    def __init__(self, collectives: Sequence[Collective], how: Site | Way, sites: Sites, kernels: Kernels) -> None:
+        self._collectives, self._known = tuple(collectives), kernels
+        self._site = how if isinstance(how, Site) else None
+        self._way = how.way if isinstance(how, Site) else how
+        self._device = sites.device(collectives[0].device)
+        self._stack: ExitStack | None = None
+        self.kernels: tuple[Any, ...] = kernels.of(0)
+
+    @property
+    def way(self) -> str:
+        """The way of this use; until it is entered, of the one before."""
+        return str(self._way)
+
+    def __enter__(self) -> Concurrent:
+        if self._stack is not None:
+            raise ValueError("this context has been entered before; make one for each use")
+        with ExitStack() as stack:
+            if self._site is None:
+                self._device.prepare(self._way, self._collectives)
+                use = Use(self._way, None)
+            else:
+                use = stack.enter_context(self._site.use(self._collectives))
+            self._way, self.kernels = use.way, self._known.of(use.way.resident)
+            stack.enter_context(self._device.running(use.way, self._collectives))
+            use.mark()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._stack is not None
+        self._stack.__exit__(kind, error, trace)
+
+    def run(self, compute: Callable[..., T], *, repeatable: bool) -> T:
+        """compute's result, with the collectives beside it. repeatable: compute may run many times, to choose a way now."""
+        if repeatable and self._site is not None and not self._site.settled and not self._device.capturing:
+            self._choose(self._site, compute)
+        with self:
+            return compute(*self.kernels)
+
+    def _choose(self, site: Site, compute: Callable[..., object]) -> None:
+        with ExitStack() as stack:
+            rehearsed = [stack.enter_context(collective.rehearsed()) for collective in self._collectives]
+
+            def run(way: Way) -> None:
+                with self._device.running(way, rehearsed):
+                    compute(*self._known.of(way.resident))
+
+            site.contest(run, lambda: compute(*self.kernels), rehearsed)
+
+
+def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:
+    mine = (collectives,) if isinstance(collectives, Collective) else tuple(collectives)
+    if not mine:
+        raise ValueError("collectives is empty; pass at least one, or call compute by itself")
+    for i, collective in enumerate(mine):
+        if not isinstance(collective, Collective):
+            raise ValueError(f"collectives[{i}] is a {type(collective).__name__}; use weft.AllReduce and the like")
+        if collective.device != mine[0].device:
+            raise ValueError(f"collectives[{i}] is on {collective.device}, collectives[0] on {mine[0].device}; use one device")
+    return mine
+
+
+def _callable(compute: Any) -> Callable[..., Any] | None:
+    if compute is None or callable(compute):
+        return compute  # type: ignore[no-any-return]
+    if not isinstance(compute, torch.cuda.CUDAGraph):
+        raise ValueError(f"compute is a {type(compute).__name__}; pass a callable, or a torch.cuda.CUDAGraph")
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("compute is a graph, which a capture cannot replay; pass the callable that it was captured of")
+    return compute.replay
+
+
+def _sites(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -> Sites:
+    """The sites of the ranks that agree: those of the collectives' group, where they have one alone."""
+    groups = {collective.ranks for collective in collectives}
+    if group is None and len(groups) == 1:
+        group = next(iter(groups))
+    return sites_of(GROUPS.state(group_of(group)[0]))
+
+
+def _key_of(compute: Any) -> str:
+    """Where a computation is defined. Raises ValueError where that cannot be told, and for a context, which has none."""
+    code = getattr(inspect.unwrap(compute), "__code__", None) if callable(compute) else None
+    if code is None:
+        raise ValueError("key is None; pass a string that names this computation, the same on every rank")
+    return f"{compute.__module__}.{compute.__qualname__}:{code.co_firstlineno}"

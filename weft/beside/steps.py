@@ -1,0 +1,80 @@
+"""Which way a training step's collectives take: steps take ways in turn, until their times tell which is fastest.
+
+A framework starts the collectives of a step itself, one after the other, beside a computation that weft does not see. So what
+is timed is the whole step, from the first collective of one to that of the next, and that is what a user waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from weft.beside.collectives import AllReduce
+from weft.beside.device import Device
+from weft.beside.sites import Sites, sites_of
+from weft.beside.trials import Judge, Sample, Settled, Steps, Turn
+from weft.execute.groups import GROUPS
+from weft.ops.checks import group_of
+from weft.planner.ways import Way, parse, possible
+
+WARM_UP = 2
+"""Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
+PROBE = 1024
+"""Elements of the collective by which ways are rehearsed."""
+NOT_IN_STEPS = ("late", "left", "resident")
+
+
+def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str] = NOT_IN_STEPS) -> tuple[str, ...]:
+    """What `way` stands for: auto for those that are tried. Raises ValueError for one that a framework's steps cannot take.
+
+    without: what they cannot.
+    """
+    if way == "auto":
+        return tuple(tried)
+    for name in without:
+        if getattr(parse(way), name):
+            raise ValueError(f"way is {way!r}; {name} is for weft.concurrent: use auto, or one like {', '.join(tried)}")
+    return (way,)
+
+
+class StepTrial:
+    """The way of each step: of `specs`, as far as the device has them, the fastest, once all were taken in turn; the first wins
+    ties. One spec is taken without a trial. Ranks of `group` agree. Raises ValueError for one that the device lacks."""
+
+    def __init__(self, key: str, specs: Sequence[str], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.sites: Sites = sites_of(GROUPS.state(group_of(group)[0]))
+        self.device: Device = self.sites.device(device)
+        self.way: Way = parse(specs[0])
+        self._begin: object = None
+        self._left = WARM_UP
+        self._steps: Steps | None = None
+        probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
+        if len(specs) == 1:
+            self.device.prepare(self.way, probe)
+            return
+        tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
+        judge = Judge(key=key, team=self.sites.team, device=self.device)
+        self._steps = judge.turns(judge.ready(tried, probe))
+
+    def turn(self) -> None:
+        """A step begins. At the end of the trial ranks meet. Within a graph's capture the way stays as it is."""
+        if self._steps is None or self.device.capturing:
+            return
+        if self._left:
+            self._left -= 1
+            return
+        now = self.device.mark()
+        try:
+            turn = Turn(Sample(self._begin, None, now), ())
+            self.way = parse(next(self._steps) if self._begin is None else self._steps.send(turn))
+        except StopIteration as end:
+            self._settle(end.value)
+        except BaseException as error:
+            raise self.sites.team.fail(error) from error.__cause__
+        self._begin = now
+
+    def _settle(self, settled: Settled) -> None:
+        self.way, self._steps = parse(settled.way), None
+        self.sites.record(settled)

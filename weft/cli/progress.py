@@ -1,0 +1,32 @@
+"""How commands show how far they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[str, int, int], None]
+"""Called with what comes next, how much is done, and of how much."""
+
+
+@contextmanager
+def progress_bar(first: str = "starting") -> Iterator[Progress]:
+    """A bar on standard error; nothing where that is no terminal, so that an error stays the only line there. first: its text
+    until there is news.
+
+    The bar is drawn by the caller's thread alone: rank processes may be forked meanwhile.
+    """
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.TaskProgressColumn())
+    console = Console(stderr=True)
+    with bars.Progress(*columns, console=console, transient=True, auto_refresh=False, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(first, total=None)
+
+        def update(text: str, done: int, total: int) -> None:
+            bar.update(task, description=text, completed=done, total=total)
+            bar.refresh()
+
+        yield update

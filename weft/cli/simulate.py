@@ -1,0 +1,93 @@
+"""weft simulate: a published evaluation, simulated, with its figures beside ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli import output
+from weft.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from weft.sim.t3.sensitivity import Sensitivity
+    from weft.sim.t3.study import Study
+    from weft.sim.t3.system import System
+
+STUDIES = ("t3",)
+
+
+def command(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="t3: track and trigger (arXiv 2401.16677).")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the system, such as hbm.gbps=2000. Repeatable."),
+    ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: half a minute.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
+    report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
+) -> None:
+    """Simulate a published system on hardware that does not exist, and compare with what was published."""
+    if study not in STUDIES:
+        raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}")
+    system = _system(settings or [])
+    output.require_folder(report, "--report")
+    from weft.sim.t3 import sensitivity as sensitivities
+    from weft.sim.t3.record import record
+    from weft.sim.t3.study import run
+
+    with progress_bar() as progress:
+        done = run(system, progress)
+        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    if as_json:
+        print(json.dumps(record(done, rows), indent=2, allow_nan=False))
+    else:
+        _show(done, rows)
+    if report is not None:
+        from weft.report.t3 import write_t3_report
+
+        path = write_t3_report(done, rows, report)
+        if not as_json:
+            print(f"wrote {path}")
+
+
+def _system(settings: Sequence[str]) -> System:
+    from weft.sim.t3.system import changed, load
+
+    system = load()
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting}: it must be KEY=VALUE, such as hbm.gbps=2000")
+        system = changed(system, key.strip(), value)
+    return system
+
+
+def _show(study: Study, rows: Sequence[Sensitivity]) -> None:
+    from weft.sim.t3 import tables
+    from weft.sim.t3.paper import figures
+
+    out = output.console()
+    out.print(f"{study.system.words}; {study.system.peak_tflops:.0f} TFLOP/s, {study.system.hbm.gbps:g} GB/s of memory")
+    _print(tables.sublayers_table((*study.sublayers, *study.large)))
+    _print(tables.figures_table(study))
+    good = [figure.ok for figure in figures(study)]
+    out.print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
+    _print(tables.mappings_table(study))
+    if rows:
+        _print(tables.sensitivity_table(rows))
+
+
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    """A table whose first row has the heads, with a line before it."""
+    listed = output.table(*rows[0])
+    for row in rows[1:]:
+        listed.add_row(*row)
+    out = output.console()
+    out.print()
+    out.print(listed)

@@ -1,0 +1,199 @@
+"""How many blocks of a kernel fit on a multiprocessor, why no more, and how much shared memory caps them at fewer.
+
+Pure arithmetic on a table of devices. The rules are those of NVIDIA's occupancy calculator (cuda_occupancy.h, which comes with
+the CUDA toolkit), for compute capability 8.0 and later:
+
+    registers       given to warps in units of 256, from four equal parts of the file; a warp lies in one part
+    shared memory   given to blocks in units of 128 bytes, 1 KiB of each for the system
+    threads         given as whole warps
+
+On AMD a multiprocessor is a compute unit, a block a work-group, a warp a wavefront, shared memory LDS, and the same arithmetic
+holds with other numbers (AMD Instinct MI200 ISA, section 3; LLVM, AMDGPU usage). Those have not been compared with a device.
+
+Capping residency by shared memory is resource-aware overlap's first control (arXiv 2606.09200): what the blocks of a compute
+kernel leave free is room in which those of a communication kernel can start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a multiprocessor has, and in which units it is given away.
+
+    capability: as torch names it, "9.0" or "gfx90a". shared_block_bytes: the most that a block may ask for, by opting in.
+    shared_reserved_bytes: what the system takes of the multiprocessor for each block, beside that. register_unit: registers of
+    a warp are rounded up to it. parts: equal parts of the register file, in one of which a warp lies.
+    """
+
+    name: str
+    capability: str
+    shared_bytes: int
+    shared_block_bytes: int
+    shared_reserved_bytes: int = KIB
+    shared_unit_bytes: int = 128
+    threads: int = 2048
+    threads_block: int = 1024
+    blocks: int = 32
+    warp: int = 32
+    registers: int = 65536
+    registers_block: int = 65536
+    registers_thread: int = 255
+    register_unit: int = 256
+    parts: int = 4
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device(name="A100", capability="8.0", shared_bytes=164 * KIB, shared_block_bytes=163 * KIB),
+        Device(name="A40", capability="8.6", shared_bytes=100 * KIB, shared_block_bytes=99 * KIB, threads=1536, blocks=16),
+        Device(name="H100", capability="9.0", shared_bytes=228 * KIB, shared_block_bytes=227 * KIB),
+        Device(name="H200", capability="9.0", shared_bytes=228 * KIB, shared_block_bytes=227 * KIB),
+        Device(
+            name="MI250X",
+            capability="gfx90a",
+            shared_bytes=64 * KIB,
+            shared_block_bytes=64 * KIB,
+            shared_reserved_bytes=0,
+            shared_unit_bytes=512,
+            blocks=16,
+            warp=64,
+            registers=4 * 512 * 64,
+            registers_block=4 * 512 * 64,
+            registers_thread=512,
+            register_unit=8 * 64,
+        ),
+    )
+}
+"""By name. Sources: CUDA C++ programming guide, technical specifications per compute capability; AMD Instinct MI200 ISA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """Blocks of one kernel that fit on a multiprocessor at once; by_*: how many each resource alone allows.
+
+    free_*: what is left beside that many blocks, for another kernel's.
+    """
+
+    device: str
+    blocks: int
+    by_shared: int
+    by_registers: int
+    by_threads: int
+    by_blocks: int
+    free_shared_bytes: int
+    free_registers: int
+    free_threads: int
+
+    @property
+    def limited_by(self) -> tuple[str, ...]:
+        """Every resource that allows no more blocks: of shared memory, registers, threads, blocks."""
+        return tuple(name for name, blocks in self._limits().items() if blocks == self.blocks)
+
+    def _limits(self) -> dict[str, int]:
+        return {
+            "shared memory": self.by_shared,
+            "registers": self.by_registers,
+            "threads": self.by_threads,
+            "blocks": self.by_blocks,
+        }
+
+    def __str__(self) -> str:
+        limits = ", ".join(f"{name} {blocks}" for name, blocks in self._limits().items())
+        return (
+            f"{self.blocks} blocks an SM of {self.device}, limited by {' and '.join(self.limited_by)} ({limits}); free: "
+            f"{self.free_shared_bytes} B shared memory, {self.free_registers} registers, {self.free_threads} threads"
+        )
+
+
+def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_bytes: int = 0) -> Occupancy:
+    """How many blocks fit, and why. threads: of a block. registers: of a thread. shared_bytes: of a block, static and dynamic.
+
+    blocks is 0 where not even one can run. Raises ValueError for a count that no kernel has.
+    """
+    _at_least(1, threads=threads)
+    _at_least(0, registers=registers, shared_bytes=shared_bytes)
+    warps = -(-threads // device.warp)
+    by_threads = device.threads // (warps * device.warp) if threads <= device.threads_block else 0
+    shared, by_shared = _taken_bytes(device, shared_bytes), 0
+    if shared_bytes <= device.shared_block_bytes:
+        by_shared = device.shared_bytes // shared if shared else device.blocks
+    taken, by_registers = _by_registers(device, warps, registers)
+    blocks = min(by_shared, by_registers, by_threads, device.blocks)
+    return Occupancy(
+        device=device.name,
+        blocks=blocks,
+        by_shared=by_shared,
+        by_registers=by_registers,
+        by_threads=by_threads,
+        by_blocks=device.blocks,
+        free_shared_bytes=device.shared_bytes - blocks * shared,
+        free_registers=device.registers - blocks * taken,
+        free_threads=device.threads - blocks * warps * device.warp,
+    )
+
+
+def _at_least(low: int, **counts: int) -> None:
+    for name, count in counts.items():
+        if count < low:
+            raise ValueError(f"{name} is {count}; a kernel has at least {low}")
+
+
+def _taken_bytes(device: Device, shared_bytes: int) -> int:
+    """What a block takes of the multiprocessor's shared memory."""
+    return _up(shared_bytes + device.shared_reserved_bytes, device.shared_unit_bytes)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _by_registers(device: Device, warps: int, registers: int) -> tuple[int, int]:
+    """(registers that a block takes, blocks that they allow)."""
+    a_warp = _up(registers * device.warp, device.register_unit)
+    if registers > device.registers_thread or a_warp * _up(warps, device.parts) > device.registers_block:
+        return a_warp * warps, 0
+    if not a_warp:
+        return 0, device.blocks
+    return a_warp * warps, device.registers // device.parts // a_warp * device.parts // warps
+
+
+def padding_bytes(device: Device, *, threads: int, registers: int, shared_bytes: int, blocks_per_sm: int) -> int:
+    """Shared memory to add to each block so that exactly `blocks_per_sm` of them fit; 0 where that many fit anyway.
+
+    The least that does it, so that the most is left for other kernels. Raises ValueError, with the numbers, where fewer fit
+    already, and where no amount of shared memory gives that many.
+    """
+    wanted = blocks_per_sm
+    if wanted < 1:
+        raise ValueError(f"blocks_per_sm is {wanted}; at least one block an SM has to run")
+    now = _occupancy(device, threads, registers, shared_bytes)
+    if wanted > now.blocks:
+        raise ValueError(f"blocks_per_sm is {wanted}, but fewer fit already: {now}; shared memory can only lower that")
+    if wanted == now.blocks:
+        return 0
+    total = _capping_bytes(device, wanted)
+    if total is None:
+        can = [count for count in range(1, now.blocks + 1) if count == now.blocks or _capping_bytes(device, count) is not None]
+        raise ValueError(
+            f"blocks_per_sm is {wanted}: no multiple of {device.shared_unit_bytes} B, and of at most "
+            f"{device.shared_block_bytes} B a block, fits exactly {wanted} times into the {device.shared_bytes} B of "
+            f"{device.name}; possible are {', '.join(map(str, can))}"
+        )
+    return total - shared_bytes
+
+
+def _occupancy(device: Device, threads: int, registers: int, shared_bytes: int) -> Occupancy:
+    return blocks_per_sm(device, threads=threads, registers=registers, shared_bytes=shared_bytes)
+
+
+def _capping_bytes(device: Device, blocks: int) -> int | None:
+    """The least shared memory of a block of which exactly `blocks` fit; None if there is none."""
+    taken = (device.shared_bytes // (blocks + 1) // device.shared_unit_bytes + 1) * device.shared_unit_bytes
+    asked = taken - device.shared_reserved_bytes
+    return asked if taken * blocks <= device.shared_bytes and asked <= device.shared_block_bytes else None

@@ -1,0 +1,12 @@
+"""Where PyTorch's own data parallelism takes its collectives from weft.
+
+data_parallel.py    gradients of DistributedDataParallel
+fully_sharded.py    parameters and gradients of FSDP2's fully_shard
+"""
+
+from __future__ import annotations
+
+from weft.hooks.data_parallel import ddp
+from weft.hooks.fully_sharded import fsdp
+
+__all__ = ["ddp", "fsdp"]

@@ -1,0 +1,46 @@
+"""Gradients of DistributedDataParallel, averaged bucket by bucket beside the backward pass, in the way found fastest.
+
+autograd's stream            collectives' stream
+... gradients of bucket 0
+fork  -------------------->  average bucket 0
+... gradients of bucket 1
+fork  -------------------->  average bucket 1
+end of backward: join  <---
+"""
+
+# Annotations are not put off here: DistributedDataParallel compares those of its hook with its own types.
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from weft.beside.collectives import AllReduce
+from weft.beside.steps import StepTrial, ways_of
+
+WAYS = ("sequential", "vendor", "vendor+priority", "vendor+priority+ctas=16", "copy_engine+priority+ctas=8")
+"""What steps take in turn, where the device has it. None leaves SMs free: a budget would hold for the forward pass, too."""
+
+
+def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> StepTrial:
+    """Average the model's gradients by weft. Once a model, before its first backward pass.
+
+    Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
+    way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority
+    and +ctas=N. key: names this model in weft.concurrent_choices. What is returned has the way that steps take now.
+    Raises ValueError for another model, or a way that a hook cannot take.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
+    trial = StepTrial(key, ways_of(way, WAYS), next(model.parameters()).device, model.process_group)
+    model.register_comm_hook((trial, model.process_group), _average)
+    return trial
+
+
+def _average(state: tuple[StepTrial, dist.ProcessGroup], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook: a step begins with the bucket whose gradients are ready first."""
+    trial, group = state
+    if bucket.index() == 0:
+        trial.turn()
+    gradients = bucket.buffer()
+    return trial.device.future(trial.way, AllReduce(gradients, group, reduction="avg"), gradients)

@@ -1,0 +1,135 @@
+"""FSDP2's collectives, parameters gathered and gradients scattered, by NCCL held to some blocks, or by copy engines.
+
+fully_shard starts them itself, on streams of its own, ahead of the layers that need them; a way says here who moves the bytes,
+and on how many blocks. `vendor` alone is what fully_shard does by itself, and wins ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from weft import collectives
+from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
+from weft.beside.steps import StepTrial, ways_of
+from weft.controls import comm_stream
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+except ImportError:
+    raise ImportError(f"torch {torch.__version__} has no collectives of one's own for fully_shard; 2.11 has") from None
+
+WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=8", "copy_engine+ctas=16")
+"""What steps take in turn, where the device has it."""
+_FSDP_DECIDES = ("late", "left", "resident", "priority")
+
+
+def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None = None, key: str = "fsdp") -> StepTrial:
+    """Let every module of `model` that fully_shard was applied to communicate by weft. Once, before the first step.
+
+    way: auto, for which the first steps take WAYS in turn, or one way for all: vendor or copy_engine, with +ctas=N; streams and
+    their priority are fully_shard's. group: the ranks that agree on it; default: the default group. key: names this model in
+    weft.concurrent_choices. What is returned has the way that steps take now.
+    Raises ValueError for a model without such a module, or on no device yet, and for another way.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("model has no module of fully_shard's; call torch.distributed.fsdp.fully_shard on it first")
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        raise ValueError("model is on the meta device; materialise it first")
+    specs = ways_of(way, _tried(model), without=_FSDP_DECIDES)
+    if specs == ("sequential",):
+        raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
+    steps = _Steps(StepTrial(key, specs, device, group))
+    model.register_forward_pre_hook(steps.forward)
+    gather, scatter = _AllGather(steps), _ReduceScatter(steps)
+    for module in sharded:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+    return steps.trial
+
+
+def _tried(model: nn.Module) -> tuple[str, ...]:
+    """WAYS. A communicator of its own is tried where parameters are sharded over all ranks: those of a part of them may not be
+    able to make one (weft.controls.nccl_group)."""
+    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    whole = all(mesh.ndim == 1 and mesh.size() == dist.get_world_size() for mesh in meshes)
+    return tuple(spec for spec in WAYS if whole or not spec.startswith("vendor+ctas"))
+
+
+class _Steps:
+    """A step begins with the first gradients that are scattered after a forward pass."""
+
+    def __init__(self, trial: StepTrial) -> None:
+        self.trial = trial
+        self._fresh = False
+
+    def forward(self, module: nn.Module, args: Any) -> None:
+        self._fresh = self._fresh or torch.is_grad_enabled()
+
+    def scatter(self) -> None:
+        if self._fresh:
+            self._fresh = False
+            self.trial.turn()
+
+
+class _Ours:
+    """Buffers from torch's allocator. Copy engines have a stream of their own, apart from fully_shard's, whose priority weft's
+    lanes have, too: streams of one priority may share a hardware queue, and one that waits would hold up the lane that it
+    waits for."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps = steps
+        self._stream: torch.cuda.Stream | None = None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _moved(self, start: Callable[..., Any], device: torch.device, *, async_op: bool) -> dist.Work | None:
+        """start's collective, enqueued; joined on the caller's stream, unless async_op."""
+        if device.type == "cuda" and self._stream is None:
+            self._stream = comm_stream(priority="high", device=device)
+        work = start(async_op=True, schedule=COPY_ENGINE, stream=self._stream)
+        if async_op:
+            return Works([work])
+        work.wait()
+        return None
+
+
+class _AllGather(_Ours, AllGather):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        trial = self._steps.trial
+        if trial.way.transport == "vendor":
+            on = trial.device.group(group, trial.way.ctas)
+            return vendor_all_gather(output_tensor, input_tensor, group=on, async_op=async_op)  # type: ignore[no-any-return]
+        start = partial(collectives.all_gather_into_tensor, output_tensor, input_tensor, group)
+        return self._moved(start, output_tensor.device, async_op=async_op)
+
+
+class _ReduceScatter(_Ours, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._steps.scatter()
+        trial = self._steps.trial
+        if trial.way.transport == "vendor":
+            on = trial.device.group(group, trial.way.ctas)
+            done = vendor_reduce_scatter(output_tensor, input_tensor, op=op, group=on, async_op=async_op)
+            return done  # type: ignore[no-any-return]  # noqa: RET504
+        start = partial(collectives.reduce_scatter_tensor, output_tensor, input_tensor, op, group, sms=trial.way.ctas or None)
+        return self._moved(start, output_tensor.device, async_op=async_op)

@@ -1,0 +1,302 @@
+"""The GEMM kernel's device code: persistent blocks that take tiles in order (weft.kernels.gemm launches them).
+
+gemm_kernel    whole tiles, then halves of those that are left
+_tile          one of them: wait, multiply, add, store          _count   one to its part's flag
+_place         which tile comes next
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.flags import wait_gates
+
+
+@triton.jit
+def _place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+    """Row and column of a tile. Row tiles take turns in groups, so that blocks that run together share rows of a and columns of
+    b in the L2 cache."""
+    group = tile // (GROUP * col_tiles)
+    height = tl.minimum(row_tiles - group * GROUP, GROUP)
+    within = tile - group * GROUP * col_tiles
+    return group * GROUP + within % height, within // height
+
+
+@triton.jit
+def _multiply(a_desc, b_desc, acc, a_row, col, first, last, BLOCK_K: tl.constexpr, B_TRANSPOSED: tl.constexpr):
+    """A tile and its product over steps [first, last) of K: rows from a_row on, columns from col on."""
+    for step in range(first, last):
+        a = a_desc.load([a_row, step * BLOCK_K])
+        if B_TRANSPOSED:
+            acc = tl.dot(a, b_desc.load([col, step * BLOCK_K]).T, acc)
+        else:
+            acc = tl.dot(a, b_desc.load([step * BLOCK_K, col]), acc)
+    return acc
+
+
+@triton.jit
+def _add(desc, fields, acc, col, STAGES: tl.constexpr, DIVIDE_BY: tl.constexpr):
+    """A tile with its sources added in their order, then divided; as it is if it has none."""
+    sources = tl.load(fields + 2)
+    if sources > 0:
+        row = tl.load(fields + 3)
+        # A table of rows would do, but a load that the next load's address comes from halves how far ahead sources are loaded.
+        pitch = tl.load(fields + 4)
+        for source in tl.range(0, sources, num_stages=STAGES):
+            acc += desc.load([row + source * pitch, col]).to(tl.float32)
+        if DIVIDE_BY != 1:
+            acc = acc / DIVIDE_BY
+    return acc
+
+
+@triton.jit
+def _store(base_ptr, result, valid, col, N, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The valid part of a tile, below the row at base_ptr."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = col + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(base_ptr + rows.to(tl.int64) * stride + cols, result, mask=(rows < valid) & (cols < N))
+
+
+@triton.jit
+def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl.constexpr):
+    """As _place, where no group has row tiles that add and row tiles that a peer may wait for."""
+    if not ADDS:
+        return _place(tile, row_tiles, col_tiles, GROUP)
+    first = tl.where(tile < early * col_tiles, 0, early)
+    row_tile, col_tile = _place(tile - first * col_tiles, tl.where(first == 0, early, row_tiles - early), col_tiles, GROUP)
+    return row_tile + first, col_tile
+
+
+@triton.jit
+def _tile(
+    row_tile,
+    col,
+    a0_desc,
+    a1_desc,
+    b_desc,
+    out_desc,
+    out_ptr,
+    adds_desc,
+    adds_ptr,
+    rows_ptr,
+    slices_ptr,
+    outs_ptr,
+    gates_ptr,
+    needs_ptr,
+    status_ptr,
+    epoch,
+    tries,
+    N,
+    K,
+    out_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SLICE_FIELDS: tl.constexpr,
+    TWO_SOURCES: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    GATED: tl.constexpr,
+    INNER: tl.constexpr,
+    ADDRESSED: tl.constexpr,
+    OUT_TMA: tl.constexpr,
+    ALIGN_BYTES: tl.constexpr,
+    ADDS: tl.constexpr,
+    ADD_FIELDS: tl.constexpr,
+    ADD_STAGES: tl.constexpr,
+    DIVIDE_BY: tl.constexpr,
+):
+    """Wait, multiply, add and store: the tile of a row tile whose first column is `col`."""
+    fields = rows_ptr + FIELDS * row_tile
+    a_row = tl.load(fields + 1)
+    valid = tl.load(fields + 2)
+    out_row = tl.load(fields + 3)
+    if GATED and not INNER:
+        wait_gates(gates_ptr, needs_ptr, tl.load(fields + 4), tl.load(fields + 5), epoch, tries, status_ptr)
+    # One loop for either source: two loops would hold two sets of pipeline buffers in shared memory.
+    a_desc = a0_desc
+    if TWO_SOURCES:  # noqa: SIM102 - a constexpr, then a value of the device
+        if tl.load(fields) == 1:
+            a_desc = a1_desc
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if INNER:
+        done = 0
+        for number in range(tl.load(fields + 4), tl.load(fields + 5)):
+            piece = slices_ptr + SLICE_FIELDS * number
+            end = tl.load(piece)
+            wait_gates(gates_ptr, needs_ptr, tl.load(piece + 1), tl.load(piece + 2), epoch, tries, status_ptr)
+            acc = _multiply(a_desc, b_desc, acc, a_row, col, done, end, BLOCK_K, B_TRANSPOSED)
+            done = end
+    else:
+        acc = _multiply(a_desc, b_desc, acc, a_row, col, 0, tl.cdiv(K, BLOCK_K), BLOCK_K, B_TRANSPOSED)
+    if ADDS:
+        late = adds_ptr + ADD_FIELDS * row_tile
+        if GATED:
+            wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), epoch, tries, status_ptr)
+        acc = _add(adds_desc, late, acc, col, ADD_STAGES, DIVIDE_BY)
+    result = acc.to(out_ptr.dtype.element_ty)
+    base_ptr = out_ptr + out_row.to(tl.int64) * out_stride
+    if ADDRESSED:
+        # An address from a table has no alignment that the compiler knows of: without the hint, stores are of one element.
+        address = tl.load(outs_ptr + row_tile)
+        base_ptr = tl.where(address == 0, base_ptr, address.to(tl.pointer_type(out_ptr.dtype.element_ty)))
+        base_ptr = tl.multiple_of(base_ptr, ALIGN_BYTES)
+    if OUT_TMA:
+        if valid == BLOCK_M:
+            out_desc.store([out_row, col], result)
+        else:
+            _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
+    else:
+        _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _count(fields, counts_ptr, count_by):
+    """Add to a row tile's flag, if it has one, what this tile counts."""
+    count = tl.load(fields + 6)
+    # Every thread's stores before the one release that publishes them.
+    tl.debug_barrier()
+    if count >= 0:
+        flag_ptr = tl.load(counts_ptr + count).to(tl.pointer_type(tl.int32))
+        tl.atomic_add(flag_ptr, count_by, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["epoch", "count_by", "tries"])
+def gemm_kernel(
+    a0_desc,
+    a1_desc,
+    b_desc,
+    b_half_desc,
+    out_desc,
+    out_half_desc,
+    out_ptr,
+    adds_desc,
+    adds_half_desc,
+    adds_ptr,
+    rows_ptr,
+    slices_ptr,
+    outs_ptr,
+    gates_ptr,
+    needs_ptr,
+    counts_ptr,
+    status_ptr,
+    epoch,
+    count_by,
+    tries,
+    whole,
+    row_tiles,
+    early,
+    N,
+    K,
+    out_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FIELDS: tl.constexpr,
+    SLICE_FIELDS: tl.constexpr,
+    TWO_SOURCES: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    GATED: tl.constexpr,
+    INNER: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ADDRESSED: tl.constexpr,
+    OUT_TMA: tl.constexpr,
+    ALIGN_BYTES: tl.constexpr,
+    ADDS: tl.constexpr,
+    ADD_FIELDS: tl.constexpr,
+    ADD_STAGES: tl.constexpr,
+    DIVIDE_BY: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Tiles up to `whole` as they are, then, with HALVES, the left and the right half of each that is left."""
+    col_tiles = tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), whole, tl.num_programs(0)):
+        row_tile, col_tile = _place_late(tile, row_tiles, early, col_tiles, GROUP, ADDS)
+        _tile(
+            row_tile,
+            col_tile * BLOCK_N,
+            a0_desc,
+            a1_desc,
+            b_desc,
+            out_desc,
+            out_ptr,
+            adds_desc,
+            adds_ptr,
+            rows_ptr,
+            slices_ptr,
+            outs_ptr,
+            gates_ptr,
+            needs_ptr,
+            status_ptr,
+            epoch,
+            tries,
+            N,
+            K,
+            out_stride,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            FIELDS,
+            SLICE_FIELDS,
+            TWO_SOURCES,
+            B_TRANSPOSED,
+            GATED,
+            INNER,
+            ADDRESSED,
+            OUT_TMA,
+            ALIGN_BYTES,
+            ADDS,
+            ADD_FIELDS,
+            ADD_STAGES,
+            DIVIDE_BY,
+        )
+        if COUNTED:
+            _count(rows_ptr + FIELDS * row_tile, counts_ptr, count_by)
+    if HALVES:
+        HALF: tl.constexpr = BLOCK_N // 2
+        for tile in range(2 * whole + tl.program_id(0), 2 * row_tiles * col_tiles, tl.num_programs(0)):
+            row_tile, col_tile = _place_late(tile // 2, row_tiles, early, col_tiles, GROUP, ADDS)
+            col = col_tile * BLOCK_N + tile % 2 * HALF
+            if col < N:
+                _tile(
+                    row_tile,
+                    col,
+                    a0_desc,
+                    a1_desc,
+                    b_half_desc,
+                    out_half_desc,
+                    out_ptr,
+                    adds_half_desc,
+                    adds_ptr,
+                    rows_ptr,
+                    slices_ptr,
+                    outs_ptr,
+                    gates_ptr,
+                    needs_ptr,
+                    status_ptr,
+                    epoch,
+                    tries,
+                    N,
+                    K,
+                    out_stride,
+                    BLOCK_M,
+                    HALF,
+                    BLOCK_K,
+                    FIELDS,
+                    SLICE_FIELDS,
+                    TWO_SOURCES,
+                    B_TRANSPOSED,
+                    GATED,
+                    INNER,
+                    ADDRESSED,
+                    OUT_TMA,
+                    ALIGN_BYTES,
+                    ADDS,
+                    ADD_FIELDS,
+                    ADD_STAGES,
+                    DIVIDE_BY,
+                )
+            if COUNTED:
+                _count(rows_ptr + FIELDS * row_tile, counts_ptr, count_by // 2)

@@ -1,0 +1,188 @@
+"""The page of a simulated T3 evaluation: the published figures redrawn beside ours, each with its numbers as text.
+
+From the top: every published number and ours; speed-ups by sub-layer and configuration; memory traffic by class; the large
+models; what sharing the units costs; what the assumed numbers of the system do to the headline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from weft.report.charts import Figure as Chart
+from weft.report.html import Html, table, tag
+from weft.report.page import document, facts_list, write_page
+from weft.report.panels import Charts, chart_panel
+from weft.report.words import count, percent, us
+from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
+from weft.sim.t3.paper import TITLES, figures, geomean
+from weft.sim.t3.sensitivity import Sensitivity
+from weft.sim.t3.study import Study
+from weft.sim.t3.system import System
+
+COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")
+"""Told apart by people who do not see all colours (Okabe and Ito)."""
+COMPARED = CONFIGURATIONS[1:]
+CLASSES = {
+    "gemm_read": "GEMM reads",
+    "gemm_write": "GEMM writes",
+    "rs_read": "reduce-scatter reads",
+    "rs_write": "reduce-scatter writes",
+    "ag_read": "all-gather reads",
+    "ag_write": "all-gather writes",
+}
+
+
+def write_t3_report(study: Study, sensitivity: Sequence[Sensitivity], folder: Path) -> Path:
+    """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
+    return write_page(t3_page(study, sensitivity), folder)
+
+
+def t3_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
+    """The whole page as text."""
+    charts: Charts = {}
+    sections = [
+        _header(study),
+        _published(study, charts),
+        _speedups("Speed-up by sub-layer", "speedups", study.sublayers, charts),
+        _traffic(study, charts),
+        _speedups("Large models at TP32", "large", study.large, charts),
+        _concurrent(study),
+        _sensitivity(sensitivity),
+        _numbers(study.system),
+    ]
+    return document("T3 simulated", sections, charts)
+
+
+def _header(study: Study) -> Html:
+    found = figures(study)
+    good = sum(figure.ok for figure in found)
+    verdict = f"{good} of {count(len(found), 'figure')} within tolerance"
+    badge = tag("span", verdict, class_="verdict right" if good == len(found) else "verdict wrong")
+    system = study.system
+    facts = [
+        ("System", system.words),
+        ("Peak", f"{system.peak_tflops:.0f} TFLOP/s, half precision"),
+        ("Memory", f"{system.hbm.gbps:g} GB/s; last-level cache of {system.llc.bytes >> 20} MiB"),
+        ("Link", f"{system.link.gbps:g} GB/s, {system.link.latency_ns} ns"),
+    ]
+    return tag("header", tag("h1", "T3 simulated ", badge), facts_list(facts))
+
+
+def _published(study: Study, charts: Charts) -> Html:
+    found = figures(study)
+    shares = [figure for figure in found if figure.unit == "percent"]
+    columns = {
+        "published": [100 * figure.published for figure in shares],
+        "ours": [100 * figure.ours for figure in shares],
+    }
+    charts["published"] = columns_chart([figure.name for figure in shares], columns, "%")
+    rows = [(f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), _verdict(good=f.ok)) for f in found]
+    heads = ("figure", "published", "ours", "tolerance", "")
+    listed = table("T3, arXiv 2401.16677, and this simulation", heads, rows, words=(0, 4))
+    panel = chart_panel("published", "Columns: published shares and ours; the table has the numbers")
+    return tag("section", tag("h2", "Published and simulated"), listed, panel)
+
+
+def _verdict(*, good: bool) -> Html:
+    return tag("span", "within" if good else "missed", class_="right" if good else "wrong")
+
+
+def _speedups(title: str, name: str, runs: Sequence[SubLayerRun], charts: Charts) -> Html:
+    columns = {TITLES[each]: [run.speedup(each) for run in runs] for each in COMPARED}
+    means = {title: [*values, geomean(values)] for title, values in columns.items()}
+    charts[name] = columns_chart([*(run.name for run in runs), "geomean"], means, "over sequential")
+    heads = ("sub-layer", "GEMM µs", "reduce-scatter µs", "all-gather µs", *columns)
+    rows = [
+        (
+            run.name,
+            *(us(part.ns / 1e3) for part in (run.gemm, run.reduce_scatter, run.all_gather)),
+            *(f"{run.speedup(each):.2f}" for each in COMPARED),
+        )
+        for run in runs
+    ]
+    listed = table("Times of sequential's kernels, and speed-ups over sequential", heads, rows)
+    return tag("section", tag("h2", title), chart_panel(name, f"Columns: {title}; the table has the numbers"), listed)
+
+
+def _traffic(study: Study, charts: Charts) -> Html:
+    places, columns = [], {words: list[float]() for words in CLASSES.values()}
+    for run in study.sublayers:
+        for kind in ("sequential", "t3_mca"):
+            places.append(f"{run.name} {TITLES[kind]}")
+            for name, size in run.traffic(kind).items():
+                if name in CLASSES:
+                    columns[CLASSES[name]].append(size / 1e6)
+    charts["traffic"] = columns_chart(places, columns, "MB", stacked=True)
+    rows = [_traffic_row(run) for run in study.sublayers]
+    heads = ("sub-layer", *CLASSES.values(), "all")
+    panel = chart_panel("traffic", "Columns: memory traffic by class; the table has the ratios")
+    return tag("section", tag("h2", "Memory traffic"), panel, table("Bytes of T3-MCA, relative to sequential's", heads, rows))
+
+
+def _traffic_row(run: SubLayerRun) -> tuple[str, ...]:
+    before, after = run.traffic("sequential"), run.traffic("t3_mca")
+    shares = [after[name] / before[name] for name in CLASSES]
+    return (run.name, *map(percent, shares), percent(sum(after.values()) / sum(before.values())))
+
+
+def _concurrent(study: Study) -> Html:
+    rows = [
+        (
+            "all, each (what there is to gain)" if run.units is None else f"{run.units} of {study.system.units}",
+            *(f"{geomean(values):.2f}" for values in (run.gemm_slowdowns, run.all_reduce_slowdowns, run.speedups)),
+        )
+        for run in study.concurrent
+    ]
+    heads = ("units of the all-reduce", "GEMM slower by", "all-reduce slower by", "speed-up")
+    ends = [(run.name, run.kind, percent(run.share), f"{run.speedup:.2f}") for run in study.end_to_end]
+    return tag(
+        "section",
+        tag("h2", "Beyond the sub-layers"),
+        table("A GEMM beside an all-reduce, geometric means of TP8", heads, rows),
+        table("Whole models with T3-MCA", ("model", "pass", "of sequential's time", "speed-up"), ends, words=(0, 1)),
+    )
+
+
+def _sensitivity(rows: Sequence[Sensitivity]) -> Html:
+    if not rows:
+        return Html("")
+    lines = [
+        (
+            row.path or "as it is",
+            f"{row.factor:g}",
+            *(f"{100 * value:.1f} %" if not row.refused else "–" for value in (row.t3, row.t3_mca, row.saved)),
+        )
+        for row in rows
+    ]
+    heads = ("assumed number", "times", "T3", "T3-MCA", "traffic saved")
+    return tag("section", tag("h2", "What the assumed numbers do"), table("Geometric means of 16 sub-layers", heads, lines))
+
+
+def _numbers(system: System) -> Html:
+    rows = list(system.sources.items())
+    return tag("footer", tag("h2", "Sources"), table("Each number of the system", ("number", "from"), rows, words=(0, 1)))
+
+
+def columns_chart(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, stacked: bool = False) -> Chart:
+    """Columns of every series at every place, side by side or stacked. unit: of the values."""
+    data = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": list(places),
+            "y": [round(value, 4) for value in values],
+            "marker": {"color": colour},
+            "hovertemplate": f"{name} %{{y:.4g}} {unit}<extra>%{{x}}</extra>",
+        }
+        for (name, values), colour in zip(series.items(), COLOURS, strict=False)
+    ]
+    layout = {
+        "height": 480,
+        "barmode": "stack" if stacked else "group",
+        "margin": {"l": 56, "r": 16, "t": 16, "b": 16},
+        "xaxis": {"automargin": True, "tickangle": -45},
+        "yaxis": {"title": {"text": unit}, "gridcolor": "rgba(128, 128, 128, 0.3)", "rangemode": "tozero"},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+    }
+    return {"data": data, "layout": layout, "all": None}

@@ -1,0 +1,344 @@
+"""Builders for collectives alone: all_gather, all_to_all, reduce_scatter, all_reduce.
+
+Buffers of rank r; all are elements below each other, p = world_size
+    a       input                what r gives
+    recv    symmetric            pieces that each of the p - 1 peers has pushed, by peer, in slots
+    staged  symmetric            copy_engine_pull: pieces of a that peers pull, in slots
+    summed  symmetric            all_reduce: pieces of the sum that each of the p - 1 owners has pushed, by owner, in slots
+    out     output               the result
+
+Flags of rank r (who advances ~> who waits), one for each peer and piece
+    arrived[p, i]@r   p ~> r: p's piece i lies in recv         free[p, i]@r   p ~> r: p has read r's piece i out of its recv
+    ready[p, i]@r     p ~> r: so, in summed                    read[p, i]@r   likewise
+    made[i]@r         r's sums ~> r's copies: piece i of r's own part is summed (all_reduce)
+    open[p]@r         p ~> r: p has begun this call, so that r may write p's out (where out is reachable)
+
+    rank r, copy                        rank o, blocks                 rank o, copy                       rank r, compute
+    wait free[o]
+    a -> recv of o, arrived[r]   ~~>    wait arrived of all
+    next piece, to all owners           sum -> out, free[o], made -->  wait made, wait read[r]
+                                                                       out -> summed of r, ready[o]  ~~>  wait ready[o]
+                                                                       next owner's peer                  summed -> out, read
+
+That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and what has arrived
+is copied to out. Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
+
+Where out lies in symmetric memory (`reachable`), pieces are pushed straight to it, and nothing is handed out. Until a rank has
+begun a call its out is its caller's: `open` says that it has; of an all_reduce, the parts that it has pushed do.
+
+Room is bounded. A part has `slots` slots of one piece each at its receiver, and piece i lies in slot i % slots: it may be sent
+once piece i - slots has been read, of this call or the one before. So a collective of any size goes through `staging_bytes`.
+
+Bad interleaving: r pushes piece i + slots while o still sums piece i. `free` prevents it, from call to call, too: the first
+piece of a call waits for the last one's of the call before, and receivers take pieces in order. An all_reduce needs no flags
+from call to call: who begins the next one has had all sums back, so that its parts have been read; and who pushes a sum has had
+parts of the next call from that peer, which has handed out all of the call before.
+
+In place, every element of a has been pushed, or is read by the very sum, before out is written there: o sums after r's piece
+arrived, and r's copy into out follows that sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.problem import CollectiveProblem, Problem, Span1D
+from weft.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
+from weft.schedules.builder import Builder
+
+MOST_PUSHES = 4096
+"""Of all ranks together. More would take seconds, and gigabytes, to prove; a piece is then thousandths of a part."""
+
+
+class Channel(NamedTuple):
+    """Room that every rank has for the pieces of its peers, and its flags.
+
+    apart: slots for each peer; else for the rank's own pieces, which peers pull. across: a call waits until the last pieces of
+    the call before have been read; not so where that follows from what the rank has had back.
+    """
+
+    buffer: str
+    arrived: str
+    free: str
+    apart: bool = True
+    across: bool = True
+
+
+LANDING = Channel("recv", "arrived", "free")
+STAGED = Channel("staged", "arrived", "free", apart=False)
+PARTS, SUMS = Channel("recv", "arrived", "free", across=False), Channel("summed", "ready", "read", across=False)
+
+
+class Turns(NamedTuple):
+    """How the pieces of a part take turns in its slots. length: of a piece, and a slot, in elements."""
+
+    length: int
+    slots: int
+
+    def pieces(self, extent: int) -> int:
+        return -(-extent // self.length)
+
+    def piece(self, span: Span1D, index: int) -> Span1D:
+        low = span[0] + index * self.length
+        return low, min(low + self.length, span[1])
+
+    def slot(self, index: int) -> int:
+        """Where a piece begins among the slots."""
+        return index % self.slots * self.length
+
+
+def turns(problem: CollectiveProblem, chunks: int, parts: int) -> Turns:
+    """`chunks` pieces a part, each with a slot of its own, if `parts` parts fit into staging_bytes; else as large pieces as
+    leave two slots for each part. parts: none where nothing is staged. Raises ValueError where that were more than MOST_PUSHES
+    in all.
+
+    >>> problem = CollectiveProblem(op="all_gather", m=1 << 20, world_size=4, dtype="float32", staging_bytes=1 << 20)
+    >>> turns(problem, 1, 3), turns(problem, 8, 1)
+    (Turns(length=43688, slots=2), Turns(length=32768, slots=8))
+    """
+    unit = problem.ALIGN_BYTES // problem.itemsize
+    longest = max(high - low for low, high in problem.shards)
+    room = problem.staging_bytes // problem.itemsize // parts if parts else longest + unit
+    length = max(1, -(-longest // (chunks * unit))) * unit
+    if length * -(-longest // length) > room:
+        length = max(unit, min(length, room // 2 // unit * unit))
+    count, most = -(-longest // length), _most_pieces(problem)
+    if count > most:
+        least = 2 * parts * problem.itemsize * unit * -(-longest // (most * unit))
+        raise ValueError(
+            f"staging_bytes is {problem.staging_bytes}, and chunks {chunks}: {count} pieces of each part of {problem}; "
+            f"use at least {least} bytes, and at most {most} chunks"
+        )
+    return Turns(length, max(1, min(count, room // length)))
+
+
+def _most_pieces(problem: CollectiveProblem) -> int:
+    """Of a part, which goes to each peer, and of an all_reduce comes back. At least what `candidates` asks for."""
+    pairs = problem.world_size * (problem.world_size - 1) * (2 if problem.op == "all_reduce" else 1)
+    return max(2 * problem.world_size, MOST_PUSHES // max(1, pairs))
+
+
+class _Collective(Builder):
+    """The caller's buffers, and the repeated idioms. parts: how many have slots on a rank."""
+
+    def __init__(
+        self, problem: Problem, name: str, chunks: int = 1, *, fan_out: bool = False, parts: int | None = None
+    ) -> None:
+        assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
+        super().__init__(problem, name, chunks, fan_out=fan_out)
+        self.of: CollectiveProblem = problem
+        each = range(self.world_size)
+        self.one = [1 for _ in each]
+        self.buffer("a", "input", [problem.a_rows(r) for r in each], self.one)
+        self.buffer("out", "output", [problem.out_rows(r) for r in each], self.one)
+        self.turns = Turns(1, 1) if parts is None else turns(problem, chunks, parts)
+        self.count = self.turns.pieces(max(high - low for low, high in problem.shards))
+
+    def room(self, channel: Channel) -> None:
+        rows = (self.world_size - 1 if channel.apart else 1) * self.turns.slots * self.turns.length
+        self.buffer(channel.buffer, "symmetric", [rows for _ in self.one], self.one)
+
+    def extent(self, part: int) -> int:
+        low, high = self.problem.shards[part]
+        return high - low
+
+    def pieces(self, part: int) -> range:
+        return range(self.turns.pieces(self.extent(part)))
+
+    def shard(self, buffer: str, rank: int, part: int, piece: int) -> Region:
+        """A piece of part `part` of a buffer that has all parts."""
+        return self.region(buffer, rank, self.turns.piece(self.problem.shards[part], piece))
+
+    def own(self, buffer: str, rank: int, part: int, piece: int) -> Region:
+        """A piece of a buffer that has part `part` alone."""
+        return self.region(buffer, rank, self.turns.piece((0, self.extent(part)), piece))
+
+    def sent(self, rank: int, peer: int, piece: int) -> Region:
+        """What of a goes to a peer."""
+        gathers = self.problem.op == "all_gather"
+        return self.own("a", rank, rank, piece) if gathers else self.shard("a", rank, peer, piece)
+
+    def result(self, src: int, rank: int, piece: int) -> Region:
+        """Where in out it belongs on `rank`."""
+        if self.problem.op != "all_to_all":
+            return self.shard("out", rank, src, piece)
+        return self.region("out", rank, self.turns.piece(self.problem.arrivals(src, rank), piece))
+
+    def slot(self, channel: Channel, src: int, rank: int, like: Region, piece: int) -> Region:
+        """Where a piece of rank `src` lies in the room of `rank`: as long as `like`."""
+        apart = (src - (src > rank)) * self.turns.slots * self.turns.length if channel.apart else 0
+        low = apart + self.turns.slot(piece)
+        return self.region(channel.buffer, rank, (low, low + like.shape[0]))
+
+    def flag(self, name: str, rank: int, peer: int, piece: int) -> Flag:
+        """The flag of a rank that a peer advances."""
+        return Flag(name, rank, peer * self.count + piece)
+
+    def before(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Wait, ...]:
+        """What says that the peer has read what lay in the slot of this piece of `rank`. last: of these pieces."""
+        if piece >= self.turns.slots:
+            return (Wait(self.flag(channel.free, rank, peer, piece - self.turns.slots)),)
+        first = piece == 0 and channel.across
+        return (Wait(self.flag(channel.free, rank, peer, last), 0),) if first else ()
+
+    def after(self, channel: Channel, rank: int, peer: int, piece: int, last: int) -> tuple[Signal, ...]:
+        """`rank` tells a peer that it has read its piece, if the peer will ask."""
+        asked = piece + self.turns.slots <= last or (piece == last and channel.across)
+        return (Signal(self.flag(channel.free, peer, rank, piece)),) if asked else ()
+
+    def push(self, channel: Channel, rank: int, peer: int, src: Region, piece: int, last: int) -> None:
+        there = self.slot(channel, rank, peer, src, piece)
+        lane, told = self.copy_lane(peer), Signal(self.flag(channel.arrived, peer, rank, piece))
+        self.add(rank, lane, *self.before(channel, rank, peer, piece, last), Copy(src, there), told)
+
+    def hand_out(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
+        """What a peer has pushed becomes the caller's."""
+        out = self.result(src, rank, piece)
+        here = Copy(self.slot(channel, src, rank, out, piece), out)
+        came = Wait(self.flag(channel.arrived, rank, src, piece))
+        self.add(rank, "compute", came, here, *self.after(channel, rank, src, piece, last))
+
+    def pull(self, channel: Channel, rank: int, src: int, piece: int, last: int) -> None:
+        """What a peer has in slots becomes the caller's."""
+        out = self.result(src, rank, piece)
+        here = Copy(self.slot(channel, rank, src, out, piece), out)
+        came = Wait(self.flag(channel.arrived, rank, src, piece))
+        self.add(rank, self.copy_lane(src), came, here, *self.after(channel, rank, src, piece, last))
+
+    def take(self, rank: int, owner: int, piece: int) -> None:
+        """A piece of the sum from its owner: out of `summed`, or in the result already, with the last one."""
+        last = self.turns.pieces(self.extent(owner)) - 1
+        if not self.of.reachable:
+            self.hand_out(SUMS, rank, owner, piece, last)
+        elif piece == last:
+            self.add(rank, "compute", Wait(self.flag(SUMS.arrived, rank, owner, piece)))
+
+    def give(self, rank: int, peer: int, piece: int) -> None:
+        """A piece of the own sum to a peer."""
+        src, last = self.shard("out", rank, rank, piece), self.turns.pieces(self.extent(rank)) - 1
+        if not self.of.reachable:
+            self.push(SUMS, rank, peer, src, piece, last)
+            return
+        self.add(rank, self.copy_lane(peer), Copy(src, self.shard("out", peer, rank, piece)))
+        if piece == last:
+            self.add(rank, self.copy_lane(peer), Signal(self.flag(SUMS.arrived, peer, rank, piece)))
+
+    def keep(self, rank: int) -> None:
+        """The part that stays with its rank, straight to the result."""
+        low, high = self.problem.shards[rank]
+        part = (0, high - low) if self.problem.op == "all_gather" else (low, high)
+        out = self.problem.arrivals(rank, rank) if self.problem.op == "all_to_all" else (low, high)
+        if high > low:
+            self.add(rank, "compute", Copy(self.region("a", rank, part), self.region("out", rank, out)))
+
+    def total(self, channel: Channel, rank: int, piece: int, out: Region) -> None:
+        """The sum over ranks, in their order, of a piece of the own part."""
+        last, mine = self.turns.pieces(self.extent(rank)) - 1, self.shard("a", rank, rank, piece)
+        srcs = [mine if src == rank else self.slot(channel, src, rank, mine, piece) for src in range(self.world_size)]
+        self.add(rank, "blocks", *(Wait(self.flag(channel.arrived, rank, peer, piece)) for peer in self.peers(rank)))
+        self.add(rank, "blocks", Reduce((Sum(tuple(srcs), out),), self.of.divide_by))
+        for peer in self.peers(rank):
+            self.add(rank, "blocks", *self.after(channel, rank, peer, piece, last))
+
+
+def sequential(problem: Problem) -> Schedule:
+    """The vendor's collective."""
+    s = _Collective(problem, "sequential")
+    for rank in range(s.world_size):
+        a, out = s.region("a", rank), s.region("out", rank)
+        s.add(rank, "compute", Collective(problem.op, a, out, s.of.divide_by))  # type: ignore[arg-type]
+    return s.done()
+
+
+def pushed(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """all_gather, all_to_all: copy engines push pieces into the peers' slots; copies there bring them to the result."""
+    assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
+    if problem.reachable:
+        return _straight(problem, name, fan_out=fan_out)
+    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
+    s.room(LANDING)
+    for rank in range(s.world_size):
+        s.keep(rank)
+        for piece in s.pieces(rank):
+            for peer in s.peers(rank):
+                s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
+            for src in s.peers(rank, step=-1):
+                s.hand_out(LANDING, rank, src, piece, s.count - 1)
+    return s.done()
+
+
+def _straight(problem: Problem, name: str, *, fan_out: bool) -> Schedule:
+    """`pushed` where peers can write the result: one copy for each peer."""
+    s = _Collective(problem, name, 1, fan_out=fan_out, parts=0)
+    for rank in range(s.world_size if problem.m else 0):
+        s.add(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.peers(rank)))
+        s.keep(rank)
+        for peer in s.peers(rank):
+            there = Copy(s.sent(rank, peer, 0), s.result(rank, peer, 0))
+            s.add(rank, s.copy_lane(peer), Wait(Flag("open", rank, peer)), there, Signal(Flag("arrived", peer, rank)))
+        s.add(rank, "compute", *(Wait(Flag("arrived", rank, src)) for src in s.peers(rank, step=-1)))
+    return s.done()
+
+
+def pulled(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """all_gather: a rank puts its pieces into slots of its own; copy engines of the peers pull them to the result."""
+    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=1)
+    s.room(STAGED)
+    for rank in range(s.world_size if s.world_size > 1 else 0):
+        for piece in s.pieces(rank):
+            src = s.own("a", rank, rank, piece)
+            for peer in s.peers(rank):
+                s.add(rank, "compute", *s.before(STAGED, rank, peer, piece, s.count - 1))
+            s.add(rank, "compute", Copy(src, s.slot(STAGED, rank, rank, src, piece)))
+            s.add(rank, "compute", *(Signal(s.flag(STAGED.arrived, peer, rank, piece)) for peer in s.peers(rank)))
+            for owner in s.peers(rank, step=-1):
+                s.pull(STAGED, rank, owner, piece, s.count - 1)
+    for rank in range(s.world_size):
+        s.keep(rank)
+    return s.done()
+
+
+def reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """reduce_scatter: copy engines push pieces into their owners' slots; some SMs of each owner sum them as they arrive."""
+    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size - 1)
+    s.room(LANDING)
+    for rank in range(s.world_size):
+        for piece in s.pieces(rank):
+            for peer in s.peers(rank):
+                s.push(LANDING, rank, peer, s.sent(rank, peer, piece), piece, s.count - 1)
+            s.total(LANDING, rank, piece, s.own("out", rank, rank, piece))
+    return s.done()
+
+
+def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """all_reduce: as `reduced`, and each sum goes to all peers, one piece behind the pieces that are sent to be summed."""
+    assert isinstance(problem, CollectiveProblem), f"{problem} is no collective"
+    straight = problem.reachable
+    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=(1 if straight else 2) * (problem.world_size - 1))
+    s.room(PARTS)
+    if not straight:
+        s.room(SUMS)
+    for rank in range(s.world_size):
+        for piece in range(s.count + 1):
+            for owner in s.peers(rank):
+                if piece in s.pieces(owner):
+                    last = s.turns.pieces(s.extent(owner)) - 1
+                    s.push(PARTS, rank, owner, s.shard("a", rank, owner, piece), piece, last)
+            if piece in s.pieces(rank):
+                s.total(PARTS, rank, piece, s.shard("out", rank, rank, piece))
+                s.add(rank, "blocks", Signal(Flag("made", rank, piece)))
+            _publish(s, rank, piece - 1)
+            for owner in s.peers(rank, step=-1):
+                if piece in s.pieces(owner):
+                    s.take(rank, owner, piece)
+    return s.done()
+
+
+def _publish(s: _Collective, rank: int, piece: int) -> None:
+    """A piece of the own part, once it is summed, to all peers."""
+    if piece < 0 or piece not in s.pieces(rank):
+        return
+    for lane in dict.fromkeys(s.copy_lane(peer) for peer in s.peers(rank)):
+        s.add(rank, lane, Wait(Flag("made", rank, piece)))
+    for peer in s.peers(rank):
+        s.give(rank, peer, piece)

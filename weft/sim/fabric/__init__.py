@@ -1,0 +1,13 @@
+"""Fabrics: how many GPUs are connected, and what collectives made of single sends take there.
+
+from weft.sim.fabric import Torus, collectives, deliver
+
+sends = collectives.torus_all_gather((4, 4), size=1 << 20)
+end_ns = max(deliver(Torus(dims=(4, 4), gbps=25.0, latency_ns=700), sends))
+"""
+
+from weft.sim.fabric import collectives
+from weft.sim.fabric.sends import Send, deliver
+from weft.sim.fabric.topology import Fabric, Hosts, Mesh, Switch, Torus
+
+__all__ = ["Fabric", "Hosts", "Mesh", "Send", "Switch", "Torus", "collectives", "deliver"]

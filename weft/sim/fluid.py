@@ -1,0 +1,192 @@
+"""Fluid: transfers that share resources. Rates are max-min fair and change whenever a transfer starts or ends.
+
+Each transfer crosses resources, each with a capacity in bytes per nanosecond, which is gbps. Progressive filling: the resource
+that gives its transfers least fixes their rate, its transfers leave, and so on; hence no resource is ever above its capacity,
+and no transfer could be faster without slowing a slower one.
+
+Time is whole nanoseconds and a transfer ends at the first one at which its last byte is through. Rates are computed once
+for all starts and ends of the same nanosecond, after them all (priority LATE), so that equal ranks stay equal.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import simpy
+
+Resource = tuple[Hashable, ...]
+LATE = 5
+"""simpy runs lower numbers first at the same time; its own are 0 and 1."""
+DONE = 1e-6
+"""Bytes: what is left of a finished transfer by rounding."""
+
+
+@dataclass
+class Settled(ABC):
+    """Activities whose rates hold from one change to the next: set once for all that starts and ends within a nanosecond."""
+
+    env: simpy.Environment
+
+    def __post_init__(self) -> None:
+        self._updated = 0
+        self._dirty = False
+        self._version = 0
+
+    @abstractmethod
+    def move(self, elapsed: int) -> None:
+        """So many nanoseconds have gone by at the rates that were set."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Set all rates."""
+
+    @abstractmethod
+    def next_end(self) -> float | None:
+        """Nanoseconds until the first activity ends at these rates; None if there is none."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End what is through."""
+
+    def advance(self) -> None:
+        """Take account of the time since the last change of rates; to be called before anything starts."""
+        elapsed = int(self.env.now) - self._updated
+        if elapsed:
+            self.move(elapsed)
+            self._updated = int(self.env.now)
+
+    def touch(self) -> None:
+        """Have rates set once, after everything else of this nanosecond."""
+        if self._dirty:
+            return
+        self._dirty = True
+        later = simpy.Event(self.env)
+        later._ok, later._value = True, None
+        assert later.callbacks is not None
+        later.callbacks.append(self._settle)
+        self.env.schedule(later, priority=LATE)  # type: ignore[arg-type]
+
+    def _settle(self, _: simpy.Event) -> None:
+        self._dirty = False
+        self.advance()
+        self.settle()
+        self._version += 1
+        wait = self.next_end()
+        if wait is not None:
+            timer = self.env.timeout(max(1, math.ceil(wait)), self._version)
+            assert timer.callbacks is not None
+            timer.callbacks.append(self._finish)
+
+    def _finish(self, timer: simpy.Event) -> None:
+        if timer.value != self._version:
+            return
+        self.advance()
+        self.finish()
+        self.touch()
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """A transfer under way. left: bytes."""
+
+    left: float
+    done: simpy.Event
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """All flows over the same resources: they have the same rate, each."""
+
+    resources: tuple[Resource, ...]
+    flows: list[Flow] = field(default_factory=list)
+    rate: float = 0.0
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a resource has carried, for conservation tests: bytes, and the highest rate seen."""
+
+    bytes: float = 0.0
+    peak_gbps: float = 0.0
+
+
+@dataclass
+class Fluid(Settled):
+    """Flows within a simpy environment. usage: what each resource has carried."""
+
+    usage: dict[Resource, Usage] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.streams: dict[tuple[Resource, ...], Stream] = {}
+
+    @abstractmethod
+    def capacity(self, resource: Resource, flows: int) -> float:
+        """Of a resource that so many flows cross, in gbps."""
+
+    def transfer(self, size: float, resources: tuple[Resource, ...]) -> simpy.Event:
+        """Start to move `size` bytes over all of `resources`; the event is when they are through."""
+        flow = Flow(float(size), self.env.event())
+        if size <= 0:
+            flow.done.succeed()
+            return flow.done
+        self.advance()
+        self.streams.setdefault(resources, Stream(resources)).flows.append(flow)
+        for resource in resources:
+            self.usage.setdefault(resource, Usage()).bytes += size
+        self.touch()
+        return flow.done
+
+    def move(self, elapsed: int) -> None:
+        """See Settled."""
+        for stream in self.streams.values():
+            moved = stream.rate * elapsed
+            for flow in stream.flows:
+                flow.left -= moved
+
+    def next_end(self) -> float | None:
+        """See Settled."""
+        return min(((min(flow.left for flow in s.flows) - DONE) / s.rate for s in self.streams.values()), default=None)
+
+    def finish(self) -> None:
+        """See Settled."""
+        for stream in list(self.streams.values()):
+            for flow in stream.flows:
+                if flow.left <= DONE:
+                    flow.done.succeed()
+            stream.flows = [flow for flow in stream.flows if flow.left > DONE]
+            if not stream.flows:
+                del self.streams[stream.resources]
+
+    def settle(self) -> None:
+        """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
+        members: dict[Resource, list[Stream]] = {}
+        for stream in self.streams.values():
+            stream.rate = 0.0
+            for resource in stream.resources:
+                members.setdefault(resource, []).append(stream)
+        waiting = {resource: sum(len(s.flows) for s in streams) for resource, streams in members.items()}
+        full = {resource: self.capacity(resource, count) for resource, count in waiting.items()}
+        left = dict(full)
+        while waiting:
+            share = min(left[r] / count for r, count in waiting.items())
+            assert share > 0, f"network: nothing is left of a resource that {waiting} wait for"
+            tight = [r for r, count in waiting.items() if left[r] / count <= share * (1 + 1e-12)]
+            for stream in [s for r in tight for s in members[r] if not s.rate]:
+                if not stream.rate:
+                    _give(stream, share, left, waiting)
+            waiting = {r: count for r, count in waiting.items() if count}
+        for resource, capacity in full.items():
+            usage = self.usage[resource]
+            usage.peak_gbps = max(usage.peak_gbps, capacity - left[resource])
+
+
+def _give(stream: Stream, share: float, left: dict[Resource, float], waiting: dict[Resource, int]) -> None:
+    """Fix the rate of a stream's flows, and take it from what they cross."""
+    stream.rate = share
+    for resource in stream.resources:
+        left[resource] -= share * len(stream.flows)
+        waiting[resource] -= len(stream.flows)

@@ -1,0 +1,48 @@
+"""Sensitivity: what the assumed numbers of a System do to the headline, each taken a quarter lower and a quarter higher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from weft.sim.t3.paper import geomean
+from weft.sim.t3.study import run_sublayers
+from weft.sim.t3.system import System, scaled
+from weft.sim.t3.work import SUBLAYERS
+
+STEP = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """The headline with one number changed. path: None for none. t3, t3_mca: speed-ups over sequential of the 16 sub-layers,
+    geometric means, less 1; saved: of the memory's traffic by T3-MCA. refused: why such a System cannot be; then all are 0."""
+
+    path: str | None
+    factor: float
+    t3: float = 0.0
+    t3_mca: float = 0.0
+    saved: float = 0.0
+    refused: str = ""
+
+
+def headline(system: System, path: str | None = None, factor: float = 1.0) -> Sensitivity:
+    """The headline of a System with the number at `path` times `factor`; whole numbers are rounded."""
+    try:
+        runs = list(run_sublayers(system if path is None else scaled(system, path, factor), SUBLAYERS))
+    except ValueError as error:
+        return Sensitivity(path=path, factor=factor, refused=str(error))
+    traffic = [sum(run.traffic("t3_mca").values()) / sum(run.traffic("sequential").values()) for run in runs]
+    t3, mca = (geomean(run.speedup(configuration) for run in runs) - 1 for configuration in ("t3", "t3_mca"))
+    return Sensitivity(path=path, factor=factor, t3=t3, t3_mca=mca, saved=1 - geomean(traffic))
+
+
+def sensitivity(
+    system: System, progress: Callable[[str, int, int], None] = lambda text, done, total: None
+) -> Iterator[Sensitivity]:
+    """The headline as it is, then with each assumed number a STEP lower and higher."""
+    cases = [(path, factor) for path in system.assumed() for factor in (1 - STEP, 1 + STEP)]
+    yield headline(system)
+    for done, (path, factor) in enumerate(cases):
+        progress(f"{path} times {factor:g}", done, len(cases))
+        yield headline(system, path, factor)
