@@ -22,6 +22,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
+ON_NODES = {"m": 16, "world_size": 4, "nodes": (2, 2)}
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
@@ -55,17 +57,20 @@ BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|rules|t3) ([^
 
 def timeline(op: str, family: str) -> str:
     """One family on the small example, as rank 0 sees it."""
-    schedule = weft.build(_example(op), family, EXAMPLE_CHUNKS)
+    problem = _example(op, **ON_NODES) if family == "node_slices" else _example(op)
+    schedule = weft.build(problem, family, EXAMPLE_CHUNKS)
     return weft.timeline(schedule, width=WIDTH)
 
 
-def _example(op: str) -> weft.Problem:
+def _example(op: str, **changes: Any) -> weft.Problem:
+    sizes = EXAMPLE | changes
     if op in LOOKUP_OPS:
-        return weft.LookupProblem.of(batch=EXAMPLE["m"], dims=((4,),) * EXAMPLE["world_size"])
+        lookup = weft.LookupProblem.of(batch=sizes["m"], dims=((4,),) * sizes["world_size"])
+        return replace(lookup, nodes=sizes.get("nodes", ()))
     if op in COLLECTIVE_OPS:
-        return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=EXAMPLE["world_size"])  # type: ignore[arg-type]
+        return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=sizes["world_size"])  # type: ignore[arg-type]
     kind = ColumnProblem if op in COLUMN_OPS else weft.Problem
-    return kind(op=op, **EXAMPLE)  # type: ignore[arg-type]
+    return kind(op=op, **sizes)  # type: ignore[arg-type]
 
 
 def counts(op: Op) -> str:

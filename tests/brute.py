@@ -10,12 +10,14 @@ in each, in many directed interleavings:
       schedule, then each of them comes first in the run that holds back the other. So a pair of conflicting accesses
       that has been seen in both orders is a race, and a pair that has not is none: no run at random could find more;
     - once with the parts of each kernel one after the other, which changes nothing but who may wait for whom;
+    - a message is there for its receiver once it has been read, and the sender's step may end; once more in the order given, it
+      may not before the receiver's step has begun, as with all that follows;
     - then, where a kernel with gates shares a rank with other lanes that need SMs, again with such kernels holding all
       SMs from start to end, holding back every start and every pair of starts, and in random orders.
 
 Wrong is: a deadlock, a race (of equal values too), a read of poison, a result that is not the sequential program's, and
-whatever no machine could run: shapes that do not fit, regions outside their buffer, a peer's private memory, an input
-that is overwritten, a flag with two writers.
+whatever no machine could run: shapes that do not fit, regions outside their buffer, a peer's private memory, memory or flags
+of another node, an input that is overwritten, a flag with two writers, messages without another end.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
 from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Gemm, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedule import Collective, Copy, Flag, Gemm, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
 
 CALLS = 3
 
@@ -50,6 +52,7 @@ class _Brute:
         self.size = schedule.problem.world_size
         self.parts: dict[tuple[int, int], list[Access]] = {}
         self._check_flags()
+        self._check_messages()
         for rank, _, _, step in schedule:
             self._list_accesses(rank, step)
         self.accesses = [access for part in self.parts.values() for access in part]
@@ -74,6 +77,11 @@ class _Brute:
         elif isinstance(step, Reduce):
             for i, total in enumerate(step.parts):
                 self._add(rank, step, i, list(total.srcs), total.out, total.gates)
+        elif isinstance(step, SendReceive):
+            for i, send in enumerate(step.sends):
+                self._add(rank, step, i, [send.src], None)
+            for i, receive in enumerate(step.receives, len(step.sends)):
+                self._add(rank, step, i, [], receive.dst)
 
     def _list_slices(self, rank: int, step: Gemm, number: int) -> None:
         """A part with inner gates: each slice of its a is an access; all of b is read with the first."""
@@ -105,10 +113,10 @@ class _Brute:
             if both.any():
                 one, two = np.argwhere(both)[0] % len(self.accesses)
                 raise Wrong(f"race: {self._words(one)} and {self._words(two)} in both orders")
-        Run(self.schedule, self.parts, CALLS, values=False, in_order=True).go(lambda task: 0)
+        Run(self.schedule, self.parts, CALLS, values=False, in_order=True, met=True).go(lambda task: 0)
         if self._crowded():
             for policy in self._start_policies():
-                Run(self.schedule, self.parts, 1, values=False, full=True, in_order=True).go(policy)
+                Run(self.schedule, self.parts, 1, values=False, full=True, in_order=True, met=True).go(policy)
 
     def _words(self, number: int) -> str:
         access = self.accesses[number]
@@ -124,7 +132,7 @@ class _Brute:
             yield lambda task, access=access: task.wants is access or task.wants == ("end", access)
 
     def _start_policies(self) -> Iterator[Policy]:
-        starts = [step for _, _, _, step in self.schedule if isinstance(step, (Copy, Gemm, Reduce, Collective))]
+        starts = [step for _, _, _, step in self.schedule if isinstance(step, (Copy, Gemm, Reduce, Collective, SendReceive))]
         for count in (1, 2):
             for held in itertools.combinations(map(id, starts), count):
                 yield lambda task, held=held: task.wants in {("start", h) for h in held}
@@ -147,6 +155,8 @@ class _Brute:
             if len(flags) > len(set(flags)):
                 raise Wrong(f"{step} has a flag with two writers")
             for flag in flags:
+                if self._node(flag.rank) != self._node(rank):
+                    raise Wrong(f"{step} raises a flag of another node")
                 writers.setdefault(flag, set()).add((rank, lane.name))
             for wait in [step] if isinstance(step, Wait) else [g for p in getattr(step, "parts", ()) for g in p.waits]:
                 if wait.flag.rank != rank:
@@ -154,6 +164,38 @@ class _Brute:
         for flag, found in writers.items():
             if len(found) > 1:
                 raise Wrong(f"{flag} has two writers")
+
+    def _node(self, rank: int) -> int:
+        """Which node a rank is on."""
+        nodes = self.schedule.problem.nodes or (self.size,)
+        return next(n for n in range(len(nodes)) if rank < sum(nodes[: n + 1]))
+
+    def _check_messages(self) -> None:
+        """Every message has two ends of one shape, and is whole rows; they have a lane to themselves."""
+        ends: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
+        for rank, lanes in enumerate(self.schedule.ranks):
+            users = [lane for lane in lanes if any(isinstance(s, SendReceive) for s in lane.steps)]
+            plain = (Wait, Signal, SendReceive)
+            others = [s for lane in lanes if lane.kind == "network" for s in lane.steps if not isinstance(s, plain)]
+            if len(users) > 1 or others or any(lane.kind != "network" for lane in users):
+                raise Wrong(f"messages of rank {rank} on the wrong lanes, or others on theirs")
+            for step in (s for lane in users for s in lane.steps if isinstance(s, SendReceive)):
+                for send in step.sends:
+                    ends.setdefault((rank, send.to, True), []).append(self._message(rank, send.to, send.src))
+                for receive in step.receives:
+                    shape = self._message(rank, receive.source, receive.dst)
+                    ends.setdefault((receive.source, rank, False), []).append(shape)
+        for src, dst, _ in ends:
+            if ends.get((src, dst, True)) != ends.get((src, dst, False)):
+                raise Wrong(f"messages from {src} to {dst} have not both ends")
+        if ends and any(isinstance(step, Collective) for *_, step in self.schedule):
+            raise Wrong("messages beside a collective")
+
+    def _message(self, rank: int, peer: int, region: Region) -> tuple[int, int]:
+        whole = region.cols == (0, self.schedule.buffer[region.buffer].cols[region.rank])
+        if not whole or not region.size or region.rank != rank or peer == rank:
+            raise Wrong(f"{region} is no message of rank {rank}")
+        return region.shape
 
     def _check_access(self, access: Access) -> None:
         part = access.step.parts[access.part] if isinstance(access.step, Gemm) else None
@@ -163,6 +205,8 @@ class _Brute:
             ends = (region.rows[1] <= buffer.rows[region.rank], region.cols[1] <= buffer.cols[region.rank])
             if not all(ends) or min(*region.rows, *region.cols) < 0 or min(region.shape) < 0:
                 raise Wrong(f"{access.step} goes outside {region.buffer}")
+            if self._node(region.rank) != self._node(access.rank):
+                raise Wrong(f"{access.step} touches memory of another node")
             if region.rank != access.rank and buffer.kind != "symmetric":
                 raise Wrong(f"{access.step} touches private memory of a peer")
         if any(self.schedule.buffer[region.buffer].kind == "input" for region in access.writes):
@@ -173,6 +217,8 @@ class _Brute:
             fits = fits and all(add.shape == part.out.shape for add in part.adds)
         elif isinstance(access.step, Collective):
             fits = _collective_fits(access.step, self.schedule.problem, access.rank)
+        elif isinstance(access.step, SendReceive):
+            fits = True  # both ends have been compared
         else:
             fits = all(_fits(access, src, i) for i, src in enumerate(access.reads))
         if not fits:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from brute_values import Access, Values, Wrong
 
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, Signal, Step, Wait
+from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, SendReceive, Signal, Step, Wait
 
 Accesses = dict[tuple[int, int], list[Access]]
 """By the step's identity and the part's number, in their order."""
@@ -31,7 +31,9 @@ def needs_sms(rank: int, lane: Lane, step: Step) -> bool:
     """Kernels, and copies within the rank, except on communication blocks."""
     if lane.kind == "blocks":
         return False
-    return step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective))
+    return (
+        step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective, SendReceive))
+    )
 
 
 def fills(lane: Lane, step: Step) -> bool:
@@ -40,7 +42,8 @@ def fills(lane: Lane, step: Step) -> bool:
 
 
 class Run:
-    """One interleaving. full: kernels with gates hold all SMs of their rank. in_order: parts run one after the other."""
+    """One interleaving. full: kernels with gates hold all SMs of their rank. in_order: parts run one after the other. met:
+    messages end once both ends have begun."""
 
     def __init__(
         self,
@@ -51,12 +54,16 @@ class Run:
         values: bool,
         full: bool = False,
         in_order: bool = False,
+        met: bool = False,
     ) -> None:
         self.schedule, self.accesses, self.calls, self.full, self.in_order = schedule, accesses, calls, full, in_order
         self.size, self.per_call = schedule.problem.world_size, schedule.signals_per_call
         self.flags: dict[Flag, int] = {}
         self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
         self.met: dict[tuple[int, int], int] = {}
+        self.must_meet = met
+        self.begun: dict[tuple[int, int, bool], int] = {}
+        self.mail: dict[tuple[int, int, int], np.ndarray | None] = {}
         self.holder: dict[int, object] = {}
         count = sum(map(len, accesses.values()))
         self.starts = np.zeros((calls, count), np.int64)
@@ -105,6 +112,8 @@ class Run:
                 elif isinstance(step, Collective):
                     yield from self._collective(rank, lane, step, call, meetings)
                     meetings += 1
+                elif isinstance(step, SendReceive):
+                    yield from self._messages(rank, lane, step, call)
                 else:
                     yield from self._work(rank, lane, step, call, ordinals)
             self.left[call][rank] -= 1
@@ -136,6 +145,34 @@ class Run:
         yield ("finish", id(step)), lambda: done[0] == len(parts)
         if self.holder.get(rank) is step:
             del self.holder[rank]
+
+    def _messages(self, rank: int, lane: Lane, step: SendReceive, call: int) -> Iterator[tuple[object, Callable[[], bool]]]:
+        """All ends at once, each when it can."""
+        yield from self._begin(rank, lane, step)
+        done, others = [0], []
+        ends = [*((rank, s.to, True) for s in step.sends), *((r.source, rank, False) for r in step.receives)]
+        for i, (src, dst, sent) in enumerate(ends):
+            number = self.begun[src, dst, sent] = self.begun.get((src, dst, sent), 0) + 1
+            others.append(((src, dst, not sent), number))
+            self._spawn(rank, self._message(self.accesses[id(step), i][0], (src, dst, number), sent, call, done))
+
+        def through() -> bool:
+            met = all(self.begun.get(other, 0) >= number for other, number in others)
+            return done[0] == len(ends) and (met or not self.must_meet)
+
+        yield ("finish", id(step)), through
+
+    def _message(
+        self, access: Access, key: tuple[int, int, int], sent: bool, call: int, done: list[int]
+    ) -> Iterator[tuple[object, Callable[[], bool]]]:
+        yield access, lambda: sent or key in self.mail
+        self.starts[call, access.number] = self.ends[call, access.number] = self.clock
+        if sent:
+            self.mail[key] = self.values.read(access.reads[0]).copy() if self.values else None
+        elif self.values:
+            assert access.write is not None
+            self.values.write(access.write, self.mail.pop(key))
+        done[0] += 1
 
     def _part(
         self, accesses: list[Access], part: object, call: int, ordinals: dict[Flag, int], done: list[int]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from weft.problem import OPS, Op
 from weft.schedules import names
 
-PAIRS = [(op, name) for op in OPS for name in names(op)]
+
+def of_one_node(op: Op) -> list[str]:
+    """The families of an operator without node_slices, which has another one's steps there."""
+    return [name for name in names(op) if name != "node_slices"]
+
+
+PAIRS = [(op, name) for op in OPS for name in of_one_node(op)]
 TP_OPS: tuple[Op, Op] = ("all_gather_matmul", "matmul_reduce_scatter")
-TP_NAMES = names("all_gather_matmul")
+TP_NAMES = tuple(of_one_node("all_gather_matmul"))
 """Those of either: matmul_reduce_scatter has none that all_gather_matmul lacks."""

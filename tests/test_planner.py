@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import pytest
-from families import TP_NAMES, TP_OPS
+from families import TP_NAMES, TP_OPS, of_one_node
 from machine_tiny import tiny
 
 from weft import codec
@@ -14,7 +14,7 @@ from weft.machine import Machine, load
 from weft.planner import Plan, plan
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Schedule
-from weft.schedules import build, candidates, names
+from weft.schedules import build, candidates
 from weft.sim import run, simulate
 from weft.span import total_us
 
@@ -37,7 +37,7 @@ def test_best_first_and_sequential_among_them(plans: dict[tuple[Op, int], Plan])
         assert times == sorted(times)
         sequential = next(c for c in found.candidates if c.schedule == "sequential")
         assert sequential.predicted_us == found.sequential_us >= found.chosen.predicted_us
-        assert {c.schedule for c in found.candidates} == set(names(found.problem.op))
+        assert {c.schedule for c in found.candidates} == set(of_one_node(found.problem.op))
         assert len({c.spec for c in found.candidates}) == len(found.candidates)
         assert {(s.name, s.chunks) for s in candidates(found.problem)} <= {(c.schedule, c.chunks) for c in found.candidates}
 

@@ -409,5 +409,5 @@ def test_mistakes_name_planned() -> None:
     with pytest.raises(ValueError, match=r"families that have chunks$"):
         spec_of("flag_gated:0", "all_gather_matmul")
     assert spec_of("flag_gated_2d:4", "all_gather_matmul") == "flag_gated_2d:4"
-    with pytest.raises(ValueError, match=r"is for all_gather_matmul alone; matmul_reduce_scatter has .*, direct_store$"):
+    with pytest.raises(ValueError, match=r"is for all_gather_matmul alone; matmul_reduce_scatter has .*, node_slices$"):
         spec_of("flag_gated_2d:4", "matmul_reduce_scatter")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from weft import codec
+from weft.problem import Problem
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
 MAY_BE_ZERO = frozenset({"stores.stall"})
@@ -105,6 +106,18 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between hosts: an adapter for each GPU. gbps: usable, each way. latency_us: of a message's last byte. step_us: fixed cost
+    of a group of sends and receives. sms: what it occupies while it runs.
+    """
+
+    gbps: float
+    latency_us: float
+    step_us: float
+    sms: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising."""
 
@@ -132,7 +145,7 @@ class Machine:
     all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
     all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
-    simulator does not use it.
+    simulator does not use it. network: between several such hosts, if known.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
     measurements differ: half of what lies between their quartiles, as a share of the median.
     """
@@ -150,6 +163,7 @@ class Machine:
     sources: Mapping[str, str]
     contention: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         for path, value in numbers(self):
@@ -199,6 +213,14 @@ class Machine:
     def fans_out(self) -> bool:
         """Whether copies to several peers should be under way at once: then schedules have a copy lane for each peer."""
         return self.copies.engines > 1
+
+    def require_for(self, problem: Problem) -> None:
+        """Raises ValueError if a node of the problem needs more GPUs than the machine has, or several nodes a network."""
+        self.require(max(problem.nodes or (problem.world_size,)))
+        if problem.nodes and self.network is None:
+            raise ValueError(
+                f"nodes is {problem.nodes}; machine {self.name} has no network: add one to its profile, or use one node"
+            )
 
     def require(self, world_size: int) -> None:
         """Raises ValueError if the machine has fewer GPUs than `world_size`."""

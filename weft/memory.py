@@ -81,6 +81,12 @@ class Segment:
         """Where this process finds the first byte."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
 
+    def read_bytes(self, offset: int, size: int) -> bytes:
+        return self._mapping[offset : offset + size]
+
+    def write_bytes(self, offset: int, data: bytes) -> None:
+        self._mapping[offset : offset + len(data)] = data
+
     def read_text(self, offset: int, size: int) -> str:
         return self._mapping[offset : offset + size].rstrip(b"\0").decode(errors="replace")
 

@@ -24,6 +24,8 @@ Collectives alone move M elements, which lie one after the other (`CollectivePro
 
     all_gather      a_m  ->  out_M        reduce_scatter  a_M  ->  out_m
     all_to_all      a_M  ->  out_M        all_reduce      a_M  ->  out_M
+
+Ranks of one node load from and store to each other's memory; ranks of different nodes can only send and receive.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ class Problem:
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
     addends: of matmul_all_reduce, what is added to the sum over ranks, in the order of ADDENDS.
+    nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
     """
 
@@ -117,6 +120,7 @@ class Problem:
     row_multiple: int = 1
     b_sizes: tuple[int, ...] = ()
     addends: tuple[Addend, ...] = ()
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
@@ -137,6 +141,9 @@ class Problem:
         allowed = ADDENDS if self.op == "matmul_all_reduce" else ()
         if self.addends != tuple(name for name in allowed if name in self.addends):
             raise ValueError(f"addends is {self.addends}; {self.op} takes any of {allowed}, each once, in this order")
+        if self.nodes and (len(self.nodes) == 1 or min(self.nodes) < 1 or sum(self.nodes) != self.world_size):
+            several = f"the ranks of two nodes or more, each at least 1, {self.world_size} in all; or (), for one node"
+            raise ValueError(f"nodes is {self.nodes}; it must be {several}")
 
     def _check_sizes(self) -> None:
         if self.op in EXCHANGES:
@@ -157,6 +164,17 @@ class Problem:
         every rank that go to it."""
         unit = self.row_multiple
         return tuple((low * unit, high * unit) for low, high in split(self.m // unit, self.world_size))
+
+    @cached_property
+    def node_ranks(self) -> tuple[range, ...]:
+        """The ranks of each node; of the only one, all."""
+        ends = tuple(accumulate(self.nodes or (self.world_size,)))
+        return tuple(range(first, end) for first, end in zip((0, *ends), ends, strict=False))
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """By rank, its node."""
+        return tuple(node for node, ranks in enumerate(self.node_ranks) for _ in ranks)
 
     def arrivals(self, src_rank: int, dst_rank: int) -> Span1D:
         """All-to-all: where the rows that `src_rank` sends to `dst_rank` lie among all that arrive there."""
@@ -229,7 +247,7 @@ class Problem:
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
-        flags += "".join(f" +{name}" for name in self.addends)
+        flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self.dtype} world_size={self.world_size}{flags}"
 
 
@@ -301,7 +319,7 @@ class LookupProblem(Problem):
     def __str__(self) -> str:
         tables = sum(map(len, self.dims))
         sizes = f"M={self.m} N={self.n} K={self.k} in {tables} tables"
-        return f"{self.op} {sizes} {self.mode} {self.dtype} world_size={self.world_size}"
+        return f"{self.op} {sizes} {self.mode} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,4 +476,8 @@ class CollectiveProblem(Problem):
 
     def __str__(self) -> str:
         flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
-        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{flags}"
+        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}{flags}"
+
+
+def _on_nodes(nodes: tuple[int, ...]) -> str:
+    return f" on nodes of {', '.join(map(str, nodes))}" if nodes else ""

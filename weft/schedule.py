@@ -18,6 +18,9 @@ a writer learns that a buffer may be written again.
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
 "local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
 between two calls that is its caller's alone, as ever.
+
+Nodes. Memory and flags of a rank on another node are out of reach: there is only SendReceive, on a lane of kind network.
+Whoever has received a message knows that its sender's step had begun; a sender knows nothing of its receiver.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from typing import ClassVar, Literal
 
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, Span1D
 
-LaneKind = Literal["compute", "copy", "blocks"]
-"""compute: kernels on all SMs. copy: a copy engine. blocks: communication blocks on SMs of their own (SM stores)."""
+LaneKind = Literal["compute", "copy", "blocks", "network"]
+"""compute: kernels on all SMs. copy: a copy engine. blocks: communication blocks on SMs of their own (SM stores). network: the
+vendor's sends and receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +245,50 @@ class Collective:
         return f"{self.op} {self.src} -> {self.dst}"
 
 
-Step = Wait | Signal | Copy | Gemm | Reduce | Lookup | Collective
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Whole rows of a buffer of this rank, to another one."""
+
+    src: Region
+    to: int
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """What another rank sends, into whole rows of a buffer of this one."""
+
+    dst: Region
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.dst} <- {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendReceive:
+    """Messages that go on together. The n-th that a rank sends to another in a call is the n-th that the other receives.
+
+    It ends once all of its messages are through: not before each one's other end has begun.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    sends: tuple[Send, ...] = ()
+    receives: tuple[Receive, ...] = ()
+
+    def __str__(self) -> str:
+        ways = [("send", self.sends), ("receive", self.receives)]
+        return ", ".join(f"{verb} {', '.join(map(str, messages))}" for verb, messages in ways if messages) or "send nothing"
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ends, each once."""
+        return tuple(dict.fromkeys([*(s.to for s in self.sends), *(r.source for r in self.receives)]))
+
+
+Step = Wait | Signal | Copy | Gemm | Reduce | Lookup | Collective | SendReceive
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +384,8 @@ def regions(step: Step) -> tuple[Region, ...]:
     """Every region that a step reads or writes."""
     if isinstance(step, (Copy, Collective)):
         return step.src, step.dst
+    if isinstance(step, SendReceive):
+        return tuple(send.src for send in step.sends) + tuple(receive.dst for receive in step.receives)
     if isinstance(step, Gemm):
         return step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))
     if isinstance(step, Reduce):

@@ -1,6 +1,6 @@
-"""Team: the ranks of one process group on one host, who they are, that they agree, and that every wait ends.
+"""Team: the ranks of one process group, on which nodes they are, that they agree, and that every wait ends.
 
-Each rank owns a control segment that all map:
+Each rank owns a control segment that all of its node map; ranks of other nodes have a copy of it (weft.team_relay):
 
     word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed
     word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the meeting
@@ -20,6 +20,9 @@ Two slots are enough: a rank can begin meeting n + 1 while another still compare
 that other's part in n + 1.
 
 A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
+
+A node is a host: ranks that share its memory. WEFT_RANKS_PER_NODE cuts a host's ranks into nodes of so many, which then treat
+each other as if they were on different hosts.
 """
 
 from __future__ import annotations
@@ -28,12 +31,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
-from weft.memory import Segment, process_start, reap_stale, unlink
+from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
+from weft.team_relay import Board, Relay
 
 DEFAULT_TIMEOUT_S = 60.0
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
@@ -42,10 +51,12 @@ _TEXT_BYTES = 4096
 _FAILURE_AT, _NAME_AT, _LOG_AT = 3 * _TEXT_BYTES, 4 * _TEXT_BYTES, 5 * _TEXT_BYTES
 _LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
-_CONTROL_BYTES = _LOG_AT + 8 * _LOGGED
+_BOARD = Board(words=6, texts_at=_TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
 _NUMBERS = 4096
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
 _PEER_CHECK_S = 0.02
+_SILENT_S = 30.0
+"""A rank of another node that nothing is heard of for so long is lost: a process publishes four times a second."""
 
 
 def timeout_from_environment() -> float:
@@ -60,10 +71,34 @@ def timeout_from_environment() -> float:
     return value
 
 
-class Team:
-    """The ranks of `group`, all on this host. Collective: every rank of the group constructs it.
+def ranks_per_node() -> int | None:
+    """WEFT_RANKS_PER_NODE, if it is set. Raises ValueError if it is not a whole number of at least 1."""
+    text = os.environ.get("WEFT_RANKS_PER_NODE")
+    if text is not None and not (text.isdigit() and int(text)):
+        raise ValueError(f"WEFT_RANKS_PER_NODE is {text!r}; it must be a whole number of at least 1")
+    return int(text) if text else None
 
-    timeout_s: bound of every wait. Raises ValueError if the ranks are on several hosts.
+
+def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
+    """How many ranks each node has, by the hosts of all ranks; () for one node.
+
+    Raises ValueError if the ranks of a host are no neighbours.
+    """
+    found = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
+    apart = sorted({host for host, _ in found if sum(host == other for other, _ in found) > 1})
+    if apart:
+        raise ValueError(
+            f"group has ranks of {', '.join(apart)} among those of other hosts ({', '.join(hosts)}); order them host by host, "
+            "as torchrun does"
+        )
+    return tuple(count for _, count in found) if len(found) > 1 else ()
+
+
+class Team:
+    """The ranks of `group`. Collective: every rank of the group constructs it.
+
+    timeout_s: bound of every wait. nodes: as a Problem has them. near: the ranks of this one's node, itself among them.
+    topic: what tells this team from all others. Raises ValueError if the ranks of a host are no neighbours.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
@@ -74,30 +109,61 @@ class Team:
         self._known: dict[int, str] = {}
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
+        self._relay: Relay | None = None
         self._rounds = 0
         reap_stale()
-        control = Segment.create("control", _CONTROL_BYTES)
-        me = (socket.gethostname(), os.getpid(), process_start(os.getpid()), control.name)
+        per_node, host = ranks_per_node(), socket.gethostname()
+        label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
+        control = Segment.create("control", _BOARD.nbytes)
+        me = (label, os.getpid(), process_start(os.getpid()), control.name)
         everyone: list[tuple[str, int, int, str]] = [me] * self.world_size  # type: ignore[list-item]
         try:
             dist.all_gather_object(everyone, me, group=group)
-            self._peers_on_this_host(everyone)
+            hosts = [label for label, *_ in everyone]
+            self.nodes = nodes_of(hosts)
+            self.near = range(hosts.index(label), hosts.index(label) + hosts.count(label))
             self.pids = [pid for _, pid, _, _ in everyone]
             self._starts = [start for _, _, start, _ in everyone]
-            self._control = [control if r == self.rank else Segment.open(name) for r, (_, _, _, name) in enumerate(everyone)]
+            self._control = [self._board_of(rank, name, control) for rank, (*_, name) in enumerate(everyone)]
             self._words = [segment.words(0, 6) for segment in self._control]
             self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
+            self.topic = everyone[0][3].removeprefix(PREFIX)
             self._publish_mapped()
+            self._relay = self._relayed() if self.nodes else None
         finally:
             unlink(control.name)
 
-    @staticmethod
-    def _peers_on_this_host(everyone: list[tuple[str, int, int, str]]) -> None:
-        hosts = sorted({host for host, *_ in everyone})
-        if len(hosts) > 1:
-            raise ValueError(
-                f"group spans the hosts {', '.join(hosts)}; weft overlaps within one host: pass a group of one host"
-            )
+    def _board_of(self, rank: int, name: str, own: Segment) -> Segment:
+        """A rank's control segment, or where it is copied to."""
+        if rank not in self.near:
+            return _BOARD.private()
+        return own if rank == self.rank else Segment.open(name)
+
+    def store(self, name: str) -> Any:
+        """A part of the group's store that this team alone has, on a connection of its own."""
+        store: Any = _get_process_group_store(self.group)
+        return PrefixStore(f"weft/{self.topic}/{name}", store.clone())
+
+    def _relayed(self) -> Relay:
+        near = [peer for peer in self._others() if peer in self.near]
+        return Relay(
+            self.store("relay"),
+            _BOARD,
+            rank=self.rank,
+            own=self._control[self.rank],
+            copies={far: self._control[far] for far in self._others() if far not in self.near},
+            neighbours={peer: partial(self._obituary, peer) for peer in near},
+            timeout_s=self.timeout_s,
+        )
+
+    def _obituary(self, peer: int) -> Segment | None:
+        """What a dead rank of this node would say to other nodes; None while it lives, and if it has said why it ends."""
+        if process_start(self.pids[peer]) == self._starts[peer] or self._words[peer].load(_STATE):
+            return None
+        last = _BOARD.private()
+        _BOARD.restore(last, _BOARD.snapshot(self._control[peer]))
+        _mark_failed(last, f"process {self.pids[peer]} died")
+        return last
 
     def enter(self, text: str, mine: int = 0) -> tuple[int, ...]:
         """Begin a call that every rank describes alike by `text`; what each rank gave as `mine`, by rank.
@@ -111,6 +177,7 @@ class Team:
         self._control[self.rank].write_text(slot, _TEXT_BYTES, text)
         self._words[self.rank].store(_OFFERED + parity, mine)
         self._log_call(parity)
+        self._tell()
         for peer in self._others():
             self._await_word(peer, _ENTERED, self.calls, "entered")
         for peer in self._others():
@@ -162,7 +229,7 @@ class Team:
         return RankMismatch(f"ranks disagree in call {call}:\n{_difference(self.rank, mine, peer, theirs)}")
 
     def allocate(self, nbytes: int) -> list[Segment]:
-        """A new segment of `nbytes` on every rank, mapped on all, by rank. Collective."""
+        """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective."""
         self._check_usable()
         mine = Segment.create("data", nbytes)
         self._rounds += 1
@@ -170,7 +237,7 @@ class Team:
             self._control[self.rank].write_text(_NAME_AT, _TEXT_BYTES, mine.name)
             self._words[self.rank].store(_CREATED, self._rounds)
             segments = []
-            for peer in range(self.world_size):
+            for peer in self.near:
                 self._await_word(peer, _CREATED, self._rounds, "created")
                 name = self._control[peer].read_text(_NAME_AT, _TEXT_BYTES)
                 segments.append(mine if peer == self.rank else Segment.open(name))
@@ -181,7 +248,7 @@ class Team:
 
     def _publish_mapped(self) -> None:
         self._words[self.rank].store(_MAPPED, self._rounds + 1)
-        for peer in self._others():
+        for peer in (peer for peer in self._others() if peer in self.near):
             self._await_word(peer, _MAPPED, self._rounds + 1, "mapped")
 
     def until(self, ready: Callable[[], bool], explain: Callable[[], str]) -> None:
@@ -194,6 +261,7 @@ class Team:
         while not ready():
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
+            self._hear()
             now = time.monotonic()
             if now >= next_check:
                 self.check_peers(ready)
@@ -209,20 +277,39 @@ class Team:
         """
         if self.broken:
             raise PeerLost(str(self.broken))
+        self._hear()
         self._compare()
         fine = (0, _CLOSED) if may_leave else (0,)
-        dead = [p for p in self._others() if process_start(self.pids[p]) != self._starts[p]]
+        dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
         dead = [p for p in dead if not (may_leave and self._words[p].load(_STATE) == _CLOSED)]
         gone = [p for p in self._others() if self._words[p].load(_STATE) not in fine]
-        if not (dead or gone) or ready():
+        silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
+        if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
-        raise self.fail(PeerLost(self._farewell((dead + gone)[0])))
+        raise self.fail(PeerLost(self._farewell((dead + gone + silent)[0])))
+
+    def _hear(self) -> None:
+        """Look at what ranks of other nodes say."""
+        if self._relay:
+            try:
+                self._relay.refresh()
+            except RuntimeError as error:
+                raise self.fail(
+                    PeerLost(f"the store of the group is lost, and with it the host that keeps it ({error})")
+                ) from None
+
+    def _silent_s(self, peer: int) -> float:
+        """For how long nothing has been heard of a rank of another node that has not left."""
+        closed = peer in self.near or self._words[peer].load(_STATE) == _CLOSED
+        return 0.0 if closed or self._relay is None else self._relay.silent_s(peer)
 
     def _farewell(self, peer: int) -> str:
         state = self._words[peer].load(_STATE)
         if state == _FAILED:
             return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, _TEXT_BYTES)}"
+        if state != _CLOSED and peer not in self.near:
+            return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
         return f"rank {peer} {'has left the group' if state == _CLOSED else f'(process {self.pids[peer]}) died'}"
 
     def fail(self, error: BaseException) -> BaseException:
@@ -230,10 +317,16 @@ class Team:
         with self._lock:
             if self.broken is None:
                 self.broken = error
-                self._control[self.rank].write_text(_FAILURE_AT, _TEXT_BYTES, str(error))
-                self._words[self.rank].store(_STATE, _FAILED)
+                _mark_failed(self._control[self.rank], str(error))
+                self._tell()
                 reap_stale()
         return error
+
+    def _tell(self) -> None:
+        """Let other nodes see at once what this rank's segment says."""
+        if self._relay:
+            with suppress(RuntimeError):  # the store may be what is lost
+                self._relay.publish()
 
     def close(self) -> None:
         """Leave: peers that wait for this rank are told. Not collective.
@@ -242,6 +335,8 @@ class Team:
         """
         if self._words[self.rank].load(_STATE) == 0:
             self._words[self.rank].store(_STATE, _CLOSED)
+        if self._relay:
+            self._relay.close()
         self.broken = self.broken or WeftError("the team is closed")
         self.__dict__.pop("group", None)
 
@@ -261,6 +356,11 @@ class Team:
                 f"seen {words.load(word)}; rank {peer} did not arrive"
             ),
         )
+
+
+def _mark_failed(control: Segment, text: str) -> None:
+    control.write_text(_FAILURE_AT, _TEXT_BYTES, text)
+    control.words(0, _BOARD.words).store(_STATE, _FAILED)
 
 
 def _difference(rank: int, mine: str, peer: int, theirs: str) -> str:

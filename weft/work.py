@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
 from weft.span import Kind, Span
 
 KINDS: dict[type, Kind] = {
@@ -13,6 +13,7 @@ KINDS: dict[type, Kind] = {
     Reduce: "reduce",
     Lookup: "lookup",
     Collective: "collective",
+    SendReceive: "message",
 }
 
 
@@ -41,6 +42,8 @@ def label(rank: int, step: Step) -> str:
         return str(step)
     if isinstance(step, Collective):
         return step.op
+    if isinstance(step, SendReceive):
+        return f"send {len(step.sends)}, receive {len(step.receives)}"
     if isinstance(step, (Wait, Signal)):
         where = "" if step.flag.rank == rank else f"@{step.flag.rank}"
         verb = "wait" if isinstance(step, Wait) else "signal"
@@ -62,7 +65,8 @@ def flops(step: Step) -> int:
 
 
 def work_bytes(schedule: Schedule, step: Step) -> int:
-    """Bytes that a step reads and writes at least; those that arrive for a Copy (once) and a Collective (from peers)."""
+    """Bytes that a step reads and writes at least; those that arrive for a Copy (once), a Collective (from peers) and
+    messages."""
 
     def size(region: Region) -> int:
         return region_bytes(schedule, region)
@@ -77,6 +81,8 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
         return sum(size(part.out) + sum(map(size, part.srcs)) for part in step.parts)
     if isinstance(step, Lookup):
         return sum((schedule.problem.k + 1) * size(part.out) for part in step.parts)
+    if isinstance(step, SendReceive):
+        return sum(size(receive.dst) for receive in step.receives)
     if isinstance(step, Collective):
         passes = 2 if step.op == "all_reduce" else 1
         return passes * collective_shard_bytes(schedule, step) * (schedule.problem.world_size - 1)

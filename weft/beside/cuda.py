@@ -16,6 +16,7 @@ import torch.distributed as dist
 from weft import controls
 from weft.beside.collectives import Collective, SendReceive
 from weft.beside.device import Device
+from weft.execute.groups import GROUPS
 from weft.execute.trial import timer_for
 from weft.planner.ways import Abilities, Way
 
@@ -54,7 +55,7 @@ class CudaDevice(Device):
             priority=streams,
             ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
             left=hasattr(torch._C, "_set_sm_carveout_experimental"),
-            copy_engine=all(collective.moves for collective in collectives),
+            copy_engine=all(collective.moves and _on_one_node(collective.ranks) for collective in collectives),
         )
 
     def mark(self) -> torch.cuda.Event:
@@ -150,6 +151,11 @@ class CudaDevice(Device):
             # Where the default group has been destroyed, so have all others.
             with suppress(ValueError, AssertionError):
                 dist.destroy_process_group(group)
+
+
+def _on_one_node(group: dist.ProcessGroup) -> bool:
+    """Whether copy engines reach all of a group's memory. Collective where weft has not used the group yet."""
+    return not GROUPS.state(group.group_name).team.nodes
 
 
 def _can_be_made_anew(group: dist.ProcessGroup) -> bool:

@@ -37,7 +37,7 @@ class Device(ABC):
 
     @abstractmethod
     def abilities(self, collectives: Sequence[Collective]) -> Abilities:
-        """What ways may say here, for these. The same on every rank."""
+        """What ways may say here, for these. The same on every rank. Collective where weft has not used their groups yet."""
 
     @abstractmethod
     def mark(self) -> Any:

@@ -11,7 +11,7 @@ Place = tuple[int, int]
 
 
 class Stuck(NamedTuple):
-    """Where a lane stands: the step, its part, and the flag that it waits for (-1: for a collective)."""
+    """Where a lane stands: the step, its part, and the flag that it waits for (-1: for a collective, or messages)."""
 
     position: int
     part: int
@@ -28,7 +28,7 @@ def deadlock(program: Program, stuck: dict[Place, Stuck]) -> str:
     lines = []
     for place, then in zip(circle, circle[1:] + circle[:1], strict=True):
         position, part, flag = stuck[place]
-        what = f"a signal of {program.flags[flag]}" if flag >= 0 else "all ranks to start it"
+        what = f"a signal of {program.flags[flag]}" if flag >= 0 else _meeting(program, place, position, part)
         owner = f"rank {then[0]}, lane {program.schedule.ranks[then[0]][then[1]].name}"
         lines.append(f"{program.where(*place, position, part)} waits for {what}, which needs {owner}")
     return "deadlock: " + "; ".join(lines)
@@ -41,9 +41,28 @@ def _blocker(program: Program, stuck: dict[Place, Stuck], here: Place) -> Place:
         owner = program.owners[flag]
         assert owner is not None
         return owner if owner in stuck else _any_of(stuck, owner[0])
+    peer = _other_end(program, here, stuck[here].position, stuck[here].part)
+    if peer is not None:
+        lane = _lane_with(program, peer, Do.MESSAGES)
+        return (peer, lane) if (peer, lane) in stuck else _any_of(stuck, peer)
     absent = next(r for r in range(len(program.ops)) if all(p[0] != r or not _meets(program, p, s) for p, s in stuck.items()))
-    lane = next((i for i, ops in enumerate(program.ops[absent]) if any(op.do is Do.COLLECTIVE for op in ops)), -1)
+    lane = _lane_with(program, absent, Do.COLLECTIVE)
     return (absent, lane) if (absent, lane) in stuck else _any_of(stuck, absent)
+
+
+def _lane_with(program: Program, rank: int, do: Do) -> int:
+    return next((i for i, ops in enumerate(program.ops[rank]) if any(op.do is do for op in ops)), -1)
+
+
+def _other_end(program: Program, place: Place, position: int, part: int) -> int | None:
+    """The rank that a message waits for; None if it is a collective that waits."""
+    op = program.ops[place[0]][place[1]][position]
+    return op.messages[part][1] if op.do is Do.MESSAGES else None
+
+
+def _meeting(program: Program, place: Place, position: int, part: int) -> str:
+    peer = _other_end(program, place, position, part)
+    return "all ranks to start it" if peer is None else f"rank {peer} to begin its end of message {part}"
 
 
 def _meets(program: Program, place: Place, stuck: Stuck) -> bool:

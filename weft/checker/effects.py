@@ -160,6 +160,28 @@ class Effects:
                     raise self._refusal(ats[rank], conflict) from None
         return [1 << node for node in nodes]
 
+    def post(self, action: Action, at: At, ancestors: int) -> tuple[Cells, int]:
+        """Read what is sent: the cells, none but in the first call, and the ancestors with the reading among them."""
+        node = self.node(at)
+        try:
+            found = self._read(action.reads if at[4] == 0 else action.shared_reads, node, ancestors)
+        except Conflict as conflict:
+            raise self._refusal(at, conflict) from None
+        return (found[0] if found else []), ancestors | 1 << node
+
+    def deliver(self, action: Action, at: At, ancestors: int, src: Rect, cells: Cells) -> int:
+        """Write what is received, which lay in `src` where it came from; the ancestors with the writing among them."""
+        first, node = at[4] == 0, self.node(at)
+        write = action.write if first else action.shared_write
+        if write is not None:
+            try:
+                self._write(write, moved(cells, src, write[1]) if first else [(write[1], None)], node, ancestors)
+                if first and write[0] in self.given:
+                    self._overwrite(action, self.given[write[0]], node, ancestors)
+            except Conflict as conflict:
+                raise self._refusal(at, conflict) from None
+        return ancestors | 1 << node
+
     def _gather(self, action: Action, node: int, ancestors: int, *, first: bool) -> Cells:
         reads = action.reads if first else action.shared_reads
         return [cell for m, rect in reads for cell in self.memories[m].read(rect, node, ancestors)]

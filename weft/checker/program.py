@@ -33,6 +33,7 @@ class Do(IntEnum):
     GEMM = 5
     ADD = 6
     EXCHANGE = 7
+    MESSAGES = 8
 
 
 class Action(NamedTuple):
@@ -65,7 +66,8 @@ class Action(NamedTuple):
 
 
 class Op(NamedTuple):
-    """One step. flag, at_least: of a wait or signal. fills: its waiting blocks may fill the rank's SMs."""
+    """One step. flag, at_least: of a wait or signal. fills: its waiting blocks may fill the rank's SMs. messages: of each
+    action, whether it is sent, and the other end."""
 
     do: Do
     flag: int = -1
@@ -73,6 +75,7 @@ class Op(NamedTuple):
     actions: tuple[Action, ...] = ()
     needs_sms: bool = False
     fills: bool = False
+    messages: tuple[tuple[bool, int], ...] = ()
 
 
 class Program(NamedTuple):

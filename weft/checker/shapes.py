@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from weft.checker.program import ScheduleError
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Schedule, Sum
+from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Region, Schedule, SendReceive, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -191,3 +191,54 @@ def check_collectives(schedule: Schedule) -> None:
 def _common_columns(step: Collective) -> int:
     """The columns in which ranks must agree: those of the result where each gives its own."""
     return step.dst.shape[1] if step.op == "all_to_all_columns" else step.src.shape[1]
+
+
+def message_fault(region: Region, buffer: Buffer, rank: int, peer: int, size: int) -> str:
+    """A message is some whole rows of this rank, to or from another one: they follow each other in memory."""
+    if not 0 <= peer < size or peer == rank:
+        return f"rank {peer} is no other end for a message of rank {rank}; use another one of 0 to {size - 1}"
+    if not region.size:
+        return f"{region} has no elements; leave the message out"
+    if region.cols != (0, buffer.cols[region.rank]):
+        return f"{region} is not whole rows of {buffer.whole(region.rank)}; a message is"
+    return ""
+
+
+Message = tuple[tuple[int, int], bool]
+"""Its shape, and whether it holds float32 partial sums."""
+
+
+def check_messages(schedule: Schedule) -> None:
+    """What a rank sends to another in a call is what that one receives from it, in order, on one lane each, and without a
+    vendor collective beside it: two communicators at once could wait for each other. Raises ScheduleError."""
+    sent: dict[tuple[int, int], list[Message]] = {}
+    received: dict[tuple[int, int], list[Message]] = {}
+    for rank, lanes in enumerate(schedule.ranks):
+        users = [lane.name for lane in lanes if any(isinstance(step, SendReceive) for step in lane.steps)]
+        if len(users) > 1:
+            raise ScheduleError(f"rank {rank} sends and receives on lanes {', '.join(users)}; one lane must do it all")
+        for step in (step for lane in lanes for step in lane.steps if isinstance(step, SendReceive)):
+            for send in step.sends:
+                sent.setdefault((rank, send.to), []).append(_message(schedule, send.src))
+            for receive in step.receives:
+                received.setdefault((receive.source, rank), []).append(_message(schedule, receive.dst))
+    for src, dst in sorted({*sent, *received}):
+        _check_pair(src, dst, sent.get((src, dst), []), received.get((src, dst), []))
+    if sent and any(isinstance(step, Collective) for *_, step in schedule):
+        raise ScheduleError("the schedule has messages and a vendor's collective; two communicators at once could deadlock")
+
+
+def _message(schedule: Schedule, region: Region) -> Message:
+    return region.shape, schedule.buffer[region.buffer].float32 and schedule.problem.dtype != "float32"
+
+
+def _check_pair(src: int, dst: int, sent: list[Message], received: list[Message]) -> None:
+    if len(sent) != len(received):
+        raise ScheduleError(
+            f"rank {src} sends {len(sent)} messages to rank {dst} in a call, which receives {len(received)} from it"
+        )
+    for number, (one, two) in enumerate(zip(sent, received, strict=True)):
+        if one != two:
+            (mine, wide), (theirs, other) = one, two
+            what = f"as {mine}{' of float32' * wide}, received as {theirs}{' of float32' * other}"
+            raise ScheduleError(f"message {number} of a call from rank {src} to rank {dst} is sent {what}")

@@ -92,11 +92,12 @@ class _State:
         self.inside: dict[tuple[int, int], tuple[int, ...]] = {}
         self.flags: Counter[int] = Counter()
         self.met: Counter[int] = Counter()
+        self.posted: Counter[tuple[int, int, bool]] = Counter()
 
     def copy(self) -> _State:
         other = _State(self.program)
         other.at, other.inside = dict(self.at), dict(self.inside)
-        other.flags, other.met = Counter(self.flags), Counter(self.met)
+        other.flags, other.met, other.posted = Counter(self.flags), Counter(self.met), Counter(self.posted)
         return other
 
     def after(self, choice: Place, points: set[Place]) -> _State:
@@ -142,6 +143,8 @@ class _State:
             return self._start(lane, op, may_start)
         if op.do is Do.COLLECTIVE:
             ended = self.met[self._ordinal(lane)] == len(self.program.ops)
+        elif op.do is Do.MESSAGES:
+            ended = all(self._begun(lane, number) for number in range(len(op.messages)))
         else:
             before = left = self.inside[lane]
             while left and self._finish(op, left[0]):
@@ -161,7 +164,16 @@ class _State:
         self.inside[lane] = tuple(range(len(op.actions)))
         if op.do is Do.COLLECTIVE:
             self.met[self._ordinal(lane)] += 1
+        for sent, peer in op.messages:
+            self.posted[lane[0], peer, sent] += 1
         return True
+
+    def _begun(self, lane: tuple[int, int], number: int) -> bool:
+        """Whether the other end of a message has."""
+        ops = self.program.ops[lane[0]][lane[1]]
+        sent, peer = message = ops[self.at[lane]].messages[number]
+        before = [end for op in ops[: self.at[lane]] for end in op.messages] + list(ops[self.at[lane]].messages[:number])
+        return self.posted[peer, lane[0], not sent] > before.count(message)
 
     def _finish(self, op: Op, part: int) -> bool:
         action = op.actions[part]

@@ -14,9 +14,11 @@ from weft.checker.shapes import (
     bags_fault,
     check_buffers,
     check_collectives,
+    check_messages,
     collective_fault,
     fused_fault,
     gemm_fault,
+    message_fault,
     reachable_outputs,
     sum_fault,
 )
@@ -33,13 +35,14 @@ from weft.schedule import (
     Reduce,
     Region,
     Schedule,
+    SendReceive,
     Signal,
     Step,
     Sum,
     Wait,
 )
 
-_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE = Do
+_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES = Do
 _COLLECTS = {
     "all_gather": _COPY,
     "reduce_scatter": _ADD,
@@ -56,6 +59,7 @@ def compile_schedule(schedule: Schedule) -> Program:
     ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
     compiler.check_waits()
     check_collectives(schedule)
+    check_messages(schedule)
     return Program(
         schedule,
         ops,
@@ -72,6 +76,7 @@ class _Compiler:
     def __init__(self, schedule: Schedule) -> None:
         self.world_size = schedule.problem.world_size
         self.problem = schedule.problem
+        self.node_of = schedule.problem.node_of
         self.all_wide = schedule.problem.dtype == "float32"
         self.buffers = schedule.buffer
         self.first_memory = {b.name: i * self.world_size for i, b in enumerate(schedule.buffers)}
@@ -109,6 +114,10 @@ class _Compiler:
             return Op(_WAIT, *self.gate(step))  # type: ignore[arg-type]
         if kind is Signal:
             return Op(_SIGNAL, self.advance(step.flag))  # type: ignore[union-attr]
+        if kind is SendReceive:
+            return self.messages(step)  # type: ignore[arg-type]
+        if self.lane.kind == "network":
+            self.fail("a network lane runs sends and receives, waits and signals; this step needs another lane")
         if kind is Copy:
             return self.copy(step)  # type: ignore[arg-type]
         if self.lane.kind == "copy":
@@ -152,6 +161,8 @@ class _Compiler:
 
     def advance(self, flag: Flag) -> int:
         number, me = self.number(flag), (self.rank, self.index)
+        if self.node_of[flag.rank] != self.node_of[self.rank]:
+            self.fail(f"{flag} lies on another node, out of reach; send a message, and signal where it is received")
         owner = self.owners[number]
         if owner is None:
             self.owners[number] = me
@@ -171,6 +182,8 @@ class _Compiler:
             self.fail(f"{region} lies on no rank; ranks are 0 to {self.world_size - 1}")
         if not (0 <= low <= high <= buffer.rows[rank] and 0 <= left <= right <= buffer.cols[rank]):
             self.fail(f"{region} does not lie within {buffer.whole(rank)}")
+        if self.node_of[rank] != self.node_of[self.rank]:
+            self.fail(f"{region} lies on another node, out of reach of loads, stores and copies; send and receive it")
         if rank != self.rank and not (remote and buffer.name in self.open):
             self._fail_remote(region, buffer, remote)
         if write and buffer.kind == "input":
@@ -258,6 +271,30 @@ class _Compiler:
         if fault:
             self.fail(fault)
         return self.action(_COPY, (bags,), out, (), part.count)
+
+    def messages(self, step: SendReceive) -> Op:
+        if self.lane.kind != "network":
+            self.fail(f"it is on a lane of kind {self.lane.kind}; sends and receives need one of kind network")
+        sends = [self.message(send.src, send.to, sent=True) for send in step.sends]
+        receives = [self.message(receive.dst, receive.source, sent=False) for receive in step.receives]
+        ends = [*((True, send.to) for send in step.sends), *((False, receive.source) for receive in step.receives)]
+        accesses = [access for action in (*sends, *receives) for access in (*action.reads, action.write) if access]
+        for action in receives:
+            assert action.write is not None
+            others = list(accesses)
+            others.remove(action.write)
+            self.disjoint(tuple(others), action.write)
+        return Op(_MESSAGES, actions=(*sends, *receives), needs_sms=True, messages=tuple(ends))
+
+    def message(self, region: Region, peer: int, *, sent: bool) -> Action:
+        access = self.access(region, write=not sent, remote=False)
+        fault = message_fault(region, self.buffers[region.buffer], self.rank, peer, self.world_size)
+        if fault:
+            self.fail(fault)
+        shared = access if self.shared[access[0]] else None
+        if sent:
+            return Action(_COPY, (), -1, (access,), None, False, 1, (shared,) if shared else (), None)
+        return Action(_COPY, (), -1, (), access, False, 1, (), shared)
 
     def collective(self, step: Collective) -> Action:
         src, dst = self.access(step.src, remote=False), self.access(step.dst, write=True, remote=False)

@@ -20,20 +20,23 @@ from operator import or_
 
 from weft.checker.deadlock import Stuck, deadlock
 from weft.checker.effects import Effects
+from weft.checker.mail import Leg, Mail
 from weft.checker.program import Action, Do, Op, Program, ScheduleError
 
 CALLS = 2
-_WAIT, _SIGNAL, _WORK = Do.WAIT, Do.SIGNAL, Do.WORK
+_WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
 class _Lane:
-    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them."""
+    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. legs: its
+    ends of messages that are under way."""
 
-    __slots__ = ("call", "index", "joined", "mask", "ops", "part", "position", "rank")
+    __slots__ = ("call", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 
     def __init__(self, rank: int, index: int, ops: tuple[Op, ...]) -> None:
         self.rank, self.index, self.ops = rank, index, ops
         self.call = self.position = self.mask = self.part = self.joined = 0
+        self.legs: list[Leg] = []
 
 
 class Occupied:
@@ -56,6 +59,7 @@ class Walk:
         self.parked: dict[int, list[tuple[_Lane, int]]] = {}
         self.ready: deque[tuple[_Lane, int]] = deque()
         self.meeting: list[_Lane] = []
+        self.mail, self.mailing = Mail(), list[_Lane]()
 
     def run(self) -> None:
         """Raises ScheduleError for a deadlock, a race or a wrong result."""
@@ -84,6 +88,9 @@ class Walk:
                 lane.mask |= before
             elif do is _SIGNAL:
                 self._signal(op.flag, lane.mask)
+            elif do is _MESSAGES:
+                self._exchange(lane, op)
+                return
             elif do is not _WORK:
                 self._meet(lane, op)
                 return
@@ -182,6 +189,24 @@ class Walk:
             other.position += 1
             self.ready.append((other, -1))
 
+    def _exchange(self, lane: _Lane, op: Op) -> None:
+        """Begin a lane's messages, and end those of all lanes whose other ends have all begun."""
+        self._enter(lane, op)
+        at = (lane.rank, lane.index, lane.position)
+        lane.joined = lane.mask
+        lane.legs = [
+            self.mail.begin(self.effects, (*at, part, lane.call), action, sent=sent, peer=peer, ancestors=lane.mask)
+            for part, (action, (sent, peer)) in enumerate(zip(op.actions, op.messages, strict=True))
+        ]
+        self.mailing.append(lane)
+        for other in [other for other in self.mailing if all(map(self.mail.meets, other.legs))]:
+            self.mailing.remove(other)
+            for leg in other.legs:
+                other.joined |= self.mail.end(self.effects, leg, other.mask)
+            self._leave(other)
+            other.position += 1
+            self.ready.append((other, -1))
+
     def _end_call(self, lane: _Lane) -> None:
         """The last lane of a rank to end lets the caller read, and starts the next call."""
         rank = lane.rank
@@ -204,6 +229,9 @@ class Walk:
     def _stuck(self) -> dict[tuple[int, int], Stuck]:
         """By rank and lane: the position and part that cannot go on, and the flag (-1: a collective) that it waits for."""
         found = {(lane.rank, lane.index): Stuck(lane.position, 0, -1) for lane in self.meeting}
+        for lane in self.mailing:
+            part = next(part for part, leg in enumerate(lane.legs) if not self.mail.meets(leg))
+            found[lane.rank, lane.index] = Stuck(lane.position, part, -1)
         for flag, parked in self.parked.items():
             for lane, part in parked:
                 found[lane.rank, lane.index] = Stuck(lane.position, max(part, 0), flag)

@@ -12,6 +12,7 @@ MARKS: dict[Kind, tuple[str, str]] = {
     "wait": (".", "dim"),
     "signal": ("!", "magenta"),
     "collective": ("~", "yellow"),
+    "message": ("^", "yellow"),
     "copy": ("=", "cyan"),
     "reduce": ("+", "blue"),
     "gemm": ("#", "green"),

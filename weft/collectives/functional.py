@@ -98,7 +98,7 @@ def empty(
     room, and nothing is copied on arrival; nor does a part of it, at the same place on every rank.
 
     Collective, with the same arguments on every rank. Zeroed. Its memory is the group's until weft.close(group). device: "cpu"
-    or "cuda", default: torch's. Raises ValueError for another device, or extents below 0.
+    or "cuda", default: torch's. Raises ValueError for another device, extents below 0, or a group on several nodes.
     """
     where = torch.empty(0).device if device is None else torch.device(device)
     if where.type not in ("cpu", "cuda"):

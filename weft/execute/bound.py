@@ -256,7 +256,7 @@ class BoundProgram(ABC):
                 matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
                 bindings.bind(buffer.name, self.rank, matrix)
             elif shared:
-                for rank in range(self.team.world_size):
+                for rank in self.team.near:
                     offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
                     bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
         return bindings

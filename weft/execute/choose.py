@@ -72,13 +72,12 @@ def _plan(problem: Problem, device: torch.device) -> Plan | None:
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
     profile = machine.load(machine_for(device))
-    if problem.world_size <= profile.world_size:
-        return profile
-    warnings.warn(
-        f"no machine profile has {problem.world_size} GPUs ({profile.name} has {profile.world_size}): sequential",
-        stacklevel=3,
-    )
-    return None
+    try:
+        profile.require_for(problem)
+    except ValueError as error:
+        warnings.warn(f"no machine profile has {problem.world_size} GPUs ({error}): sequential", stacklevel=3)
+        return None
+    return profile
 
 
 def machine_for(device: torch.device) -> str:

@@ -1,8 +1,8 @@
-"""The CUDA executor: a Schedule on GPUs of one host, one process a GPU.
+"""The CUDA executor: a Schedule on GPUs, one process a GPU.
 
 Lanes are streams: the compute lane is the caller's, every other lane has one of its own that is forked from it and joined
-to it. Symmetric buffers are torch's symmetric memory; no multicast. A call does not wait for the GPU; the space's watch
-bounds it.
+to it. Symmetric buffers are torch's symmetric memory, of the ranks of a node; no multicast. Between nodes go the vendor's sends
+and receives (weft.execute.network). A call does not wait for the GPU; the space's watch bounds it.
 
 Flags are edges. A schedule's flags only grow, but a CUDA graph replays constants. So each (flag, step that waits for it) has
 a 32-bit word of its own: a signal writes 1 into each waiter's word (a kernel adds one for each tile), and the waiter, once
@@ -35,13 +35,14 @@ from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
+from weft.execute.network import SMS as NETWORK_SMS
 from weft.execute.pool import Piece
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
 from weft.kernels.shapes import PUSH_SMS
 from weft.problem import CollectiveProblem
-from weft.schedule import Collective, Flag, Gemm, Lane, Region, Schedule, Wait, waits
+from weft.schedule import Collective, Flag, Gemm, Lane, Region, Schedule, SendReceive, Wait, waits
 from weft.work import span
 
 if TYPE_CHECKING:
@@ -86,12 +87,13 @@ class CudaProgram(BoundProgram):
             for rank, _, _, step in schedule
             if rank == self.rank and isinstance(step, Collective)
         }
-        self._replayable = not self._vendors
+        self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
+        self._replayable = not (self._vendors or self._sends)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
-        self._off_sms = {lane.name for lane in lanes if lane.kind == "copy" or alone}
+        self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
         self._silent = self._rehearsed = False
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
@@ -115,7 +117,8 @@ class CudaProgram(BoundProgram):
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if rows * cols == 0:
             return torch.empty(rows, cols, dtype=dtype, device=self.space.device)
-        matrix: torch.Tensor = self._area.handle.get_buffer(rank, (rows, cols), dtype, offset // dtype.itemsize)
+        near = rank - self.team.near.start
+        matrix: torch.Tensor = self._area.handle.get_buffer(near, (rows, cols), dtype, offset // dtype.itemsize)
         return matrix
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -151,10 +154,14 @@ class CudaProgram(BoundProgram):
 
     def waiters(self, flag: Flag) -> list[int]:
         """The words that a signal raises."""
-        return [self._addresses[flag.rank] + 4 * slot for slot in self.edges.slots[flag]]
+        return [self._address_on(flag.rank) + 4 * slot for slot in self.edges.slots[flag]]
+
+    def _address_on(self, rank: int) -> int:
+        """Where the words of a rank of this node begin."""
+        return self._addresses[rank - self.team.near.start]
 
     def gate_address(self, flag: Flag, where: Where) -> int:
-        return self._addresses[self.rank] + 4 * self.edges.slot[flag, where.lane, where.position]
+        return self._address_on(self.rank) + 4 * self.edges.slot[flag, where.lane, where.position]
 
     def count_address(self, flag: Flag) -> int:
         (address,) = self.waiters(flag)
@@ -164,9 +171,10 @@ class CudaProgram(BoundProgram):
         return 0, self.growth_of(wait.flag) if wait.at_least else 0
 
     def launch(self, kernel: FusedStep, bindings: Bindings, stream: int) -> None:
-        """A step as one kernel, beside what pushes take of the SMs. A sum's gates have been waited for by its stream."""
+        """A step as one kernel, beside what pushes and messages take of the SMs. A sum's gates have been waited for by its
+        stream."""
         silent = self._silent or kernel.gated_by_stream
-        sms = self.space.sms - (self._push_sms if self.pushes else 0)
+        sms = self.space.sms - (self._push_sms if self.pushes else 0) - (NETWORK_SMS if self._sends else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
     def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:
@@ -199,6 +207,14 @@ class CudaProgram(BoundProgram):
     def collective(self, step: Collective, bindings: Bindings) -> None:
         if not self.keeps_outputs:
             self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
+
+    def send_receive(self, step: SendReceive, bindings: Bindings) -> None:
+        """On torch's current stream."""
+        assert self.space.wire, f"{step} on one node"
+        if self.keeps_outputs:
+            return  # on no rank: all rehearse at once
+        sends = [(bindings.view(send.src), send.to) for send in step.sends]
+        self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives])
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if not self._rehearsed:
@@ -239,8 +255,8 @@ class CudaProgram(BoundProgram):
         self.space.settle()
 
     def _register(self) -> None:
-        """Let vendor collectives have registered buffers where those are faster. Collective."""
-        for vendor in self._vendors.values():
+        """Let vendor collectives within a node have registered buffers where those are faster. Collective."""
+        for vendor in self._vendors.values() if not self.team.nodes else ():
             if self.schedule.buffer[vendor.owned.buffer].kind in ("input", "output"):
                 continue
             window = vendor.register(lambda what, ns: max(self.team.enter(f"{self.schedule.name}: {what}", ns)))
@@ -330,7 +346,17 @@ class CudaProgram(BoundProgram):
                 if value < need:
                     stuck.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {self.raiser(wait.flag)}")
                     break
+        stuck = stuck or list(self._unsent())
         return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
+
+    def _unsent(self) -> Iterator[str]:
+        """The messages that a lane came to last: nothing tells whether they are through."""
+        for index, lane in enumerate(self.schedule.ranks[self.rank]):
+            position = int(self._progress[index]) - 1
+            step = lane.steps[position] if position >= 0 else None
+            if isinstance(step, SendReceive):
+                where = Where(self.rank, lane.name, position, step)
+                yield f"{where}: no flag is missing; perhaps not all of ranks {sorted(step.peers)} have begun their ends"
 
     def _may_wait_for(self, lane: Lane, position: int) -> Iterator[tuple[Where, Wait]]:
         """The waits of a lane that has come to `position`: of that step, and of those that it waits for at once with it."""

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from weft.controls.streams import comm_stream, current_lane_priority
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
+from weft.execute.network import CudaWire, near_group
 from weft.execute.pool import Pool
 from weft.team import Team
 
@@ -62,7 +64,9 @@ class CudaSpace:
     def __init__(self, team: Team, device: torch.device) -> None:
         self.team, self.device = team, device
         self.driver = Driver()
-        self.pool = Pool(team.group, device, self.settle)
+        self._near = near_group(team)
+        self.pool = Pool(self._near, device, self.settle, team.near)
+        self.wire = CudaWire(team, device) if team.nodes else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -217,6 +221,8 @@ class CudaSpace:
             raised = type(type(error).__name__, (type(error),), {"__str__": lambda _: str(error), "__module__": "weft.errors"})
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(raised))
         self._release_all()
+        if self.wire:
+            self.wire.abort()
 
     def _release_all(self) -> None:
         with self._releasing:
@@ -231,3 +237,9 @@ class CudaSpace:
             self.driver.forget(event)
         self._streams, self._releases = {}, {}
         self.pool.close()
+        if self.wire:
+            self.wire.close()
+            with suppress(ValueError, RuntimeError):  # gone with all groups of the process
+                dist.destroy_process_group(self._near)
+        self.__dict__.pop("_near", None)
+        self.wire = None

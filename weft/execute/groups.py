@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -169,7 +169,7 @@ class GroupState:
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         text = call.describe()
         sizes = self.team.enter(text, call.share)
-        problem = call.problem(sizes)
+        problem = replace(call.problem(sizes), nodes=self.team.nodes)
         key = (problem, call.schedule, call.device)
         program = next((program for program, known in self._programs.items() if known == key), None)
         if program is None:
@@ -277,7 +277,12 @@ class GroupState:
         return self._spaces[device]
 
     def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes of this rank that its peers can reach, until `close`. Collective."""
+        """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
+        if self.team.nodes:
+            raise ValueError(
+                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
+                "pass a group within one"
+            )
         with self.lock, _PLAIN_MODE:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             return self.reachable.take(self._space(device), nbytes)

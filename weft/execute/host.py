@@ -9,6 +9,9 @@ every other lane is a thread, so that a copy lane really runs beside the matmuls
     signal made  ---------------->  wait made
     join  <-----------------------  end                 a call returns when all lanes of the rank have ended
 
+On several nodes, shared memory is that of a rank's own node; messages and collectives go through the process group's backend
+for CPUs (weft.execute.host_wire).
+
 Memory, by rank: one data segment for all schedules of the team, grown when one needs more; one segment of flags a schedule.
 Schedules share the data segment: `Team.enter` of a call shows that every peer has ended the call before, so no peer still
 reads what another schedule put there.
@@ -28,9 +31,10 @@ import torch
 from weft.errors import PeerLost, WaitTimeout
 from weft.execute.bindings import Bindings, Where
 from weft.execute.bound import NOTHING, BoundProgram, Inputs, Outputs
+from weft.execute.host_wire import HostWire
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, Wait, waits
+from weft.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, waits
 from weft.span import Span
 from weft.team import Team
 from weft.work import span
@@ -87,7 +91,8 @@ class HostSpace:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self.data: list[Segment] = []
+        self.data: dict[int, Segment] = {}
+        self.wire: HostWire | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self._threads: dict[str, LaneThread] = {}
 
@@ -108,9 +113,9 @@ class HostSpace:
 
     def reserve(self, nbytes: int) -> None:
         """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
-        if not self.data or self.data[0].nbytes < nbytes:
-            grown = self.team.allocate(nbytes)
-            for segment in self.data:
+        if not self.data or self.data[self.team.rank].nbytes < nbytes:
+            grown = dict(zip(self.team.near, self.team.allocate(nbytes), strict=True))
+            for segment in self.data.values():
                 segment.close()
             self.data = grown
 
@@ -129,9 +134,11 @@ class HostSpace:
     def close(self) -> None:
         for thread in self._threads.values():
             thread.close()
-        for segment in self.data:
+        for segment in self.data.values():
             segment.close()
-        self._threads, self.data, self._scratch = {}, [], {}
+        if self.wire:
+            self.wire.close()
+        self._threads, self.data, self._scratch, self.wire = {}, {}, {}, None
 
 
 class HostProgram(BoundProgram, Device):
@@ -143,9 +150,11 @@ class HostProgram(BoundProgram, Device):
         self.space = space
         self._program = Program(schedule, self, self.growth_of)
         self._keep_pushes_that_need_no_lane_of_this_call()
-        self._segments = self.team.allocate(8 * (self.words_needed + 1))
-        self._words = [segment.words(0, self.words_needed + 1) for segment in self._segments]
+        self._segments = dict(zip(self.team.near, self.team.allocate(8 * (self.words_needed + 1)), strict=True))
+        self._words = {rank: segment.words(0, self.words_needed + 1) for rank, segment in self._segments.items()}
         self._meetings = 0
+        if self.team.nodes and space.wire is None:
+            space.wire = HostWire(self.team)
 
     def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
         """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
@@ -158,20 +167,21 @@ class HostProgram(BoundProgram, Device):
         self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != "b" and (self.pushes or self.exchanges):
+        if name != "b" and (self.pushes or self.exchanges or self.team.nodes):
             return tensor.contiguous()
         if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
             return tensor.float()
         return tensor
 
     def close(self) -> None:
-        for segment in (*self._segments, *self._mailboxes):
+        for segment in (*self._segments.values(), *self._mailboxes):
             segment.close()
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         segments = self.team.allocate(nbytes)
         self._mailboxes += segments
-        return [segment.address for segment in segments], segments[self.team.rank].matrix(0, 1, nbytes, torch.uint8)[0]
+        own = segments[self.team.rank - self.team.near.start]
+        return [segment.address for segment in segments], own.matrix(0, 1, nbytes, torch.uint8)[0]
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
         words, slot = self._words[flag.rank], self.slots[flag]
@@ -252,10 +262,16 @@ class HostProgram(BoundProgram, Device):
             out.copy_(torch.mm(a, b))
 
     def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
-        """Every rank stages its source in shared memory, meets the others, reads theirs, and meets them again."""
-        staged = [self._staged(step, rank) for rank in range(self.team.world_size)]
-        staged[self.rank].copy_(src)
-        self._meet(where)
+        """Every rank stages its source in shared memory, meets the others, reads theirs, and meets them again. On several nodes
+        it sends its source to all."""
+        wire = self.space.wire
+        if wire:
+            staged = [torch.empty(self._staged_shape(step, rank), dtype=self.dtype) for rank in range(self.team.world_size)]
+            wire.share(src, staged, where)
+        else:
+            staged = [self._staged(step, rank) for rank in range(self.team.world_size)]
+            staged[self.rank].copy_(src)
+            self._meet(where)
         mine = self.schedule.problem.shards
         if step.op == "all_to_all_columns":
             for cols, pooled in zip(self.schedule.problem.blocks, staged, strict=True):
@@ -273,22 +289,32 @@ class HostProgram(BoundProgram, Device):
             for partial in staged[1:]:
                 total += partial[rows]
             dst.copy_(total / step.divide_by if step.divide_by != 1 else total)
-        self._meet(where)
+        if not wire:
+            self._meet(where)
+
+    def send_receive(self, step: SendReceive, bindings: Bindings, where: Where) -> None:
+        assert self.space.wire, f"{where} on one node"
+        sends = [(bindings.view(send.src), send.to) for send in step.sends]
+        self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives], where)
 
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
-        """Where a rank puts its source: its own shard's rows for an all-gather, else all rows."""
+        """Where a rank puts its source."""
+        return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank), self.dtype)
+
+    def _staged_shape(self, step: Collective, rank: int) -> tuple[int, int]:
+        """Of a rank's source: its own shard's rows for an all-gather, else all rows."""
         problem = self.schedule.problem
         low, high = problem.shards[rank]
         rows = high - low if step.op == "all_gather" else step.src.shape[0]
         left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else step.src.cols
-        return self.symmetric(rank, self.layout.staging, rows, right - left, self.dtype)
+        return rows, right - left
 
     def _meet(self, where: Where) -> None:
         """Wait until every rank is here: a barrier on a word of each."""
         self._meetings += 1
         last = self._words[self.rank].count - 1
         self._words[self.rank].store(last, self._meetings)
-        for rank, words in enumerate(self._words):
+        for rank, words in self._words.items():
             self.team.until(
                 lambda w=words: w.load(last) >= self._meetings,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]

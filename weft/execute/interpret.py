@@ -18,7 +18,22 @@ from weft.execute.arithmetic import Sliced, add_up, groups, multiply
 from weft.execute.bags import look_up
 from weft.execute.bindings import Bindings, Where
 from weft.problem import LookupProblem
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Lookup, Part, Reduce, Schedule, Signal, Step, Wait, advances
+from weft.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Lookup,
+    Part,
+    Reduce,
+    Schedule,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+    advances,
+)
 
 
 class Device(Protocol):
@@ -31,6 +46,8 @@ class Device(Protocol):
     def signal(self, flag: Flag, value: int) -> None: ...
 
     def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None: ...
+
+    def send_receive(self, step: SendReceive, bindings: Bindings, where: Where) -> None: ...
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
 
@@ -128,6 +145,8 @@ class _LaneRun:
             self._reduce(step, where)
         elif isinstance(step, Lookup):
             self._lookup(step, where)
+        elif isinstance(step, SendReceive):
+            self.device.send_receive(step, self.bindings, where)
         else:
             self._collective(step, where)
 

@@ -13,7 +13,7 @@ every peer, once: PeerAccess names the pair that fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +30,14 @@ _PROOF = 0x5EED0000
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """memory: this rank's bytes. handle: torch's symmetric memory handle of it, with the peers'. asked_bytes: of it."""
+    """memory: this rank's bytes. handle: torch's symmetric memory handle of it, with those of the node's other ranks."""
 
     memory: torch.Tensor
     handle: Any
 
     @property
     def addresses(self) -> list[int]:
-        """By rank, where its memory begins for this GPU."""
+        """By rank within the node, where its memory begins for this GPU."""
         return [int(pointer) for pointer in self.handle.buffer_ptrs]
 
 
@@ -49,10 +49,12 @@ def rounded(nbytes: int) -> int:
 
 
 class Pool:
-    """settle: waits until every rank's GPU has ended all its work."""
+    """group: the ranks of one node. settle: waits until every rank's GPU has ended all its work. names: its ranks' numbers."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, settle: Callable[[], None]) -> None:
-        self._group, self._device, self._settle = group, device, settle
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, settle: Callable[[], None], names: Sequence[int]
+    ) -> None:
+        self._group, self._device, self._settle, self._names = group, device, settle, names
         self._free: dict[int, list[Piece]] = {}
         self._proved = False
 
@@ -92,8 +94,9 @@ class Pool:
         written, read = words[rank].tolist(), [int(words[peer][size + peer]) for peer in range(size)]
         for peer in range(size):
             if written[peer] != _PROOF + peer or read[peer] != _PROOF + peer:
+                pair = f"{self._names[rank]} and {self._names[peer]}"
                 raise ValueError(
-                    f"group: the GPUs of ranks {rank} and {peer} do not reach each other's memory (written {written[peer]:#x}, "
+                    f"group: the GPUs of ranks {pair} do not reach each other's memory (written {written[peer]:#x}, "
                     f"read {read[peer]:#x}, expected {_PROOF + peer:#x}); weft needs peer access: try `weft doctor`"
                 )
         self._settle()

@@ -8,6 +8,7 @@
     copy                     Work: a peer copy, by a copy engine
     copies of SM blocks      Work: a run of them, with their signals, as one kernel
     fused steps              Work: one kernel, waits included
+    sends and receives       Words: say where we are; Work: the vendor's
     signal                   Words: raise, at each waiter
     gemm as a kernel         Words: waits for previous calls; Work; Words: lower its gates
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count. Of a part with inner
@@ -27,7 +28,22 @@ from typing import TYPE_CHECKING
 from weft.execute.arithmetic import Sliced, add_up, groups, multiply
 from weft.execute.bindings import Bindings, Where
 from weft.execute.driver import Word
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Lookup, Part, Reduce, Region, Signal, Step, Wait, waits
+from weft.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Lookup,
+    Part,
+    Reduce,
+    Region,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+    waits,
+)
 
 if TYPE_CHECKING:
     from weft.execute.cuda import CudaProgram
@@ -90,6 +106,9 @@ class Tape:
             yield from self._copy(step, where)
         elif isinstance(step, Collective):
             yield Work(where, lambda bindings, _: self._program.collective(step, bindings), by_torch=True)
+        elif isinstance(step, SendReceive):
+            yield Words(where, (self._program.here(where),))
+            yield Work(where, lambda bindings, _: self._program.send_receive(step, bindings), by_torch=True)
         elif id(step) in self._running:
             yield from self._kernel(self._program.kernels[id(step)], where)
         elif isinstance(step, Gemm):

@@ -50,7 +50,7 @@ def embedding_bag_all_to_all(
     that this rank has, over the global batch. offsets: [T * M + 1], int32 or int64: the bag of (table t, sample i) is
     indices[offsets[t * M + i] : offsets[t * M + i + 1]]; indices may be longer than the last offset. Or None, and lengths:
     [T * M]. tables: matrices of one dtype (bfloat16, float16, float32), [rows, dim], rows and dims as they are.
-    group: any process group whose ranks are on one host; default: the whole world.
+    group: any process group; on several hosts see docs/nodes.md; default: the whole world.
 
     mode: "sum" or "mean" of a bag, in float32, rounded once; an empty bag is zero. per_sample_weights: [L], a factor for each
     index, with "sum" alone. dims: by rank, the dims of its tables, where ranks differ; default: all ranks' are this one's.

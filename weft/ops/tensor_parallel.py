@@ -94,7 +94,7 @@ def all_gather_matmul(
         dist.all_gather_into_tensor(a_full, a, group); out = a_full @ b
 
     a: [m, ..., K], this rank's shard; any strides. b: [K, n], or several of them that share one gather (Q, K and V, say).
-    group: any process group whose ranks are on one host; default: the whole world.
+    group: any process group; on several hosts see docs/nodes.md; default: the whole world.
     schedule: "auto", "planned", "heuristic", a name of `weft schedules`, "name:chunks", or a Schedule value. "auto" is the
     fastest of a few that are measured at the first call of a problem (on CPUs the planner's choice); "planned" is the planner's
     choice; "heuristic" is chosen by the problem's sizes alone, in microseconds.

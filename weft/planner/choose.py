@@ -34,7 +34,7 @@ def plan(
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
     for a family that weft or the operator lacks, and for a schedule of another problem.
     """
-    machine.require(problem.world_size)
+    machine.require_for(problem)
     if not isinstance(problem, CollectiveProblem):
         machine.tflops(problem.dtype)
     considered = _considered(problem, machine, schedules, only, chunks)
@@ -70,7 +70,7 @@ def _considered(
         if schedule.problem != problem:
             raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
     if schedules is None:
-        schedules = candidates(problem, fan_out=machine.fans_out)
+        schedules = candidates(problem, fan_out=machine.fans_out, only=only)
     found = [schedule for schedule in schedules if only in (None, schedule.name)]
     if only is None and all(schedule.name != "sequential" for schedule in found):
         found.insert(0, build(problem, "sequential"))

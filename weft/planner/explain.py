@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weft.machine import Machine
 from weft.planner.values import Candidate
 from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
-from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
+from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, SendReceive, Signal, Wait
 from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 
 BALANCED = 1.1
@@ -128,5 +128,6 @@ def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
     )
     kernels = kinds[Gemm] + kinds[Lookup] + kinds[Reduce] + kinds[Collective]
     flags = kinds[Wait] + kinds[Signal]
-    us = kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us
+    messages = kinds[SendReceive] * (machine.network.step_us if machine.network else 0.0)
+    us = messages + kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us
     return _Fixed(kernels, kinds[Copy], flags, us)

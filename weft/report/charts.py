@@ -25,6 +25,7 @@ KIND_COLOURS: dict[str, str] = {
     "copy": "#e69f00",
     "reduce": "#009e73",
     "collective": "#cc79a7",
+    "message": "#f0e442",
     "wait": "#8c8c8c",
     "signal": "#d55e00",
 }

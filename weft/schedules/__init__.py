@@ -29,7 +29,8 @@ Build = Callable[..., Schedule]
 class Family:
     """A way to overlap. chunked: its chunk count is free. words: one line for lists. source: where the idea is from.
 
-    builders: by operator; one that it makes no sense for is not there.
+    builders: by operator; one that it makes no sense for is not there. across: right where ranks are on several nodes; the
+    others load from and store to all ranks.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Family:
     source: str
     chunked: bool
     builders: dict[Op, Build]
+    across: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}: {self.words} [{self.source}]"
@@ -53,6 +55,7 @@ def _family(
     alone: Build | None = None,
     columns: tuple[Build | None, Build | None] = (None, None),
     chunked: bool = True,
+    across: bool = False,
 ) -> Family:
     """others: of matmul_all_to_all, all_to_all_matmul and matmul_all_reduce. lookup: of embedding_bag_all_to_all. alone: of
     every collective alone. columns: of matmul_all_to_all_columns and all_to_all_columns_matmul."""
@@ -60,7 +63,7 @@ def _family(
     by_op |= zip((*LOOKUP_OPS, *COLUMN_OPS), (lookup, *columns), strict=True)
     by_op |= dict.fromkeys(COLLECTIVE_OPS, alone)
     builders = {op: build for op, build in by_op.items() if build is not None}
-    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders)
+    return Family(name=name, words=words, source=source, chunked=chunked, builders=builders, across=across)
 
 
 def _plain(build: Callable[[Problem], Schedule]) -> Build:
@@ -84,6 +87,15 @@ def _gathered(build: Build) -> Build:
 def _all_reduce(name: str, words: str, build: Callable[[Problem, str], Schedule]) -> Family:
     builders: dict[Op, Build] = {"matmul_all_reduce": _named(build)}
     return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
+
+
+def _sliced(within: Build, across: Build) -> Build:
+    """Slices between nodes; on one node, what there is within it."""
+
+    def build(problem: Problem, name: str, chunks: int, *, fan_out: bool) -> Schedule:
+        return (across if problem.nodes else within)(problem, name, chunks, fan_out=fan_out)
+
+    return build
 
 
 def _collective(name: str, words: str, **builders: Build) -> Family:
@@ -113,6 +125,7 @@ FAMILIES: dict[str, Family] = {
             columns=(_plain(combine.sequential), _plain(beside.sequential)),
             alone=_plain(collectives.sequential),
             chunked=False,
+            across=True,
         ),
         _family(
             "sequential_stores",
@@ -210,6 +223,18 @@ FAMILIES: dict[str, Family] = {
         ),
         _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
         _all_reduce("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
+        _family(
+            "node_slices",
+            "stores and copies within a node; between nodes, slices that are sent when their last tile is done",
+            "fused computation-collectives",
+            _sliced(partial(ag.gated, blocks=False), ag.sliced),
+            _sliced(_one_lane(partial(rs.stored, pull=False)), _one_lane(rs.sliced)),
+            _sliced(combine.counted, combine.sliced),
+            _sliced(partial(dispatch.gated, blocks=False), dispatch.sliced),
+            _sliced(_named(ar.two_shot), _one_lane(ar.sliced)),
+            lookup=_sliced(_one_lane(bags.stored), _one_lane(bags.sliced)),
+            across=True,
+        ),
         _collective(
             "copy_engine",
             "copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
@@ -238,16 +263,29 @@ def check_op(name: str, op: Op) -> None:
         raise ValueError(f"schedule is {name!r}, which is for {ops} alone; {op} has {', '.join(names(op))}")
 
 
+def unfit(name: str, problem: Problem) -> str:
+    """Why a family cannot serve where the problem's ranks are; an empty text if it can."""
+    if problem.nodes and not FAMILIES[name].across:
+        fit = " or ".join(one for one in names(problem.op) if FAMILIES[one].across)
+        return f"schedule is {name!r}, which loads from and stores to all ranks; on nodes of {problem.nodes} ranks, use {fit}"
+    if name == "node_slices" and problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1:
+        return f"schedule is {name!r}, whose all-reduce needs nodes of one size, not of {problem.nodes}; use sequential"
+    return ""
+
+
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
-    Raises ValueError for an unknown name, one that the operator does not have, or a chunk count below one.
+    Raises ValueError for an unknown name, one that the operator does not have, one that cannot serve where the problem's ranks
+    are, or a chunk count below one.
     """
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     check_op(name, problem.op)
     family = FAMILIES[name]
+    if reason := unfit(name, problem):
+        raise ValueError(reason)
     chunks = problem.world_size if chunks is None else chunks
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
@@ -281,16 +319,16 @@ def spec(name: str, chunks: int) -> str:
     return f"{name}:{chunks}" if chunked else name
 
 
-def candidates(problem: Problem, *, fan_out: bool = False) -> list[Schedule]:
+def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = None) -> list[Schedule]:
     """Every schedule that a planner should consider: each family of the operator, cut into 1, 2, and half, one and two times
     world_size chunks a shard, without those whose steps another one has, too.
 
     Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
-    8 x H200, where an eighth of a shard may take 3).
+    8 x H200, where an eighth of a shard may take 3). only: those of this family.
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     found: list[Schedule] = []
-    for family in (FAMILIES[name] for name in names(problem.op)):
+    for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)

@@ -13,6 +13,9 @@ Flags of rank r (who advances ~> who waits)
     free[p]@r      p's compute lane ~> r's pushing lane: p has read its a_full for the last time in this call
     sent[0]@r      r's copy lane ~> r's compute lane (ring only): r has forwarded from its a_full for the last time
 
+    landed[i]@r    r's network lane ~> r's copy and compute lanes: chunk i of the shards of other nodes that r takes for its
+                   node lies in r's a_full (node_slices)
+
 `free` is waited for with at_least=0: before the first push of a call, the peer must be past its previous call.
 
     rank r, compute              rank r, copy                    rank p
@@ -30,7 +33,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from weft.problem import Problem, Span1D, split
-from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Sum, Wait
+from weft.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Part,
+    Receive,
+    Reduce,
+    Region,
+    Schedule,
+    Send,
+    Signal,
+    Sum,
+    Wait,
+)
 from weft.schedules.builder import Builder, Piece, aligned_slices, cut
 
 
@@ -282,3 +299,50 @@ def _ring_sender(s: _Gather, rank: int) -> list[int]:
     sender = (rank - 1) % s.world_size
     sends = any(s.pieces[shard] for shard in range(s.world_size) if shard != rank)
     return [sender] if sender != rank and sends else []
+
+
+def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """As `gated` within a node. Each chunk goes to one rank of every other node, which forwards it within its own; a GEMM for
+    all chunks that come so in one step.
+
+    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that the vendor's receiving needs.
+    """
+    s = _Gather(problem, name, chunks, fan_out=fan_out)
+    carried = [_carried(s, rank) for rank in range(s.world_size)]
+    s.push_all()
+    for rank in range(s.world_size):
+        near = [s.part(rank, p, (Wait(s.arrived(rank, p)),)) for pieces in s.by_step(rank) for p in pieces]
+        s.gemm(rank, s.own_shard(rank) + near)
+        for index in range(chunks):
+            _cross(s, rank, index, carried[rank])
+            pieces = [p for other in s.far(rank) for p in s.pieces[other] if p.index == index]
+            if any(p.index == index for p in carried[rank]):
+                s.add(rank, "compute", Wait(Flag("landed", rank, index)))
+            s.add(rank, "compute", *(Wait(s.arrived(rank, p)) for p in pieces if p not in carried[rank]))
+            s.gemm(rank, [s.part(rank, p) for p in pieces])
+    return s.finish(senders=lambda rank: [peer for peer in s.peers(rank) if s.pieces[peer] or carried[peer]])
+
+
+def _carried(s: _Gather, rank: int) -> list[Piece]:
+    """The pieces of other nodes that `rank` takes for its own."""
+    node = s.problem.node_of[rank]
+    return [piece for other in s.far(rank) if s.carrier(node, other) == rank for piece in s.pieces[other]]
+
+
+def _cross(s: _Gather, rank: int, index: int, carried: Sequence[Piece]) -> None:
+    """Chunk `index` of the own shard to the other nodes; what comes from there is forwarded."""
+    nodes = [node for node in range(len(s.problem.nodes)) if node != s.problem.node_of[rank]]
+    own = [piece for piece in s.pieces[rank] if piece.index == index]
+    sends = [Send(s.own(piece), s.carrier(node, rank)) for piece in own for node in nodes]
+    taken = [piece for piece in carried if piece.index == index]
+    receives = [Receive(s.landing(rank, piece), piece.shard) for piece in taken]
+    landed = Flag("landed", rank, index)
+    s.send_receive(rank, sends, receives, after=[], then=landed)
+    for lane in dict.fromkeys(s.copy_lane(peer) for peer in s.peers(rank) if taken):
+        s.add(rank, lane, Wait(landed))
+    for piece in taken:
+        for peer in s.peers(rank, step=-1):
+            if not s.pieces[rank] and piece == carried[0]:
+                s.add(rank, s.copy_lane(peer), Wait(Flag("free", rank, peer), 0))
+            copy = Copy(s.landing(rank, piece), s.landing(peer, piece))
+            s.add(rank, s.copy_lane(peer), copy, Signal(s.arrived(peer, piece)))

@@ -18,13 +18,17 @@ Flags of rank r (who advances ~> who waits)
     wait arrived, gemm  <~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~  copy, signal
     signal free[r]@p  ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~> (next call) wait free
 
+Between nodes (node_slices) the rows of a slice, chunk i for all ranks there, are sent and received in one step:
+
+    landed[i]@r    r's network lane ~> r's compute lane: chunk i of all ranks of other nodes lies in r's recv
+
 Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `free` prevents it.
 """
 
 from __future__ import annotations
 
 from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Part, Schedule, Signal, Wait
+from weft.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Signal, Wait
 from weft.schedules.builder import Piece
 from weft.schedules.exchange import Exchange
 
@@ -120,4 +124,28 @@ def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bo
         s.push(rank, lane="blocks" if blocks else None)
         remote = [s.part(rank, src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
         s.gemm(rank, s.own_shard(rank) + remote)
+    return s.finish()
+
+
+def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """As `gated` within a node; a GEMM for each slice that comes from other nodes.
+
+    Those are no gates of the one GEMM: its waiting tiles would hold the SMs that the vendor's receiving needs.
+    """
+    s = Dispatch(problem, name, chunks, fan_out=fan_out)
+    for rank in range(s.world_size):
+        s.push(rank)
+        near = [s.part(rank, src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
+        s.gemm(rank, s.own_shard(rank) + near)
+        for index in range(chunks):
+            sends = [
+                Send(s.region("a", rank, p.rows), peer) for peer in s.far(rank) for p in s.pieces[peer] if p.index == index
+            ]
+            takes = [(peer, p) for peer in s.far(rank) for p in s.pieces[rank] if p.index == index]
+            receives = [Receive(s.arrival("recv", peer, p), peer) for peer, p in takes]
+            landed = Flag("landed", rank, index)
+            s.send_receive(rank, sends, receives, after=[], then=landed)
+            if takes:
+                s.add(rank, "compute", Wait(landed))
+                s.gemm(rank, [s.part(rank, peer, p) for peer, p in takes])
     return s.finish()

@@ -5,9 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.problem import Problem, Span1D, split
-from weft.schedule import Buffer, Lane, LaneKind, Region, Schedule, Step
+from weft.schedule import (
+    Buffer,
+    Flag,
+    Lane,
+    LaneKind,
+    Receive,
+    Region,
+    Schedule,
+    Send,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+)
 
-KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks"}
+KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks", "network": "network"}
 """Kind of a lane by the first word of its name: "copy.3" is a copy lane."""
 SLICE_UNIT = 64
 """Columns of `a` that one step of a GEMM's loop over K takes at most: slices that tiles wait for begin at multiples of it."""
@@ -91,8 +104,32 @@ class Builder:
         return f"copy.{peer}" if self.fan_out else "copy"
 
     def peers(self, rank: int, *, step: int = 1) -> list[int]:
-        """The other ranks, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the same peer."""
-        return [(rank + step * i) % self.world_size for i in range(1, self.world_size)]
+        """The other ranks of the node, nearest first upwards (step=1) or downwards (-1), so that no two ranks favour the same
+        peer."""
+        node = self.problem.node_ranks[self.problem.node_of[rank]]
+        return [node[(rank - node.start + step * i) % len(node)] for i in range(1, len(node))]
+
+    def far(self, rank: int) -> list[int]:
+        """The ranks of other nodes, from the own one upwards, so that no two ranks favour the same."""
+        others = ((rank + i) % self.world_size for i in range(1, self.world_size))
+        return [other for other in others if self.problem.node_of[other] != self.problem.node_of[rank]]
+
+    def carrier(self, node: int, rank: int) -> int:
+        """The one of a node's ranks that stands for a rank of another node: it takes what that one sends to the node, and sends
+        what the node has for it."""
+        ranks = self.problem.node_ranks[node]
+        own = self.problem.node_ranks[self.problem.node_of[rank]]
+        return ranks[(rank - own.start) % len(ranks)]
+
+    def send_receive(
+        self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None
+    ) -> None:
+        """A step of the network lane, if there is anything to send or receive, after these flags; what it receives raises
+        `then`."""
+        if sends or receives:
+            self.add(rank, "network", *map(Wait, after), SendReceive(tuple(sends), tuple(receives)))
+        if receives and then is not None:
+            self.add(rank, "network", Signal(then))
 
     def done(self) -> Schedule:
         return Schedule(

@@ -5,10 +5,13 @@ Buffers of rank r, which has C_r columns of tables, and m_r of the M samples
     pooled    local      M x C_r     what has been looked up (sequential, track_and_trigger)
     landing   symmetric  m_r x N     what peers send of r's samples: their columns, side by side in the order of ranks
     out       output     m_r x N     all columns of r's samples
+    from<s>   local      m_r x C_s   what rank s of another node sends of r's samples (node_slices)
 
 Flags of rank r (who advances ~> who waits)
     made[i]@r      r's lookup ~> r's copy lane: piece i lies in `pooled`
     arrived[i]@r   a peer's lookup, or its copy lane ~> whatever of r hands out: the peer's piece i lies in `landing`
+    sliced[i]@r    r's lookup ~> r's network lane: a piece for another node lies in `pooled` (node_slices)
+    landed[i]@r    r's network lane ~> r's copy lane: piece i of all ranks of other nodes lies in r's `from` buffers
     free[p]@r      p ~> whatever of r writes for p: p has handed out what r sent, for the last time in this call
 
     rank r, compute                    rank p, copy
@@ -31,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.problem import LookupProblem, Problem, Span1D
-from weft.schedule import Bags, Collective, Copy, Flag, Lookup, Region, Schedule, Signal, Wait
+from weft.schedule import Bags, Collective, Copy, Flag, Lookup, Receive, Region, Schedule, Send, Signal, Wait
 from weft.schedules.builder import Builder, Piece, cut
 
 
@@ -70,6 +73,17 @@ class _Exchange(Builder):
             if self._gives(rank, peer):
                 yield from ((peer, piece) for piece in self.pieces[peer])
 
+    def stores(self, rank: int) -> list[Bags]:
+        """What the lookup stores at peers."""
+        return [
+            Bags(
+                self.region("bags", rank, piece.rows),
+                self.place("landing", peer, rank, piece.rows),
+                self.arrived(rank, peer, piece),
+            )
+            for peer, piece in self.sent(rank)
+        ]
+
     def receivers(self, rank: int) -> list[int]:
         return list(dict.fromkeys(peer for peer, _ in self.sent(rank)))
 
@@ -85,6 +99,45 @@ class _Exchange(Builder):
                 wait = Wait(self.arrived(src, rank, piece))
                 self.add(rank, lane, wait, Copy(*(self.place(b, rank, src, piece.rows) for b in ("landing", "out"))))
             self.add(rank, lane, Signal(Flag("free", src, rank)))
+
+    def exchanged(self, rank: int, index: int) -> tuple[list[tuple[int, Piece]], list[tuple[int, Piece]]]:
+        """Of slice `index`, what `rank` gives to ranks of other nodes, and what it has from them: (other rank, piece)."""
+        gives = [(p, piece) for p in self.far(rank) for piece in self.pieces[p] if piece.index == index]
+        takes = [(p, piece) for p in self.far(rank) for piece in self.pieces[rank] if piece.index == index]
+        return [(p, piece) for p, piece in gives if self._gives(rank, p)], [t for t in takes if self._gives(t[0], rank)]
+
+    def send_slice(self, rank: int, index: int) -> None:
+        """Look slice `index` up, and exchange it for those of other nodes."""
+        gives, takes = self.exchanged(rank, index)
+        made = [Flag("sliced", rank, peer * self.chunks + index) for peer, _ in gives]
+        pooled = [self.region("pooled", rank, piece.rows) for _, piece in gives]
+        bags = (self.region("bags", rank, piece.rows) for _, piece in gives)
+        self.look_up(rank, [Bags(*part) for part in zip(bags, pooled, made, strict=True)])
+        sends = [Send(region, peer) for region, (peer, _) in zip(pooled, gives, strict=True)]
+        receives = [Receive(self.landed_from(src, rank, piece), src) for src, piece in takes]
+        self.send_receive(rank, sends, receives, after=made, then=Flag("landed", rank, index))
+
+    def look_up(self, rank: int, parts: list[Bags]) -> None:
+        if parts:
+            self.add(rank, "compute", Lookup(tuple(parts)))
+
+    def near(self, rank: int) -> list[tuple[Bags, int]]:
+        """What stays within the node, with the index of its piece: what peers own, then the rank's own."""
+        stored = zip(self.stores(rank), (piece.index for _, piece in self.sent(rank)), strict=True)
+        own = [piece for piece in self.pieces[rank] if self._gives(rank, rank)]
+        mine = (Bags(self.region("bags", rank, p.rows), self.place("out", rank, rank, p.rows)) for p in own)
+        return [*stored, *zip(mine, (piece.index for piece in own), strict=True)]
+
+    def landed_from(self, src: int, owner: int, piece: Piece) -> Region:
+        low = self.problem.shards[owner][0]
+        return self.region(f"from{src}", owner, (piece.rows[0] - low, piece.rows[1] - low))
+
+    def far_buffers(self) -> None:
+        """A buffer for each rank's columns: messages are whole rows."""
+        for src in range(self.world_size):
+            apart = [self.problem.node_of[r] != self.problem.node_of[src] for r in range(self.world_size)]
+            rows = [(high - low) * far for (low, high), far in zip(self.problem.shards, apart, strict=True)]
+            self.buffer(f"from{src}", "local", rows, [self.problem.columns(src)] * self.world_size)
 
     def _gives(self, src: int, owner: int) -> bool:
         low, high = self.problem.shards[owner]
@@ -107,15 +160,7 @@ def stored(problem: Problem, name: str, chunks: int) -> Schedule:
     for rank in range(problem.world_size):
         for peer in make.receivers(rank):
             make.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
-        remote = [
-            Bags(
-                make.region("bags", rank, piece.rows),
-                make.place("landing", peer, rank, piece.rows),
-                make.arrived(rank, peer, piece),
-            )
-            for peer, piece in make.sent(rank)
-        ]
-        make.add(rank, "compute", Lookup((*remote, *make.own(rank))))
+        make.add(rank, "compute", Lookup((*make.stores(rank), *make.own(rank))))
         make.hand_out(rank, "copy")
     return make.done()
 
@@ -138,4 +183,29 @@ def counted(problem: Problem, name: str, chunks: int) -> Schedule:
             make.add(rank, "copy", Copy(here, there), Signal(make.arrived(rank, peer, piece)))
         make.add(rank, "compute", Lookup((*parts, *make.own(rank))))
         make.hand_out(rank, "compute")
+    return make.done()
+
+
+def sliced(problem: Problem, name: str, chunks: int) -> Schedule:
+    """As `stored` within a node. The bags for other nodes come first, and leave slice by slice.
+
+    A slice is a kernel of its own, and so is each piece of what stays: blocks of a lookup fill every SM to its end, and the
+    vendor's sending gets SMs between two.
+    """
+    make = _Exchange(problem, name, chunks, pooled=True, landing=True)
+    make.far_buffers()
+    for rank in range(problem.world_size):
+        for index in range(chunks):
+            make.send_slice(rank, index)
+        for peer in make.receivers(rank):
+            make.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
+        for index in range(chunks):
+            make.look_up(rank, [bags for bags, at in make.near(rank) if at == index])
+        make.hand_out(rank, "copy")
+        for index in range(chunks):
+            _, takes = make.exchanged(rank, index)
+            if takes:
+                make.add(rank, "copy", Wait(Flag("landed", rank, index)))
+            for src, piece in takes:
+                make.add(rank, "copy", Copy(make.landed_from(src, rank, piece), make.place("out", rank, src, piece.rows)))
     return make.done()

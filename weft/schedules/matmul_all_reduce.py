@@ -9,11 +9,15 @@ Buffers of rank r
     recv      symmetric              one_shot: p*M x N, what each of the p other ranks computed, in the order of ranks;
                                      two_shot: p*M x n_r of the columns that r owns
     summed    symmetric  M x N       two_shot: the columns that others own, as their owners summed them
+    mine      local      M x n_r     node_slices: the sum over the node of the columns that r owns within it
+    theirs    local      q*M x n_r   node_slices: what each of the q other nodes has summed of these columns
     out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
 
 Flags of rank r (who advances ~> who waits)
     arrived[p]@r   p ~> r: p's partial result lies in recv        free[p]@r   p ~> r: p has read what r put into p's recv
     ready[p]@r     p ~> r: p's columns lie in summed              read[p]@r   p ~> r: p has read what r put into p's summed
+
+    made[i]@r      r ~> r's network lane: rows i lie in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
 
     one_shot: one hop                                   two_shot: two hops, 2/p of the bytes
     rank r                      rank p                  rank r                     rank o, the owner of some columns
@@ -36,7 +40,24 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weft.problem import Problem, Span1D, split
-from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.schedule import (
+    Buffer,
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Part,
+    Receive,
+    Reduce,
+    Region,
+    Schedule,
+    Send,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+)
 from weft.schedules.builder import Builder
 
 ONE_HOP_BYTES = 3 << 20
@@ -202,3 +223,111 @@ def _into_mine(problem: Problem, rank: int, step: Step) -> Step:
         more = tuple(Region(name, rank, spans[name], part.out.cols) for name in problem.addends)
         parts.append(replace(part, srcs=(*part.srcs, *more), out=replace(part.out, buffer="mine")))
     return replace(step, parts=tuple(parts))
+
+
+class _ByNode(_Everywhere):
+    """node_slices: columns have an owner on each node, who sums the node's partial results of them; owners of the same columns
+    exchange these sums, slice by slice of rows, and each hands the whole sum to its node. For nodes of one size."""
+
+    def __init__(self, problem: Problem, name: str, chunks: int) -> None:
+        super().__init__(problem, name)
+        self.chunks = chunks
+        self.slices = [rows for rows in split(problem.m, chunks) if rows[1] > rows[0]]
+        owned = split(problem.n, problem.nodes[0])
+        self.owned = [owned[self.local(rank)] for rank in range(self.world_size)]
+        widths = [high - low for low, high in self.owned]
+        each, others = [problem.m] * self.world_size, len(problem.nodes) - 1
+        self.buffer("partial", "local", self.rows, self.cols)
+        self.buffer("recv", "symmetric", [(problem.nodes[0] - 1) * m for m in each], widths)
+        self.buffer("mine", "local", each, widths)
+        self.buffer("theirs", "local", [others * m for m in each], widths)
+        self.buffer("summed", "symmetric", self.rows, self.cols)
+
+    def local(self, rank: int) -> int:
+        return rank % self.problem.nodes[0]
+
+    def owners(self, rank: int) -> list[int]:
+        """The peers that own columns."""
+        return [peer for peer in self.peers(rank) if self.owned[peer][1] > self.owned[peer][0]]
+
+    def twins(self, rank: int) -> list[int]:
+        """The owners of the same columns on other nodes."""
+        return [other for other in self.far(rank) if self.local(other) == self.local(rank)]
+
+    def slot_of(self, src: int, owner: int, rows: Span1D) -> Region:
+        """Rows of a peer's partial result, on the owner of their columns."""
+        base = (self.local(src) - (src > owner)) * self.problem.m
+        return self.region("recv", owner, (base + rows[0], base + rows[1]))
+
+    def of_node(self, rank: int, src: int, rows: Span1D) -> Region:
+        """Rows of what the node of `src` has summed, on `rank`."""
+        node, own = self.problem.node_of[src], self.problem.node_of[rank]
+        if node == own:
+            return self.region("mine", rank, rows)
+        base = (node - (node > own)) * self.problem.m
+        return self.region("theirs", rank, (base + rows[0], base + rows[1]))
+
+    def flag(self, name: str, owner: int, src: int, index: int) -> Flag:
+        return Flag(name, owner, src * self.chunks + index)
+
+    def scatter(self, rank: int) -> None:
+        """Multiply, slice by slice of rows, and give each owner its columns."""
+        for index, rows in enumerate(self.slices):
+            part = Part(self.region("a", rank, rows), self.region("partial", rank, rows))
+            self.add(rank, "compute", Gemm(self.region("b", rank), (part,)))
+            for owner in self.owners(rank):
+                if index == 0:
+                    self.add(rank, "compute", Wait(Flag("free", rank, owner), 0))
+                copy = Copy(self.region("partial", rank, rows, self.owned[owner]), self.slot_of(rank, owner, rows))
+                self.add(rank, "compute", copy, Signal(self.flag("arrived", owner, rank, index)))
+
+    def sum_node(self, rank: int) -> None:
+        """Sum the node's partial results of the own columns, and exchange the sums with the other nodes."""
+        twins = self.twins(rank)
+        for index, rows in enumerate(self.slices):
+            self.add(rank, "compute", *(Wait(self.flag("arrived", rank, peer, index)) for peer in self.peers(rank)))
+            partial = self.region("partial", rank, rows, self.owned[rank])
+            node = sorted([rank, *self.peers(rank)])
+            srcs = [partial if src == rank else self.slot_of(src, rank, rows) for src in node]
+            made, landed = Flag("made", rank, index), Flag("landed", rank, index)
+            self.add(rank, "compute", Reduce((Sum(tuple(srcs), self.region("mine", rank, rows)),)), Signal(made))
+            sends = [Send(self.region("mine", rank, rows), twin) for twin in twins]
+            receives = [Receive(self.of_node(rank, twin, rows), twin) for twin in twins]
+            self.send_receive(rank, sends, receives, after=[made], then=landed)
+        self.add(rank, "compute", *(Signal(Flag("free", peer, rank)) for peer in self.peers(rank)))
+
+    def publish_sums(self, rank: int) -> None:
+        """Add what the nodes have summed, in the order of nodes, and hand it to the own one."""
+        cols = self.owned[rank]
+        for index, rows in enumerate(self.slices):
+            nodes = (self.of_node(rank, src, rows) for src in sorted([rank, *self.twins(rank)]))
+            addends = (replace(one, rows=rows) if one.buffer == "residual" else one for one in self.addends(rank, cols))
+            out = self.region("out", rank, rows, cols)
+            self.add(rank, "compute", Wait(Flag("landed", rank, index)), Reduce((Sum((*nodes, *addends), out),)))
+            for peer in self.peers(rank):
+                if index == 0:
+                    self.add(rank, "compute", Wait(Flag("read", rank, peer), 0))
+                self.add(rank, "compute", Copy(out, self.region("summed", peer, rows, cols)))
+                self.add(rank, "compute", Signal(self.flag("ready", peer, rank, index)))
+
+    def collect(self, rank: int) -> None:
+        """Take what the node's other owners have published."""
+        for index, rows in enumerate(self.slices):
+            for owner in self.owners(rank):
+                cols = self.owned[owner]
+                self.add(rank, "compute", Wait(self.flag("ready", rank, owner, index)))
+                self.add(rank, "compute", Copy(*(self.region(b, rank, rows, cols) for b in ("summed", "out"))))
+                if index == len(self.slices) - 1:
+                    self.add(rank, "compute", Signal(Flag("read", owner, rank)))
+
+
+def sliced(problem: Problem, name: str, chunks: int) -> Schedule:
+    """Each node sums up by columns; nodes exchange their sums slice by slice of rows; each owner publishes within its node."""
+    s = _ByNode(problem, name, chunks)
+    for rank in range(s.world_size if problem.m and problem.n else 0):
+        s.scatter(rank)
+        if s.owned[rank][1] > s.owned[rank][0]:
+            s.sum_node(rank)
+            s.publish_sums(rank)
+        s.collect(rank)
+    return s.done()

@@ -25,6 +25,11 @@ would land beside it and be copied once more: 15 us for 32 MiB on H200.
     gemm other rows, its own last               copy product@s -> out
                                                 signal free[r]@s ~> (next call)
 
+Between nodes (node_slices) the rows of a slice, chunk i of all peers there, are sent once all of their tiles are done, and
+received in the output:
+
+    sliced[i]@r    r's GEMM ~> r's network lane: a piece for another node lies in `product`
+
 Bad interleaving: s, a call ahead, overwrites product while r still pulls the old rows. `free` prevents it.
 """
 
@@ -34,7 +39,7 @@ from itertools import product
 from typing import Literal
 
 from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Part, Reduce, Schedule, Signal, Sum, Wait
+from weft.schedule import Collective, Copy, Flag, Part, Receive, Reduce, Schedule, Send, Signal, Sum, Wait
 from weft.schedules.builder import Piece
 from weft.schedules.exchange import Exchange
 
@@ -147,5 +152,30 @@ def counted(problem: Problem, name: str, chunks: int, *, fan_out: bool = False, 
             gates = (s.free(rank, piece.shard),)
             parts.append((piece.shard, Part(s.source(rank, piece.shard, piece.rows), out, gates, s.ready(rank, piece))))
         s.multiply(rank, parts + s.own(rank))
+        s.bring(rank)
+    return s.done()
+
+
+def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """As `counted` within a node. The rows for other nodes come first, and leave slice by slice; nothing needs to be free
+    there, since nothing arrives before the receiver asks for it."""
+    s = _Combine(problem, name, chunks, fan_out=fan_out)
+    for rank in range(s.world_size):
+        parts = []
+        for index in range(chunks):
+            leaving = [p for peer in s.far(rank) for p in s.pieces[peer] if p.index == index]
+            made = [Flag("sliced", rank, s.index(p.shard, p)) for p in leaving]
+            sends = [Send(s.region("product", rank, p.rows), p.shard) for p in leaving]
+            takes = [(peer, p) for peer in s.far(rank) for p in s.pieces[rank] if p.index == index]
+            receives = [Receive(s.arrival("out", peer, p), peer) for peer, p in takes]
+            s.send_receive(rank, sends, receives, after=made, then=None)
+            parts += [
+                Part(s.region("a", rank, p.rows), s.region("product", rank, p.rows), (), flag)
+                for p, flag in zip(leaving, made, strict=True)
+            ]
+        for piece in s.by_step(rank):
+            made_here = s.region("product", rank, piece.rows)
+            parts.append(Part(s.region("a", rank, piece.rows), made_here, (s.free(rank, piece.shard),), s.ready(rank, piece)))
+        s.gemm(rank, parts + s.own_shard(rank))
         s.bring(rank)
     return s.done()

@@ -6,11 +6,15 @@ Buffers of rank r
     partial  local      M x N       r's product; symmetric where its owner reads it in place (flag_gated); of track_and_trigger,
                                     all but r's shard; direct_store has none
     recv     symmetric  p*m_r x N   what each of the p other ranks computed of r's shard (m_r rows), in the order of ranks
+    handed   symmetric              node_slices: what each peer of the node computed of the rows that r carries to other nodes
+    mine     local                  node_slices: the node's sum of these rows
+    theirs   local      q*m_r x N   node_slices: what each of the q other nodes has summed of r's shard
     out      output     m_r x N     the sum over ranks, in the order of ranks, in float32, rounded once
 
 Flags of rank r (who advances ~> who waits)
     made[i]@r      r's compute lane ~> r's copy lane: piece i of the product is in `partial`
     arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i lies in recv (or in its partial)
+    handed[i]@r, summed[i]@r, landed[i]@r   node_slices: as arrived, as made, and r's network lane ~> r's compute lane
     free[p]@r      p's compute lane ~> whatever of r writes for p: p has read r's piece for the last time in this call
 
     rank r, compute               rank r, copy                     rank p, the owner
@@ -33,7 +37,21 @@ from collections.abc import Iterable
 from typing import Literal
 
 from weft.problem import Problem, Span1D, split
-from weft.schedule import Collective, Copy, Flag, Gemm, Part, Reduce, Region, Schedule, Signal, Sum, Wait
+from weft.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Part,
+    Receive,
+    Reduce,
+    Region,
+    Schedule,
+    Send,
+    Signal,
+    Sum,
+    Wait,
+)
 from weft.schedules.builder import Builder, Piece, cut
 
 
@@ -267,4 +285,110 @@ def stored(problem: Problem, name: str, chunks: int, *, pull: bool) -> Schedule:
             s.reduce_pieces(rank)
         else:
             s.gemm_and_sum(rank, parts)
+    return s.done()
+
+
+class _ByNode(_Scatter):
+    """node_slices: of the rows that another node owns, one rank of each node sums the node's products, and sends the sum."""
+
+    def __init__(self, problem: Problem, name: str, chunks: int) -> None:
+        super().__init__(problem, name, chunks)
+        each = range(self.world_size)
+        self.carried = [[q for q in self.far(r) if self.carrier(problem.node_of[r], q) == r] for r in each]
+        owned = [high - low for low, high in problem.shards]
+        heights = [sum(owned[q] for q in self.carried[r]) for r in each]
+        cols, others = [problem.n for _ in each], len(problem.nodes) - 1
+        self.buffer("handed", "symmetric", [len(self.peers(r)) * heights[r] for r in each], cols)
+        self.buffer("mine", "local", heights, cols)
+        self.buffer("theirs", "local", [others * rows for rows in owned], cols)
+
+    def mine(self, rank: int, piece: Piece) -> Region:
+        """The node's sum of a piece that `rank` carries."""
+        return self.region("mine", rank, self._placed(rank, piece, 0))
+
+    def handed(self, src: int, carrier: int, piece: Piece) -> Region:
+        """What `src` computed of it."""
+        peers = sorted(self.peers(carrier))
+        return self.region("handed", carrier, self._placed(carrier, piece, peers.index(src)))
+
+    def _placed(self, carrier: int, piece: Piece, times: int) -> Span1D:
+        shards = self.problem.shards
+        before = [shards[q] for q in self.carried[carrier][: self.carried[carrier].index(piece.shard)]]
+        base = times * self._buffers["mine"].rows[carrier] + sum(high - low for low, high in before) - shards[piece.shard][0]
+        return base + piece.rows[0], base + piece.rows[1]
+
+    def theirs(self, rank: int, node: int, piece: Piece) -> Region:
+        """What another node has summed of an own piece."""
+        low, high = self.problem.shards[rank]
+        base = (node - (node > self.problem.node_of[rank])) * (high - low) - low
+        return self.region("theirs", rank, (base + piece.rows[0], base + piece.rows[1]))
+
+    def leaving(self, rank: int, index: int) -> list[Piece]:
+        """Chunk `index` of all shards of other nodes."""
+        return [piece for other in self.far(rank) for piece in self.pieces[other] if piece.index == index]
+
+    def handing(self, src: int, carrier: int, piece: Piece) -> Flag:
+        return Flag("handed", carrier, (src * self.world_size + piece.shard) * self.chunks + piece.index)
+
+    def far_part(self, rank: int, piece: Piece) -> Part:
+        """A piece of another node, to the rank that carries it."""
+        carrier, a = self.carrier(self.problem.node_of[rank], piece.shard), self.region("a", rank, piece.rows)
+        if carrier == rank:
+            return Part(a, self.region("partial", rank, piece.rows))
+        return Part(a, self.handed(rank, carrier, piece), (self.wait_free(rank, carrier),), self.handing(rank, carrier, piece))
+
+    def near_part(self, rank: int, piece: Piece) -> Part:
+        """A piece of a peer of the node, to its owner."""
+        arrived = Flag("arrived", piece.shard, self.index(rank, piece.index))
+        gates = (self.wait_free(rank, piece.shard),)
+        return Part(self.region("a", rank, piece.rows), self.slot(rank, piece.shard, piece.rows), gates, arrived)
+
+    def of_node(self, rank: int, piece: Piece) -> tuple[Region, ...]:
+        """All that the node's ranks computed of a piece, in their order; `rank` owns or carries it."""
+        found = []
+        for src in sorted([rank, *self.peers(rank)]):
+            if src == rank:
+                found.append(self.region("partial", rank, piece.rows))
+            else:
+                owned = piece.shard == rank
+                found.append(self.slot(src, rank, piece.rows) if owned else self.handed(src, rank, piece))
+        return tuple(found)
+
+    def cross(self, rank: int, index: int) -> None:
+        """Sum chunk `index` of what the rank carries, and exchange it for what other nodes have of its own shard."""
+        taken = [piece for piece in self.leaving(rank, index) if piece.shard in self.carried[rank]]
+        for piece in taken:
+            self.add(rank, "compute", *(Wait(self.handing(src, rank, piece)) for src in self.peers(rank)))
+            self.add(rank, "compute", Reduce((Sum(self.of_node(rank, piece), self.mine(rank, piece)),)))
+        summed = Flag("summed", rank, index)
+        if taken:
+            self.add(rank, "compute", Signal(summed))
+        nodes = [node for node in range(len(self.problem.nodes)) if node != self.problem.node_of[rank]]
+        sends = [Send(self.mine(rank, piece), piece.shard) for piece in taken]
+        own = [piece for piece in self.pieces[rank] if piece.index == index]
+        receives = [Receive(self.theirs(rank, node, p), self.carrier(node, rank)) for p in own for node in nodes]
+        self.send_receive(rank, sends, receives, after=[summed] if taken else [], then=Flag("landed", rank, index))
+
+    def finish_piece(self, rank: int, piece: Piece) -> None:
+        """An own piece: what the node's ranks and the other nodes have of it."""
+        nodes = [node for node in range(len(self.problem.nodes)) if node != self.problem.node_of[rank]]
+        srcs = (*self.of_node(rank, piece), *(self.theirs(rank, node, piece) for node in nodes))
+        self.add(rank, "compute", Wait(Flag("landed", rank, piece.index)), *self.all_arrived(rank, piece.index))
+        self.add(rank, "compute", Reduce((Sum(srcs, self.own_out(rank, piece.rows)),), self.divide_by))
+
+
+def sliced(problem: Problem, name: str, chunks: int) -> Schedule:
+    """The rows of other nodes first, summed within the node and sent slice by slice; behind that the node's own, as in
+    `stored`."""
+    s = _ByNode(problem, name, chunks)
+    for rank in range(s.world_size):
+        for index in range(chunks):
+            s.gemm(rank, [s.far_part(rank, piece) for piece in s.leaving(rank, index)])
+        for index in range(chunks):
+            s.cross(rank, index)
+        near = [s.near_part(rank, piece) for step in s.by_step(rank) for piece in step]
+        s.gemm(rank, (*near, *s.own_shard(rank)))
+        for piece in s.pieces[rank]:
+            s.finish_piece(rank, piece)
+        s.release(rank)
     return s.done()

@@ -116,7 +116,22 @@ def local_copy_us(machine: Machine, size: int) -> float:
     return hbm_us(machine, 2 * size)
 
 
-def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> float:
+def across_us(machine: Machine, op: str, shard_bytes: float, nodes: tuple[int, ...]) -> float:
+    """A vendor collective over several nodes, each with this machine's GPUs and an adapter for each of them.
+
+    Assumed: what crosses nodes is spread over all adapters, each byte once a node (all to all: once a rank), and goes on while
+    ranks of a node exchange theirs: the slower of the two counts, and the network's fixed costs.
+    """
+    assert machine.network is not None, "the machine of several nodes has a network"
+    if op == "all_reduce":
+        return sum(across_us(machine, half, shard_bytes, nodes) for half in ("reduce_scatter", "all_gather"))
+    share = 1 if op.startswith("all_to_all") else min(nodes)
+    crossing = (sum(nodes) - min(nodes)) * shard_bytes / share
+    network_us = machine.network.step_us + machine.network.latency_us + crossing / (machine.network.gbps * 1e3)
+    return max(network_us, collective_us(machine, op, shard_bytes, max(nodes)))
+
+
+def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int, nodes: tuple[int, ...] = ()) -> float:
     """A vendor collective of `shard_bytes` a rank; 0 on one rank.
 
     On fewer ranks than the profile's, the part that grows with bytes shrinks: with the number of peers where a rank's
@@ -124,8 +139,10 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
     all_to_all, of rows or of columns: where the machine has no figures for it, those of all_gather, in which as many bytes
     cross each port.
     An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
-    Raises ValueError if the machine has fewer GPUs.
+    nodes: ranks on each, where there are several: see `across_us`. Raises ValueError if the machine has fewer GPUs.
     """
+    if nodes:
+        return across_us(machine, op, shard_bytes, nodes) if shard_bytes else 0.0
     machine.require(world_size)
     if world_size == 1 or not shard_bytes:
         return 0.0
@@ -178,4 +195,4 @@ def whole_collective_us(machine: Machine, problem: Problem) -> float:
     """The problem's collective alone, with the vendor's."""
     whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
     shard_bytes = whole if problem.op == "matmul_all_reduce" else problem.shard_bytes
-    return collective_us(machine, COLLECTIVES[problem.op], shard_bytes, problem.world_size)
+    return collective_us(machine, COLLECTIVES[problem.op], shard_bytes, problem.world_size, problem.nodes)

@@ -12,8 +12,8 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
 Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
 latency later. Of a lane's fused steps only the first is launched, and flags among them cost that latency alone. A lane of
-communication blocks takes stores.sms SMs from the kernels that start while it runs. Transfers do not slow kernels through
-the GPU's memory, nor kernels transfers.
+communication blocks takes stores.sms SMs from the kernels that start while it runs, one of a network network.sms. Transfers do
+not slow kernels through the GPU's memory, nor kernels transfers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from weft.machine import Machine
 from weft.problem import CollectiveProblem
-from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, Signal, Step, Wait
-from weft.sim import kernels, lookups, transfers
+from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.sim import kernels, lookups, messages, transfers
 from weft.sim.network import Resource, Usage
 from weft.sim.world import Process, Recorder, World, ns
 from weft.span import Span
@@ -57,7 +57,7 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or if the
     schedule never ends because a step waits for what nobody signals.
     """
-    machine.require(len(schedule.ranks))
+    machine.require_for(schedule.problem)
     world = World(schedule, machine)
     at: dict[tuple[int, str], Step] = {}
     for rank, lanes in enumerate(schedule.ranks):
@@ -77,8 +77,9 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
 def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
     """One lane's steps in order. at: the step that each unfinished lane is in."""
     record = Recorder(world, rank, lane.name)
+    taken = world.taken_sms(lane.kind)
+    world.free_sms[rank] -= taken
     if lane.kind == "blocks":
-        world.free_sms[rank] -= world.machine.stores.sms
         yield world.env.timeout(ns(world.machine.launch_us))
     inner = world.within_a_kernel()
     for position, step in enumerate(lane.steps):
@@ -87,8 +88,7 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
         inside = any(low < position < high for low, high in lane.fused)
         yield from _step(inner if inside else world, rank, lane, step)
         record(step, start)
-    if lane.kind == "blocks":
-        world.free_sms[rank] += world.machine.stores.sms
+    world.free_sms[rank] += taken
     at.pop((rank, lane.name), None)
 
 
@@ -108,5 +108,7 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
         yield from kernels.reduce(world, rank, step, sms)
     elif isinstance(step, Lookup):
         yield from lookups.lookup(world, rank, step)
+    elif isinstance(step, SendReceive):
+        yield from messages.send_receive(world, rank, step)
     else:
         yield from transfers.collective(world, rank, step)

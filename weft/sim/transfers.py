@@ -52,5 +52,7 @@ def collective(world: World, rank: int, step: Collective) -> Process:
         meeting.begun.succeed()
     yield meeting.begun
     world.transfers[rank].start(world.now)
-    yield world.env.timeout(ns(collective_us(world.machine, step.op, meeting.shard_bytes, len(world.schedule.ranks))))
+    problem = world.schedule.problem
+    busy_us = collective_us(world.machine, step.op, meeting.shard_bytes, problem.world_size, problem.nodes)
+    yield world.env.timeout(ns(busy_us))
     world.transfers[rank].stop(world.now)

@@ -6,6 +6,7 @@ The clock counts whole nanoseconds. Flags are those of one call, the first: a fl
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import simpy
 
 from weft.machine import Machine
-from weft.schedule import Flag, Schedule, Step, Wait
+from weft.schedule import Flag, LaneKind, Schedule, Step, Wait
 from weft.sim.network import Network, Resource
 from weft.span import Span
 from weft.work import span
@@ -83,9 +84,19 @@ class Rendezvous:
     shard_bytes: int = 0
 
 
+@dataclass(slots=True)
+class Message:
+    """What one rank sends to another. sent, awaited: when either end has begun. through: when it has arrived."""
+
+    sent: simpy.Event
+    awaited: simpy.Event
+    through: simpy.Event
+
+
 @dataclass
 class World:
-    """The state of one simulation. kernels: ns per rank that its kernels worked; transfers: while its data moved."""
+    """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
+    has, by pair and whether it is the sender. kernels: ns per rank that its kernels worked; transfers: while its data moved."""
 
     schedule: Schedule
     machine: Machine
@@ -93,6 +104,8 @@ class World:
     spans: list[Span] = field(default_factory=list)
     meetings: dict[int, Rendezvous] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
+    mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
+    counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         ranks = range(len(self.schedule.ranks))
@@ -112,6 +125,11 @@ class World:
         inner = copy.copy(self)
         inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US)
         return inner
+
+    def taken_sms(self, kind: LaneKind) -> int:
+        """SMs that a lane of this kind keeps from kernels while it runs."""
+        network = self.machine.network
+        return {"blocks": self.machine.stores.sms, "network": network.sms if network else 0}.get(kind, 0)
 
     def post(self, rank: int, flag: Flag, *, after_ns: int = 0) -> None:
         """Rank `rank` advances `flag` in `after_ns`; a peer sees it a link's latency later."""

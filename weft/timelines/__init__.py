@@ -31,7 +31,7 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
         raise ValueError(f"ranks is {tuple(ranks)}; use some of 0 to {len(schedule.ranks) - 1}")
     if width < 40:
         raise ValueError(f"width is {width}; a timeline needs at least 40")
-    order = ("compute", "copy", "blocks")
+    order = ("compute", "copy", "blocks", "network")
     columns = [(r, lane.name) for r in ranks for lane in sorted(schedule.ranks[r], key=lambda lane: order.index(lane.kind))]
     lines, never = Placer(schedule, frozenset(ranks)).run()
     shown = [line for line in lines if line.column in columns]

@@ -6,7 +6,7 @@ part. Used by `weft.timeline`, which draws the lines.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from weft.schedule import (
     Reduce,
     Region,
     Schedule,
+    SendReceive,
     Signal,
     Step,
     Sum,
@@ -30,17 +31,21 @@ from weft.schedule import (
 
 Column = tuple[int, str]
 """Rank and lane."""
+End = tuple[int, int, bool, int]
+"""One end of a message: from rank, to rank, whether it is the sender's, and which of theirs in the call."""
 
 
 @dataclass(slots=True)
 class Line:
-    """One line of a column. meeting: the number of a collective. part: of a kernel, beside its others. row: once placed."""
+    """One line of a column. meeting: the number of a collective. ends: of messages. part: of a kernel, beside its others. row:
+    once placed."""
 
     column: Column
     text: str
     waits: tuple[Wait, ...] = ()
     signals: tuple[Flag, ...] = ()
     meeting: int = -1
+    ends: tuple[End, ...] = ()
     part: bool = False
     row: int = -1
 
@@ -76,6 +81,7 @@ class Placer:
         self.signalled: dict[Flag, list[int]] = defaultdict(list)
         self.met: dict[int, list[int]] = defaultdict(list)
         self.foreign_rows: set[int] = set()
+        self.begun: dict[End, int] = {}
 
     def run(self) -> tuple[list[Line], list[Line]]:
         """Placed lines, and those that wait in vain."""
@@ -95,6 +101,7 @@ class Placer:
                     rows += reached or [-1]
             if line.meeting >= 0:
                 rows += self._meet(line)
+            rows += [self._other_end(end) for end in line.ends]
             if min(rows) >= 0:
                 yield line, self._free_row(max(rows), line)
 
@@ -104,6 +111,13 @@ class Placer:
             return self.met[line.meeting]
         here = [lane.next_row for lane in self.lanes if any(c.meeting == line.meeting for c in lane.candidates())]
         return here if len(here) == self.size else [-1]
+
+    def _other_end(self, end: End) -> int:
+        """The first row in which the other end of a message can stand; -1 if its lane has not come to it."""
+        src, dst, sent, number = end
+        other = (src, dst, not sent, number)
+        here = [lane.next_row for lane in self.lanes if any(other in line.ends for line in lane.candidates())]
+        return self.begun[other] if other in self.begun else here[0] if here else -1
 
     def _free_row(self, row: int, line: Line) -> int:
         """The first row from `row` on where the last column is free, if the line needs it."""
@@ -134,6 +148,7 @@ class Placer:
             self.signalled[flag].append(row)
         if line.meeting >= 0:
             self.met[line.meeting] = [row]
+        self.begun.update(dict.fromkeys(line.ends, row))
 
 
 def owners(schedule: Schedule) -> dict[Flag, Column]:
@@ -146,7 +161,7 @@ def owners(schedule: Schedule) -> dict[Flag, Column]:
 
 def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> list[Line]:
     found: list[Line] = []
-    column, meetings = (rank, lane), 0
+    column, meetings, sent = (rank, lane), 0, Counter[tuple[int, int]]()
     for step in steps:
         if isinstance(step, Wait):
             found.append(Line(column, f"wait {words(step)}", waits=(step,)))
@@ -157,9 +172,28 @@ def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> l
         elif isinstance(step, Collective):
             found.append(Line(column, f"{step.op} {_move(schedule, rank, step.src, step.dst)}", meeting=meetings))
             meetings += 1
+        elif isinstance(step, SendReceive):
+            found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
         else:
             found += _kernel(schedule, column, step)
     return found
+
+
+def _ends(rank: int, step: SendReceive, seen: Counter[tuple[int, int]]) -> tuple[End, ...]:
+    """Its ends of messages. seen: by pair of ranks, those of earlier steps."""
+    found: list[End] = []
+    for src, dst, sent in [*((rank, s.to, True) for s in step.sends), *((r.source, rank, False) for r in step.receives)]:
+        found.append((src, dst, sent, seen[src, dst]))
+        seen[src, dst] += 1
+    return tuple(found)
+
+
+def _messages(schedule: Schedule, rank: int, step: SendReceive) -> str:
+    """What goes to whom, and what comes from whom."""
+    sent = [(_region(schedule, rank, send.src), f"to {send.to}") for send in step.sends]
+    received = [(_region(schedule, rank, receive.dst), f"from {receive.source}") for receive in step.receives]
+    ways = (("send", sent), ("receive", received))
+    return "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in ways if ends)
 
 
 def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce | Lookup) -> list[Line]:

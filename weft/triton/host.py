@@ -66,6 +66,11 @@ class Peers:
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self._team = Team(group or _world(), timeout_s=4 * timeout_s)
+        if self._team.nodes:
+            self._team.close()
+            raise ValueError(
+                f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: pass a group within one"
+            )
         self.rank, self.world_size = self._team.rank, self._team.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)

@@ -1,0 +1,213 @@
+"""How much of what goes between nodes do slices hide?
+
+Protocol: measure.py's; bf16 (lookups: float32), normal data; results are compared with sequential's before anything is timed.
+The GPUs of one host are cut into nodes of --per-node ranks, which reach each other by NCCL's messages alone. Baselines of the
+same run, all by weft or by what it stands for: sequential (cuBLAS, or weft's lookup, and NCCL over all ranks), NCCL alone, and
+cuBLAS or weft's lookup alone. ideal = the larger of these two. overlapped = the best of the schedules that are named; auto =
+weft's own choice.
+
+Traps: here the "network" is NVLink. So this says whether slices leave while the rest is computed, and what a slice costs; it
+does not say what an adapter of 50 GB/s gives, behind which there is far more to hide. NCCL's sequential program knows of no
+nodes, and uses all links alike.
+
+    torchrun --nproc-per-node 4 benchmarks/nodes.py --json benchmarks/results/nodes.jsonl
+    torchrun --nproc-per-node 4 benchmarks/nodes.py --ops matmul_all_to_all,embedding_bag_all_to_all --modes graph
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import measure
+import torch
+import torch.distributed as dist
+from embedding import Case as Bags
+from embedding import Site
+from measure import Failed, Times, Work, append, close_to, geomean, parser, release, row, say, start, stop, together, trial
+
+import weft
+from weft import schedules
+from weft.problem import Op
+
+ROUNDS, REPEAT = 7, 3
+measure.ALARM_S = 40
+SPECS = ("node_slices:1", "node_slices:2", "node_slices:4")
+Matmul = tuple[int, int, int]
+"""M, N, K as a Problem has them."""
+MATMULS: dict[Op, tuple[Matmul, ...]] = {
+    "matmul_all_to_all": ((8192, 7168, 2048), (4096, 4096, 4096)),
+    "all_to_all_matmul": ((8192, 7168, 2048), (4096, 4096, 4096)),
+    "all_gather_matmul": ((8192, 14336, 4096),),
+    "matmul_reduce_scatter": ((8192, 4096, 14336),),
+    "matmul_all_reduce": ((64, 8192, 14336),),
+}
+LOOKUPS = (Bags(tables=8, dim=128, pooling=32, batch=8192), Bags(tables=32, dim=128, pooling=32, batch=8192))
+Made = tuple[dict[str, Work], Callable[[str], Work]]
+"""Baselines by name, and what calls the operator by a schedule."""
+
+
+def drawn(*extents: int) -> torch.Tensor:
+    return torch.randn(*extents, device="cuda", dtype=torch.bfloat16)
+
+
+def exchange(sizes: Matmul) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    m, n, k = sizes
+    return drawn(m, k), drawn(k, n) * k**-0.5, drawn(m, n)
+
+
+def combine(sizes: Matmul) -> Made:
+    a, b, product = exchange(sizes)
+    landed = torch.empty_like(product)
+    alone: dict[str, Work] = {"communication": lambda: dist.all_to_all_single(landed, product), "computation": lambda: a @ b}
+    return alone, lambda spec: partial(weft.matmul_all_to_all, a, b, schedule=spec)
+
+
+def dispatch(sizes: Matmul) -> Made:
+    a, b, _ = exchange(sizes)
+    landed = torch.empty_like(a)
+    alone: dict[str, Work] = {"communication": lambda: dist.all_to_all_single(landed, a), "computation": lambda: a @ b}
+    return alone, lambda spec: partial(weft.all_to_all_matmul, a, b, schedule=spec)
+
+
+def gather(sizes: Matmul) -> Made:
+    (m, n, k), size = sizes, dist.get_world_size()
+    a, b, a_full = drawn(m // size, k), drawn(k, n // size) * k**-0.5, drawn(m, k)
+    alone: dict[str, Work] = {
+        "communication": lambda: dist.all_gather_into_tensor(a_full, a),
+        "computation": lambda: a_full @ b,
+    }
+    return alone, lambda spec: partial(weft.all_gather_matmul, a, b, schedule=spec)
+
+
+def scatter(sizes: Matmul) -> Made:
+    (m, n, k), size = sizes, dist.get_world_size()
+    a, b, partial_sums, out = drawn(m, k // size), drawn(k // size, n) * k**-0.5, drawn(m, n), drawn(m // size, n)
+    alone: dict[str, Work] = {
+        "communication": lambda: dist.reduce_scatter_tensor(out, partial_sums),
+        "computation": lambda: a @ b,
+    }
+    return alone, lambda spec: partial(weft.matmul_reduce_scatter, a, b, schedule=spec)
+
+
+def all_reduce(sizes: Matmul) -> Made:
+    (m, n, k), size = sizes, dist.get_world_size()
+    a, b, sums = drawn(m, k // size), drawn(k // size, n) * k**-0.5, torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
+    alone: dict[str, Work] = {"communication": lambda: dist.all_reduce(sums), "computation": lambda: a @ b}
+    return alone, lambda spec: partial(weft.matmul_all_reduce, a, b, schedule=spec)
+
+
+def lookups(case: Bags) -> Made:
+    site = Site(case)
+    alone: dict[str, Work] = {
+        "communication": lambda: dist.all_to_all_single(site.recv, site.pooled),
+        "computation": site.lookup(),
+    }
+    return alone, site.overlapped
+
+
+MAKERS: dict[Op, Callable[[Matmul], Made]] = {
+    "matmul_all_to_all": combine,
+    "all_to_all_matmul": dispatch,
+    "all_gather_matmul": gather,
+    "matmul_reduce_scatter": scatter,
+    "matmul_all_reduce": all_reduce,
+}
+
+
+def measured(op: Op, case: str, dtype: str, made: Made, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One case in every mode: its JSON lines."""
+    alone, call = made
+    specs = arguments.specs.split(",")
+    works = alone | {spec: call(spec) for spec in ("sequential", *specs, "auto")}
+    compare = close_to(together("sequential", works["sequential"]).float())  # type: ignore[attr-defined]
+
+    def check(name: str, result: object) -> None:
+        if name not in alone:
+            compare(name, result)  # type: ignore[arg-type]
+
+    needed, modes = ("sequential", *alone), arguments.modes.split(",")
+    times, missing = trial(works, modes, check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
+    lines = []
+    for mode, us in times.items():
+        line = row(bench="nodes", op=op, case=case, dtype=dtype, mode=mode, arguments=arguments)
+        line["nodes"] = list(made_of(dist.get_world_size(), arguments.per_node))
+        lines.append(line | figures(us, [spec for spec in specs if spec in us]) | {"missing": missing})
+    return lines
+
+
+def made_of(world_size: int, per_node: int) -> tuple[int, ...]:
+    """Ranks on each node."""
+    return tuple(min(per_node, world_size - first) for first in range(0, world_size, per_node))
+
+
+def figures(times: Mapping[str, Times], specs: Sequence[str]) -> dict[str, Any]:
+    """What one case's times say. A method that is missing has no figure."""
+    us = {method: t.us for method, t in times.items()}
+    best = min(specs, key=lambda spec: us[spec], default=None)
+    return {
+        "schedule": best,
+        "sequential_us": us["sequential"],
+        "communication_us": us["communication"],
+        "computation_us": us["computation"],
+        "ideal_us": max(us["communication"], us["computation"]),
+        "overlapped_us": us[best] if best else None,
+        "auto_us": us.get("auto"),
+        "candidates": {spec: us[spec] for spec in specs},
+        "host_us": {name: t.host_us for name, t in times.items() if name in ("sequential", "auto", best)},
+    }
+
+
+def sentence(line: Mapping[str, Any]) -> str:
+    """One case on one line, as it is measured."""
+    numbers = " ".join(f"{spec}={us:.0f}" for spec, us in line["candidates"].items())
+    best_us = line["overlapped_us"] or float("nan")
+    return (
+        f"{line['op']:24} {line['case']:28} {line['mode']:5} comm {line['communication_us']:.0f} comp "
+        f"{line['computation_us']:.0f} seq {line['sequential_us']:.0f} auto {line['auto_us'] or float('nan'):.0f} best "
+        f"{line['schedule']} {best_us:.0f} ({line['sequential_us'] / best_us:.2f}x) | {numbers}"
+    )
+
+
+def jobs(arguments: argparse.Namespace) -> list[tuple[Op, str, str, Callable[[], Made]]]:
+    """What is to be measured: operator, case, dtype, and its methods when it is its turn."""
+    found: list[tuple[Op, str, str, Callable[[], Made]]] = []
+    for op, cases in MATMULS.items():
+        found += [(op, "M={} N={} K={}".format(*sizes), "bfloat16", partial(MAKERS[op], sizes)) for sizes in cases]
+    found += [("embedding_bag_all_to_all", case.name, "float32", partial(lookups, case)) for case in LOOKUPS]
+    return [job for job in found if any(word in job[0] for word in arguments.ops.split(","))]
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=ROUNDS)
+    options.add_argument("--ops", default="", help="only operators whose name contains one of these, with commas")
+    options.add_argument("--specs", default=",".join(SPECS), help="the schedules to try beside auto (%(default)s)")
+    options.add_argument("--per-node", type=int, default=2, help="ranks that are taken for a node (%(default)s)")
+    arguments = options.parse_args()
+    for spec in arguments.specs.split(","):
+        schedules.parse(spec)
+    os.environ["WEFT_RANKS_PER_NODE"] = str(arguments.per_node)
+    start()
+    gains = []
+    for op, case, dtype, make in jobs(arguments):
+        torch.manual_seed(dist.get_rank())
+        try:
+            lines = measured(op, case, dtype, make(), arguments)
+        except Failed as failed:
+            say(f"LEFT OUT the case {op} {case}: {failed}", file=sys.stderr)
+            lines = []
+        for line in lines:
+            say(sentence(line))
+            append(arguments.json, line)
+            gains += [line["sequential_us"] / line["overlapped_us"]] if line["overlapped_us"] else []
+        release()
+    say(f"geometric mean of the speed-ups over sequential: {geomean(gains):.2f}x")
+    stop()
+
+
+if __name__ == "__main__":
+    main()

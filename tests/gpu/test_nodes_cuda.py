@@ -1,0 +1,185 @@
+"""GPUs of one host as two nodes: every operator by NCCL's messages between them; a late rank; graphs; a lost rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_work import Case, in_place, moves, sums
+from nodes_work import SPECS, check_every_operator
+from rank_work import here, whole
+
+import weft
+from weft import collectives
+from weft.beside.cuda import CudaDevice
+from weft.errors import WeftError
+from weft.execute.groups import GROUPS
+from weft.execute.ranks import RankFailed, Ranks
+from weft.problem import split
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 4, reason=f"needs four or more GPUs, this machine has {GPUS}")]
+REPLAYS = 200
+
+
+def _nodes(timeout_s: str) -> Ranks:
+    return Ranks(4, device="cuda", environment={"WEFT_RANKS_PER_NODE": "2", "WEFT_TIMEOUT_S": timeout_s})
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Ranks]:
+    with _nodes("20") as pool:
+        yield pool
+
+
+def _late(call: int) -> None:
+    """5 ms, one rank after the other."""
+    if call % dist.get_world_size() == dist.get_rank():
+        torch.cuda._sleep(9_000_000)
+
+
+def _every_operator(dtype: torch.dtype) -> None:
+    for (m, n, k), specs in (((512, 256, 384), SPECS), ((253, 129, 77), SPECS[1:]), ((5, 7, 3), SPECS[2:])):
+        for spec in specs:
+            faulthandler.dump_traceback_later(60, exit=True)
+            for call in range(6):
+                _late(call)
+                check_every_operator(m, n, k, dtype, spec, call)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_operator_on_two_nodes(two_nodes: Ranks, dtype: torch.dtype) -> None:
+    two_nodes.run(_every_operator, dtype)
+
+
+def _auto() -> list[str]:
+    """What is measured to be fastest is one of the two that go across nodes."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    check_every_operator(512, 256, 384, torch.bfloat16, "auto", 0)
+    found = [choice.spec.partition(":")[0] for choice in weft.choices()]
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def test_auto_measures_what_goes_across_nodes(two_nodes: Ranks) -> None:
+    for names in two_nodes.run(_auto):
+        assert names
+        assert set(names) <= {"sequential", "node_slices"}
+
+
+def _collectives_alone() -> None:
+    """The vendor's, also in place, where rehearsals must leave what is given alone; with auto, copy engines are not tried."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    for call in range(3):
+        _late(call)
+        case = Case(elements=1003, dtype=torch.float32, seed=call)
+        for spec in ("sequential", "auto"):
+            moves(case, spec)
+            sums(case, spec)
+            in_place(case, spec)
+    assert {choice.spec for choice in weft.choices()} == {"sequential"}
+    tensor = torch.ones(8, device=here())
+    assert not CudaDevice(here()).abilities((weft.AllReduce(tensor),)).copy_engine
+    with pytest.raises(ValueError, match=r"on nodes of \(2, 2\) ranks, use sequential"):
+        collectives.all_reduce(tensor, schedule="copy_engine")
+    with pytest.raises(ValueError, match=r"group is on nodes of \(2, 2\) ranks"):
+        collectives.empty(8, device=here())
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
+    two_nodes.run(_collectives_alone)
+
+
+def _reach() -> list[int]:
+    """How many ranks share the symmetric memory of each program."""
+    faulthandler.dump_traceback_later(40, exit=True)
+    check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:1", 0)
+    group = dist.group.WORLD
+    assert group is not None
+    programs = GROUPS.state(group.group_name)._programs
+    found = [program._area.handle.world_size for program in programs]  # type: ignore[attr-defined]
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def test_symmetric_memory_ends_with_the_node(two_nodes: Ranks) -> None:
+    for sizes in two_nodes.run(_reach):
+        assert sizes
+        assert set(sizes) == {2}
+
+
+def _graph() -> None:
+    """New data each replay, in a graph of two operators; a rank is late now and then."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 512, 256, 128
+    rows = slice(*split(m, size)[rank])
+    a, b = torch.zeros(m, k, device=here(), dtype=torch.bfloat16), torch.zeros(k, n, device=here(), dtype=torch.bfloat16)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        there = weft.matmul_all_to_all(a, b, schedule="node_slices:2")
+        return there, weft.all_to_all_matmul(a, b, schedule="node_slices:2")
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        combined, dispatched = call()
+    worst = torch.zeros(2, device=here())
+    for replay in range(REPLAYS):
+        if replay % 20 == 0:
+            _late(replay // 20)
+        left, right, _ = whole(m, n, k, torch.bfloat16, replay)
+        a.copy_(left)
+        b.copy_(right)
+        graph.replay()
+        wanted = (left @ right)[rows].repeat(size, 1).float()
+        worst = torch.maximum(worst, torch.stack([(out.float() - wanted).abs().max() for out in (combined, dispatched)]))
+    torch.cuda.synchronize()
+    assert worst.max().item() < 0.1, worst.tolist()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_graph_replays_messages(two_nodes: Ranks) -> None:
+    two_nodes.run(_graph)
+
+
+def _until_lost(victim: int) -> tuple[str, float]:
+    faulthandler.dump_traceback_later(40, exit=True)
+    check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:2", 0)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    struck = time.monotonic()
+    a, b, _ = whole(512, 256, 384, torch.bfloat16, 1)
+    try:
+        while time.monotonic() - struck < 30:
+            weft.matmul_all_to_all(a, b, schedule="node_slices:2")
+            torch.cuda.synchronize()
+    except WeftError as error:
+        faulthandler.cancel_dump_traceback_later()
+        return f"{type(error).__name__}: {error}", time.monotonic() - struck
+    raise AssertionError("a rank died and nobody noticed")
+
+
+def test_a_lost_rank_of_another_node_is_named() -> None:
+    with _nodes("10") as pool:
+        pool.start(_until_lost, 3)
+        with pytest.raises(RankFailed) as caught:
+            pool.finish(timeout_s=45)
+        # Its neighbour has mapped memory of a process that is gone; what CUDA then says is not ours to choose.
+        for message, seconds in caught.value.results[:2]:
+            assert "rank 3" in message, message
+            assert seconds < 15

@@ -1,0 +1,339 @@
+"""Ranks on several nodes: every operator by messages between them, on CPU ranks of one host that is cut into nodes.
+
+What is cut off is out of reach in weft's eyes: no segment of another node's rank is mapped, so a schedule that went through
+memory would fail, not pass.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_work import Case, in_place, moves, sums
+from nodes_work import SPECS, check_every_operator
+from rank_work import check_gather, whole
+from test_all_to_all import check_both as check_exchanges
+
+import weft
+from weft import collectives
+from weft.errors import PeerLost, RankMismatch, WaitTimeout
+from weft.execute.ranks import RankFailed, Ranks
+from weft.team import Team, nodes_of, ranks_per_node
+
+BOUND_S = 3.0
+
+
+def _nodes(per_node: int, **environment: str) -> Ranks:
+    return Ranks(4, environment={"WEFT_RANKS_PER_NODE": str(per_node), "WEFT_TIMEOUT_S": "20", **environment})
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Ranks]:
+    with _nodes(2) as pool:
+        yield pool
+
+
+def _every_operator() -> None:
+    for turn, (m, n, k) in enumerate(((37, 23, 19), (3, 5, 7), (0, 4, 4))):
+        for spec in SPECS:
+            check_every_operator(m, n, k, torch.float32, spec, turn)
+    check_every_operator(40, 16, 24, torch.bfloat16, "node_slices:2", 1)
+    check_every_operator(40, 16, 24, torch.float32, "auto", 3)
+
+
+@pytest.mark.ranks
+def test_every_operator_on_two_nodes(two_nodes: Ranks) -> None:
+    two_nodes.run(_every_operator)
+
+
+def _uneven_nodes() -> None:
+    """Three ranks on one node, one on another: a team that begins anew asks how ranks are cut."""
+    weft.close()
+    os.environ["WEFT_RANKS_PER_NODE"] = "3"
+    try:
+        for spec in SPECS:
+            check_exchanges(37, 23, 19, torch.float32, spec, spec, 1)
+            check_gather(37, 23, 19, torch.float32, spec, 2)
+        with pytest.raises(ValueError, match=r"needs nodes of one size, not of \(3, 1\); use sequential"):
+            weft.matmul_all_reduce(torch.ones(4, 3), torch.ones(3, 4), schedule="node_slices")
+    finally:
+        weft.close()
+        os.environ["WEFT_RANKS_PER_NODE"] = "2"
+
+
+@pytest.mark.ranks
+def test_nodes_of_different_sizes(two_nodes: Ranks) -> None:
+    two_nodes.run(_uneven_nodes)
+
+
+def _interpreted() -> int:
+    from weft.execute import fused, lookups
+
+    launches = 0
+    kinds = (fused.FusedGemm, fused.FusedReduce, lookups.FusedLookup)
+    launch = {kind: kind.launch for kind in kinds}
+
+    def counted(self: object, *arguments: object, **options: object) -> None:
+        nonlocal launches
+        launches += 1
+        launch[type(self)](self, *arguments, **options)  # type: ignore[index]
+
+    for kind in kinds:
+        kind.launch = counted  # type: ignore[method-assign, assignment]
+    try:
+        check_every_operator(72, 40, 64, torch.float16, "node_slices:2", 0)
+    finally:
+        for kind in kinds:
+            kind.launch = launch[kind]  # type: ignore[method-assign]
+    return launches
+
+
+@pytest.mark.ranks
+def test_kernels_interpreted() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with _nodes(2, TRITON_INTERPRET="1", WEFT_TIMEOUT_S="60") as pool:
+        # A GEMM that counts slices, one that waits within the node (twice, as received rows are handed out, too), and so on.
+        assert min(pool.run(_interpreted)) >= 6
+
+
+def _backward() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, _ = whole(24, 16, 8, torch.float32, 3)
+    mine = a.chunk(size)[rank].clone().requires_grad_()
+    weight = b.chunk(size, 1)[rank].clone().requires_grad_()
+    out = weft.all_gather_matmul(mine, weight, schedule="node_slices:2")
+    grad = whole(24, 16, 1, torch.float32, 4)[2].float()
+    out.backward(grad.chunk(size, 1)[rank])
+    assert mine.grad is not None
+    assert weight.grad is not None
+    assert torch.allclose(mine.grad, (grad @ b.t()).chunk(size)[rank], atol=1e-4)
+    assert torch.allclose(weight.grad, (a.t() @ grad).chunk(size, 1)[rank], atol=1e-4)
+
+
+@pytest.mark.ranks
+def test_backward_goes_across_nodes(two_nodes: Ranks) -> None:
+    two_nodes.run(_backward)
+
+
+def _with_a_slow_rank(late: str) -> None:
+    """New data each call, with one rank late to compute, or to send: what has not been received is not overwritten."""
+    from weft.execute.host import HostProgram
+    from weft.execute.host_wire import HostWire
+
+    matmul, exchange = HostProgram.matmul, HostWire.exchange
+
+    def slowed(whole_: Callable[..., None]) -> Callable[..., None]:
+        return lambda *a, **k: (time.sleep(0.004), whole_(*a, **k))[1]
+
+    if dist.get_rank() == 2 and late == "compute":
+        HostProgram.matmul = slowed(matmul)  # type: ignore[method-assign]
+    if dist.get_rank() == 2 and late == "transport":
+        HostWire.exchange = slowed(exchange)  # type: ignore[method-assign]
+    try:
+        for call in range(6):
+            check_every_operator(24, 12, 10, torch.float32, "node_slices:2", call)
+    finally:
+        HostProgram.matmul, HostWire.exchange = matmul, exchange  # type: ignore[method-assign]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("late", ["compute", "transport"])
+def test_calls_in_a_row_with_a_slow_rank(two_nodes: Ranks, late: str) -> None:
+    two_nodes.run(_with_a_slow_rank, late)
+
+
+def _out_of_reach() -> tuple[tuple[int, ...], list[int]]:
+    """What a team knows of nodes, and whose memory a new allocation maps."""
+    group = dist.group.WORLD
+    assert group is not None
+    team = Team(group)
+    try:
+        segments = team.allocate(64)
+        for segment in segments:
+            segment.close()
+        assert len(segments) == len(team.near)
+        return team.nodes, list(team.near)
+    finally:
+        team.close()
+
+
+@pytest.mark.ranks
+def test_memory_of_another_node_is_not_mapped(two_nodes: Ranks) -> None:
+    assert two_nodes.run(_out_of_reach) == [((2, 2), [0, 1])] * 2 + [((2, 2), [2, 3])] * 2
+
+
+def _near() -> list[int]:
+    """Twice, as after a close: the ranks of the group that GPUs of a node share memory by, and their sum of ranks in it."""
+    from weft.execute.network import near_group
+
+    found: list[int] = []
+    group = dist.group.WORLD
+    assert group is not None
+    for _ in range(2):
+        team = Team(group)
+        near = near_group(team)
+        ranks = torch.tensor([dist.get_rank()])
+        dist.all_reduce(ranks, group=near)
+        found += [*dist.get_process_group_ranks(near), int(ranks)]
+        dist.destroy_process_group(near)
+        team.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_node_has_a_group_of_its_own(two_nodes: Ranks) -> None:
+    assert two_nodes.run(_near) == [[0, 1, 1] * 2] * 2 + [[2, 3, 5] * 2] * 2
+
+
+def _refused() -> list[str]:
+    a, b = torch.ones(8, 4), torch.ones(4, 8)
+    messages = []
+    schedule = weft.build(weft.Problem(op="matmul_all_to_all", m=8, n=8, k=4, world_size=4, dtype="float32"), "direct_store")
+    for asked in ("direct_store", "track_and_trigger:2", schedule):
+        with pytest.raises(ValueError, match=r"nodes of|schedule is for") as caught:
+            weft.matmul_all_to_all(a, b, schedule=asked)
+        messages.append(str(caught.value))
+    check_exchanges(8, 8, 4, torch.float32, "node_slices:1", "sequential", 0)
+    return messages
+
+
+@pytest.mark.ranks
+def test_what_needs_memory_of_other_nodes_is_refused(two_nodes: Ranks) -> None:
+    for name, _, value in two_nodes.run(_refused):
+        assert name == (
+            "schedule is 'direct_store', which loads from and stores to all ranks; on nodes of (2, 2) ranks, "
+            "use sequential or node_slices"
+        )
+        assert value.startswith("schedule is for matmul_all_to_all M=8")
+
+
+def _collectives_alone() -> list[str]:
+    """The vendor's, into the caller's tensors, in place and chosen by auto; what needs memory of all ranks is refused."""
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16)):
+        case = Case(elements=37, dtype=dtype, seed=seed)
+        for spec in ("sequential", "auto"):
+            moves(case, spec)
+            sums(case, spec, ("sum", "avg")[seed])
+            in_place(case, spec)
+    collectives.all_reduce(torch.empty(0))
+    assert {choice.spec for choice in weft.choices()} == {"sequential"}
+    tensor = torch.ones(8)
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: collectives.all_reduce(tensor, schedule="copy_engine"),
+        lambda: collectives.all_gather(tensor, schedule="copy_engine_pull:2"),
+        lambda: collectives.empty(8),
+    )
+    messages = []
+    for call in refused:
+        with pytest.raises(ValueError, match="nodes of") as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.ranks
+def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
+    for pushed, pulled, symmetric in two_nodes.run(_collectives_alone):
+        why = "which loads from and stores to all ranks; on nodes of (2, 2) ranks, use sequential"
+        assert pushed == f"schedule is 'copy_engine', {why}"
+        assert pulled == f"schedule is 'copy_engine_pull', {why}"
+        assert symmetric.startswith("group is on nodes of (2, 2) ranks; peers write memory within one node alone")
+
+
+def _beside() -> list[bool]:
+    """A sum beside a product; whether GPUs would try copy engines for it, among all ranks and among those of a node."""
+    from weft.beside.cuda import CudaDevice
+
+    rank, (a, b, _) = dist.get_rank(), whole(8, 6, 4, torch.float32, 5)
+    grad = torch.full((16,), float(rank))
+    out = weft.concurrent(lambda: a @ b, weft.AllReduce(grad), key="beside", repeatable=True)
+    assert torch.equal(out, a @ b)
+    assert torch.equal(grad, torch.full((16,), 6.0))
+    near = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    device = CudaDevice(torch.device("cpu"))
+    found = [device.abilities((weft.AllReduce(grad, group),)).copy_engine for group in (None, near)]
+    weft.close(near)
+    dist.destroy_process_group(near)
+    return found
+
+
+@pytest.mark.ranks
+def test_copy_engines_beside_a_computation_within_a_node_alone(two_nodes: Ranks) -> None:
+    assert two_nodes.run(_beside) == [[False, True]] * 4
+
+
+def _different() -> str:
+    rows = 8 if dist.get_rank() < 3 else 12
+    try:
+        weft.matmul_all_to_all(torch.ones(rows, 4), torch.ones(4, 8), schedule="sequential")
+    except (RankMismatch, PeerLost) as error:
+        message = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    weft.close()
+    check_exchanges(8, 8, 4, torch.float32, "node_slices:1", "sequential", 0)
+    return message
+
+
+@pytest.mark.ranks
+def test_ranks_of_different_nodes_compare_what_they_call(two_nodes: Ranks) -> None:
+    messages = two_nodes.run(_different)
+    assert all("M: rank" in message and "8" in message and "12" in message for message in messages), messages
+
+
+def _call_until_lost(victim: int, how: int) -> tuple[str, float]:
+    """The victim's neighbour calls nothing: what it sees, others have to hear from it."""
+    check_exchanges(16, 8, 4, torch.float32, "node_slices:2", "node_slices:2", 0)
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank == victim:
+        os.kill(os.getpid(), how)
+    struck = time.monotonic()
+    if rank == victim - 1:
+        time.sleep(2.5)
+    try:
+        check_exchanges(16, 8, 4, torch.float32, "node_slices:2", "node_slices:2", 1)
+    except (PeerLost, WaitTimeout) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - struck
+    raise AssertionError("a rank was lost and nobody noticed")
+
+
+@pytest.mark.ranks
+def test_a_rank_of_another_node_that_died_is_named() -> None:
+    with _nodes(2, WEFT_TIMEOUT_S="10") as pool:
+        pool.start(_call_until_lost, 3, signal.SIGKILL)
+        with pytest.raises(RankFailed) as caught:
+            pool.finish(timeout_s=20)
+        for message, seconds in caught.value.results[:2]:
+            assert "rank 3 failed: process" in message
+            assert "died" in message
+            assert seconds < 2.5
+        assert "rank 3" in caught.value.results[2][0]
+
+
+@pytest.mark.ranks
+def test_a_rank_of_another_node_that_stopped_is_named_at_the_bound() -> None:
+    with _nodes(2, WEFT_TIMEOUT_S=str(BOUND_S)) as pool:
+        pool.start(_call_until_lost, 3, signal.SIGSTOP)
+        with pytest.raises(RankFailed) as caught:
+            pool.finish(timeout_s=BOUND_S + 3.0)
+        for message, _ in caught.value.results[:3]:
+            assert "rank 3" in message, message
+
+
+def test_hosts_make_nodes() -> None:
+    assert nodes_of(["a", "a", "b"]) == (2, 1)
+    assert nodes_of(["a", "a"]) == ()
+    with pytest.raises(ValueError, match=r"group has ranks of a among those of other hosts \(a, b, a\)"):
+        nodes_of(["a", "b", "a"])
+
+
+@pytest.mark.parametrize("text", ["0", "two", "-1", ""])
+def test_ranks_per_node_that_are_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("WEFT_RANKS_PER_NODE", text)
+    with pytest.raises(ValueError, match="it must be a whole number of at least 1"):
+        ranks_per_node()

@@ -1,0 +1,82 @@
+"""What GPUs of different nodes exchange: the vendor's sends and receives, on a communicator of their own.
+
+It is not the caller's: its kernels take at most SMS SMs, which kernels of the same schedule leave free, so that a slice leaves
+while the rest is computed; its stream shares no hardware queue with the caller's; and it can be aborted without taking the
+caller's group along, which is how a message that never comes ends.
+
+A GPU's symmetric memory reaches the ranks of its node. It is torch's, over a group of these ranks.
+
+Both are made with names and stores of the team's own: torch names groups that only some ranks make by their ranks and by how
+many groups a rank has, so that ranks could differ in a name, and a name could come back with what an earlier group left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from weft.team import Team
+
+SMS = 16
+"""What stores to peers get beside a kernel, too (weft.kernels.shapes). That so many of the vendor's blocks keep an adapter of
+50 GB/s busy is assumed, not measured."""
+
+Messages = Sequence[tuple[torch.Tensor, int]]
+"""Contiguous tensors, each with the rank at its other end."""
+
+
+def near_group(team: Team) -> dist.ProcessGroup:
+    """A group of the ranks of this one's node; the team's own where there is one node. Collective."""
+    if not team.nodes:
+        return team.group
+    everyone = dist.get_process_group_ranks(team.group)
+    ranks = [everyone[near] for near in team.near]
+    first, bound = team.near.start, timedelta(seconds=team.timeout_s)
+    make: Any = distributed_c10d._new_process_group_helper
+    group: dist.ProcessGroup
+    group, _ = make(
+        len(ranks), team.rank - first, ranks, "gloo", team.store("near"), f"weft-{team.topic}-{first}", timeout=bound
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
+class CudaWire:
+    """Messages between the ranks of a team. Collective."""
+
+    def __init__(self, team: Team, device: torch.device) -> None:
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        options.config.max_ctas = SMS
+        options.global_ranks_in_group = dist.get_process_group_ranks(team.group)
+        options.group_name = f"weft-{team.topic}"
+        made: Any = dist.ProcessGroupNCCL(team.store("wire"), team.rank, team.world_size, options)
+        self._backend: Any = made
+        self._backend._set_sequence_number_for_group()
+        # The communicator is made by all ranks at once, whoever exchanges what with whom later.
+        self._backend.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """Enqueue one group of sends and receives on torch's current stream."""
+        self._backend._start_coalescing()
+        for sent, to in sends:
+            self._backend.send([sent], to, 0)
+        for got, source in receives:
+            self._backend.recv([got], source, 0)
+        self._backend._end_coalescing().wait()
+
+    def abort(self) -> None:
+        """End what waits for messages that will not come. For the end of a team: nothing can be exchanged after it."""
+        self._backend.abort()
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # aborted
+            self._backend.shutdown()
+        self._backend = None
