@@ -24,8 +24,8 @@ its stores with it. Bad interleaving with two copies: r, in call c + 1, writes w
 have come; p waits for them for ever.
 
 Sums are in float32 in the order of ranks, the own partial tile among them as it was rounded: the same bits each call, and on
-each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which region was late, and the tile goes
-on with what is there.
+each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which region was late, and its sum is
+NaN, here and wherever it is sent: half a sum would pass for a result.
 
 Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a tile, PART of a piece.
 """

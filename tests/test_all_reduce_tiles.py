@@ -1,0 +1,141 @@
+"""matmul_all_reduce's kernel, interpreted with the tiles that GPUs take; and what a call that gave up leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_work import bound, whole
+
+from weft.execute.ranks import Ranks
+from weft.problem import Problem, split
+
+Tile = tuple[int, int, int]
+CASES = [
+    (2, 1, False, (16, 128, 128), 1),
+    (2, 50, True, (64, 128, 64), 8),
+    (2, 128, False, (128, 128, 64), 8),
+    (2, 130, False, (128, 64, 128), 3),
+    (4, 128, False, (128, 128, 64), 1),
+]
+"""Ranks, M, whether in one hop, tile (rows, columns, step along K), blocks: fewer than tiles, and more."""
+N, K_EACH = 244, 150
+"""No multiples of a tile, nor of a step."""
+SHARED_BYTES = 227 << 10
+"""What a block of an H100 or H200 may have."""
+PATIENT, HASTY = 20_000, 2
+"""Looks."""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[[int], Ranks]]:
+    """Pools by size, each started once."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with ExitStack() as pools:
+        yield cache(lambda size: pools.enter_context(Ranks(size, environment={"TRITON_INTERPRET": "1"})))
+
+
+def _layout(m: int, one_hop: bool, tile: Tile, blocks: int) -> Any:
+    """A plan of this rank with tiles of our choice."""
+    from weft.kernels.all_reduce import Tiling, plan
+
+    size = dist.get_world_size()
+    problem = Problem(op="matmul_all_reduce", m=m, n=N, k=K_EACH * size, world_size=size, dtype="float16")
+    options: dict[str, Any] = {"one_hop": one_hop, "multiply": True, "device": torch.device("cpu"), "sms": blocks}
+    layout = plan(problem, dist.get_rank(), split(N, size), **options)
+    rows, cols, step = tile
+    return dataclasses.replace(layout, tiling=Tiling(m=rows, n=cols, k=step, warps=4, stages=1))
+
+
+@contextmanager
+def _memory(layout: Any, blocks: int) -> Iterator[Any]:
+    """Mailboxes for the bare kernel: no program holds a rank back, or raises what its status says."""
+    from weft.kernels.all_reduce import mailbox
+    from weft.team import Team
+
+    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
+    segments = team.allocate(layout.mailbox_bytes)
+    try:
+        yield mailbox([segment.address for segment in segments], layout.blocks(blocks), torch.device("cpu"))
+    finally:
+        dist.barrier()
+        for segment in segments:
+            segment.close()
+        team.close()
+
+
+def _call(layout: Any, memory: Any, seed: int, tries: int = PATIENT) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves, and where it is wrong."""
+    from weft.kernels.all_reduce import all_reduce
+
+    p = layout.problem
+    a, b, expected = whole(p.m, p.n, p.k, torch.float16, seed)
+    mine = slice(K_EACH * layout.rank, K_EACH * (layout.rank + 1))
+    out = torch.empty(p.m, p.n, dtype=torch.float16)
+    rest: dict[str, Any] = {"partial": None, "bias": None, "residual": None, "live": True, "tries": tries}
+    all_reduce(layout, memory, out, factors=(a[:, mine].contiguous(), b[mine]), **rest)
+    near = (out.double() - expected).abs() <= bound(torch.float16, p.k, 2 * p.world_size, expected)
+    return out, ~near
+
+
+def _calls(m: int, one_hop: bool, tile: Tile, blocks: int) -> None:
+    """Until a copy of a region is filled again."""
+    layout = _layout(m, one_hop, tile, blocks)
+    with _memory(layout, blocks) as memory:
+        for call in range(4):
+            _, wrong = _call(layout, memory, call)
+            assert not wrong.any(), (call, int(wrong.sum()))
+            assert memory.status.tolist() == [0, 0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("size", "m", "one_hop", "tile", "blocks"), CASES)
+def test_tiles_of_gpus(interpreted: Callable[[int], Ranks], size: int, m: int, one_hop: bool, tile: Tile, blocks: int) -> None:
+    interpreted(size).run(_calls, m, one_hop, tile, blocks)
+
+
+def _ahead(one_hop: bool) -> None:
+    """Rank 1 gives up before the others begin, as when they still compile: no half of a sum is left anywhere."""
+    layout = _layout(3, one_hop, (16, 64, 128), 2)
+    rank, owned = dist.get_rank(), slice(*split(N, dist.get_world_size())[1])
+    with _memory(layout, 2) as memory:
+        for turn in (True, False):
+            if turn == (rank == 1):
+                out, wrong = _call(layout, memory, 0, HASTY if rank == 1 else PATIENT)
+            dist.barrier()
+        assert torch.equal(wrong, out.isnan()), "wrong values that are numbers"
+        hit = torch.zeros_like(wrong)
+        if not one_hop:
+            hit[:, owned] = True
+        assert torch.equal(wrong, hit | (rank == 1))
+        assert memory.status.tolist()[1] == (rank == 1)
+        _, wrong = _call(layout, memory, 1)
+        assert not wrong.any(), "the next call is right"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("size", "one_hop"), [(2, True), (2, False), (4, False)])
+def test_a_call_that_gave_up_leaves_no_number(interpreted: Callable[[int], Ranks], size: int, one_hop: bool) -> None:
+    interpreted(size).run(_ahead, one_hop)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 2048])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tiles_under_way_fit_shared_memory(rows: int, world_size: int, dtype: str) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.kernels.all_reduce import plan
+
+    for n in (1024, 4096, 8192, 16384, 53248):
+        problem = Problem(op="matmul_all_reduce", m=rows, n=n, k=n, world_size=world_size, dtype=dtype)
+        options: dict[str, Any] = {"multiply": True, "device": torch.device("cuda"), "sms": 132}
+        for one_hop in (True, False):
+            tile = plan(problem, 0, split(n, world_size), one_hop=one_hop, **options).tiling
+            assert tile.stages >= 2
+            assert (tile.m + tile.n) * tile.k * problem.itemsize * tile.stages <= SHARED_BYTES, tile
