@@ -74,7 +74,8 @@ class CudaProgram(BoundProgram):
         self._progress_pinned = torch.zeros(len(lanes) + 1, dtype=torch.int32).pin_memory()
         self._progress = self._progress_pinned.numpy()
         self._progress_at = {lane.name: self._progress_pinned.data_ptr() + 4 * i for i, lane in enumerate(lanes)}
-        self._raised = torch.full((self._words.numel() // 4,), _RELEASED, dtype=torch.int32).pin_memory()
+        own = (self._words.data_ptr() + 4 * slot for slot in range(self.edges.words))
+        self._raise_all = self.driver.words([Word("signal", address, _RELEASED) for address in own])
         self._raise_what_no_call_left()
         self.fixed = self._fixed_bindings()
         self._tapes: dict[frozenset[int], Tape] = {}
@@ -337,7 +338,7 @@ class CudaProgram(BoundProgram):
 
     def _stuck(self) -> str:
         """What each lane waits for: the step that its progress names, and the words of it that are low."""
-        with torch.cuda.stream(self.space.stream("rescue")):
+        with torch.cuda.stream(self.space.rescue):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
         for index, lane in enumerate(self.schedule.ranks[self.rank]):
@@ -369,14 +370,15 @@ class CudaProgram(BoundProgram):
     def _release(self) -> None:
         """Raise every word of this rank beyond what any wait needs, so that its streams drain.
 
-        From host memory, by a copy engine: a memset is a kernel, and waits for SMs that a spinning kernel may hold.
+        By memory operations of a stream: a memset is a kernel, and waits for SMs that a spinning kernel may hold; a copy waits for
+        a copy engine. Waits for nothing itself: what was enqueued last time may still be under way.
         """
-        stream = self.space.stream("rescue")
-        with torch.cuda.stream(stream):
-            self._words.view(torch.int32).copy_(self._raised, non_blocking=True)
-            for exchange in self.exchanges.values():
-                exchange.abort()
-        stream.synchronize()
+        stream = self.space.rescue
+        if stream.query():
+            self._raise_all(stream.cuda_stream)
+            with torch.cuda.stream(stream):
+                for exchange in self.exchanges.values():
+                    exchange.abort()
 
 
 def _by_torch(item: Item) -> bool:

@@ -71,6 +71,8 @@ class CudaSpace:
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._priority = current_lane_priority()
+        # Of another priority than the lanes', so that no hardware queue is shared with a lane, or a graph's branch, that waits.
+        self.rescue = comm_stream(priority="high", device=device)
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
