@@ -7,6 +7,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
+    ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
+    ```text dma MODE              dma.jsonl there: collectives alone
     ```text rules TOPOLOGY        the heuristic's decision trees
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
@@ -52,7 +54,9 @@ ON_NODES = {"m": 16, "world_size": 4, "nodes": (2, 2)}
 EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
-BLOCK = re.compile(r"^```text (timeline|counts|chart|results|fused|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def timeline(op: str, family: str) -> str:
@@ -131,8 +135,7 @@ def chart(model: str) -> str:
 
 def results(mode: str) -> str:
     """The tensor-parallel cases as measured. Times in us."""
-    lines = (ROOT / "benchmarks" / "results" / "tp.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["mode"] == mode]
+    rows = [row for row in _lines("tp") if row["mode"] == mode]
     heads = ("operator, case", "NCCL", "cuBLAS", "sequential", "async TP", "weft", "schedule", "of ideal", "speed-up")
     table = [heads, *(_result(row) for row in rows)]
     return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
@@ -149,8 +152,7 @@ def _result(row: dict[str, Any]) -> tuple[str, ...]:
 
 def fused(bench: str, mode: str) -> str:
     """The cases of one of the fused operators' benchmarks. Times in us; best: of all that is not weft's."""
-    lines = (ROOT / "benchmarks" / "results" / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row["mode"] == mode and row["overlapped_us"]]
+    rows = [row for row in _lines(bench) if row["mode"] == mode and row["overlapped_us"]]
     heads = ("operator, case", "computation", "sequential", "best other", "weft", "auto", "schedule", "of ideal", "speed-up")
     table = [heads, *(_fused(row) for row in rows)]
     return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
@@ -169,6 +171,42 @@ def decisions(topology: Topology) -> str:
     found = rules(topology)
     trees = "\n\n".join(f"{op}\n{table(tree)}" for op, tree in found.trees.items())
     return f"{trees}\n\n{found.source}"
+
+
+def beside(mode: str) -> str:
+    """GEMMs beside a collective, as benchmarks/beside.py measured them. Times in us; two streams: without any control."""
+    rows = [row for row in _lines("concurrent") if row["mode"] == mode]
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best way", "its share")
+    return f"{_table([heads, *map(_beside, rows)])}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _beside(row: dict[str, Any]) -> tuple[str, ...]:
+    figures = (row["computation_us"], row["communication_us"], row["sequential_us"], row["peers"]["two_streams"])
+    best = min(row["candidates"], key=lambda way: row["candidates"][way])
+    share = row["ideal_us"] / row["overlapped_us"], row["ideal_us"] / row["candidates"][best]
+    times = [f"{us:.0f}" for us in (*figures, row["overlapped_us"])]
+    return (row["case"], *times, f"{share[0]:.2f}", best, f"{share[1]:.2f}")
+
+
+def dma(mode: str) -> str:
+    """Collectives alone, as benchmarks/dma.py measured them. Times in us."""
+    rows = [row for row in _lines("dma") if row["mode"] == mode]
+    heads = ("collective, bytes", "NCCL", "registered", "copy engine", "pieces", "over NCCL")
+    return f"{_table([heads, *map(_dma, rows)])}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _dma(row: dict[str, Any]) -> tuple[str, ...]:
+    ours = {name: us for name, us in row["us"].items() if not name.startswith("NCCL") and "straight" not in name}
+    best = min(ours, key=lambda name: ours[name])
+    nccl = [row["us"].get(f"NCCL {way}") for way in ("default", "symmetric")]
+    times = ["-" if us is None else f"{us:.0f}" for us in (*nccl, ours[best])]
+    gain = min(us for us in nccl if us is not None) / ours[best]
+    return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
+
+
+def _lines(bench: str) -> list[dict[str, Any]]:
+    text = (ROOT / "benchmarks" / "results" / f"{bench}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _machine(row: dict[str, Any]) -> str:
@@ -204,6 +242,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "chart": chart,
     "results": results,
     "fused": fused,
+    "beside": beside,
+    "dma": dma,
     "rules": decisions,
     "t3": t3,
 }

@@ -206,8 +206,7 @@ def _replays_until(victim: int, how: int) -> tuple[str, float]:
     except PeerLost as error:
         message = f"{type(error).__name__}: {error}"
     ended = time.monotonic() - struck
-    # What is replayed nevertheless ends, the GPU is usable, and calls say what happened.
-    graph.replay()
+    # The GPU is usable, and calls say what happened.
     assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
     with pytest.raises(WeftError, match="broken"):
         weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
