@@ -370,7 +370,7 @@ class CudaProgram(BoundProgram):
     def _release(self) -> None:
         """Raise every word of this rank beyond what any wait needs, so that its streams drain.
 
-        By memory operations of a stream: a memset is a kernel, and waits for SMs that a spinning kernel may hold, and a copy waits
+        By memory operations of a stream: a memset is a kernel, and waits for SMs that a spinning kernel may hold; a copy waits
         for a copy engine. Waits for nothing itself: what was enqueued last time may still be under way.
         """
         stream = self.space.rescue
