@@ -22,7 +22,7 @@ from weft.checker import ScheduleError, check
 from weft.schedule import Schedule
 
 EACH = int(os.environ.get("WEFT_DAMAGES", "3000")) // len(DAMAGES)
-SYNCS = int(os.environ.get("WEFT_DAMAGES", "3000"))
+SYNCS = int(os.environ.get("WEFT_DAMAGES", "1500"))
 
 
 def refusal(schedule: Schedule) -> str:

@@ -156,7 +156,7 @@ _small = st.integers(0, 5)
 _shapes = st.builds(Shape, st.integers(0, 40), st.integers(0, 90), _small, _small, _small, _small, st.booleans())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(_shapes, max_size=4), st.sampled_from([torch.int8, torch.float16, torch.float32, torch.int64]), st.integers(1, 7)
 )

@@ -58,7 +58,7 @@ def _late(calls: int) -> None:
 
 
 def test_calls_with_a_late_rank(interpreted: Ranks) -> None:
-    interpreted.run(_late, 8)
+    interpreted.run(_late, 5)
 
 
 def _gradients(dtype: torch.dtype) -> None:
