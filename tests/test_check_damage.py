@@ -21,7 +21,7 @@ from random_schedules import random_schedule, random_sync
 from weft.checker import ScheduleError, check
 from weft.schedule import Schedule
 
-EACH = int(os.environ.get("WEFT_DAMAGES", "3000")) // len(DAMAGES)
+EACH = int(os.environ.get("WEFT_DAMAGES", "2000")) // len(DAMAGES)
 SYNCS = int(os.environ.get("WEFT_DAMAGES", "1500"))
 
 
