@@ -7,6 +7,7 @@ the original shares: it is raised as far as needed, and set back on close. It de
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 from weft.controls.device import this_device
@@ -32,7 +33,7 @@ def usage_of(kernel: Any, threads: int, dynamic_bytes: int) -> Usage:
     return Usage(threads=threads, registers=said.num_regs, shared_bytes=said.shared_size_bytes + dynamic_bytes)
 
 
-class _ShapedRaw(Shaped):
+class _ShapedRaw(Shaped, ABC):
     """kernel: the original. Subclasses say how its limit of dynamic shared memory is read and set, in bytes."""
 
     def __init__(self, kernel: Any, cap: Cap) -> None:
@@ -50,11 +51,11 @@ class _ShapedRaw(Shaped):
             self._set_limit(dynamic_bytes)
         return dynamic_bytes
 
-    def _limit(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _limit(self) -> int: ...
 
-    def _set_limit(self, nbytes: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _set_limit(self, nbytes: int) -> None: ...
 
     def close(self) -> None:
         if self._before is not None:
