@@ -1,4 +1,4 @@
-"""The site's pages: every page is in the navigation, every message that troubleshooting explains exists, links out become paths."""
+"""The site: every page is in the navigation, every message that troubleshooting explains exists, links out become paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCE = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "weft").rglob("*.py"))))
+CODE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "weft").rglob("*.py")))
+SOURCE = re.sub(r'"\s*\n\s*f?"', "", CODE)
 HEADINGS = re.findall(r"^## (.*)$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
