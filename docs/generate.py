@@ -37,7 +37,9 @@ from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, 
 from weft.rules import rules, table
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.published import figures_table, numbers_table
 from weft.sim.t3 import tables
+from weft.sim.t3.paper import figures
 from weft.sim.t3.sensitivity import Sensitivity, sensitivity
 from weft.sim.t3.study import Study, run
 from weft.sim.t3.system import load
@@ -223,11 +225,11 @@ def study() -> Study:
 def t3(what: str) -> str:
     """A table of the simulated T3."""
     makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
-        "figures": lambda: tables.figures_table(study()),
+        "figures": lambda: figures_table(figures(study())),
         "sublayers": lambda: tables.sublayers_table((*study().sublayers, *study().large)),
         "mappings": lambda: tables.mappings_table(study()),
         "sensitivity": lambda: tables.sensitivity_table(_stored()),
-        "system": lambda: tables.system_table(load()),
+        "system": lambda: numbers_table(load()),
     }
     return _table(makers[what]())
 
