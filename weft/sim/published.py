@@ -1,7 +1,6 @@
 """Published numbers and those of a simulation, side by side.
 
-A figure is reproduced if ours is within `tolerance` of theirs, which is set before the comparison; what is not is reported as
-it is.
+A figure is reproduced if ours is within `tolerance` of theirs; what is not is reported as it is.
 """
 
 from __future__ import annotations

@@ -14,9 +14,12 @@ STEP = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """The headline with one number changed. path: None for none. torus, tree, operator: what fusing saves of an iteration of the
-    published nodes on the published torus, of one on a fat tree, and of two nodes' embedding and all-to-all (mean), as a share
-    of the unfused time. None: that cannot be simulated; refused says why."""
+    """The headline with one number changed. path: None for none.
+
+    torus, tree, operator: what fusing saves of an iteration of the published nodes on the published torus, of one on a fat
+    tree, and of two nodes' embedding and all-to-all (mean), as a share of the unfused time. None: that cannot be simulated;
+    refused says why.
+    """
 
     path: str | None
     factor: float
