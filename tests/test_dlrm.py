@@ -76,6 +76,7 @@ def test_iterations_of_one_node_are_those_of_all(topology: Topology, nodes: int,
     assert all((node.log, node.spans, node.ns) == (one.log, one.spans, one.ns) for node in every)
     for link, usage in everybody.links.usage.items():
         assert usage.bytes == pytest.approx(one.usage[on.kind(link)].bytes, rel=1e-9)
+        assert usage.peak_gbps == pytest.approx(one.usage[on.kind(link)].peak_gbps)
         assert usage.peak_gbps <= on.rate(link) * (1 + 1e-9)
     assert everybody.sent == pytest.approx(everybody.received)
     assert len(everybody.sent) == nodes
@@ -95,6 +96,13 @@ def test_routes_are_few() -> None:
     assert len(routes(torus(16, 16), range(1, 256))) == 8
     assert len(routes(torus(4, 8, 8), range(1, 256))) == 26
     assert len(routes(tree(256, 16), range(1, 256))) == 2
+
+
+def test_routes_of_a_ring_of_six() -> None:
+    """Upwards 1 + 2 + 3 hops, downwards 2 + 1; the latency is that of the farthest."""
+    up, down = routes(torus(6), range(1, 6))
+    assert (up.load, up.delay_ns) == (((("axis", 0, 1), 6),), 3 * LATENCY)
+    assert (down.load, down.delay_ns) == (((("axis", 0, -1), 3),), 2 * LATENCY)
 
 
 # Closed forms
@@ -266,7 +274,8 @@ def test_the_same_system_gives_the_same_log() -> None:
     way=st.sampled_from(WAYS),
 )
 def test_bytes_are_conserved(topology: Topology, nodes: int, gbps: float, slices: int, way: Way) -> None:
-    """All that leaves nodes arrives; no link is above its rate; the GPU's time is the iteration's."""
+    """All that leaves nodes arrives; no link is above its rate; a lane does one thing at a time, and the GPU's are the
+    iteration."""
     system = changed(changed(changed(tiny(), "link.gbps", gbps), "fused.slices", slices), "tree.leaf", 4)
     on = fabric(system, topology, nodes)
     done = run(system, on, way, 2)
@@ -274,9 +283,10 @@ def test_bytes_are_conserved(topology: Topology, nodes: int, gbps: float, slices
         assert usage.peak_gbps <= on.rate(kind) * (1 + 1e-9)
     crossed = sum(usage.bytes * on.alike(kind) for kind, usage in done.usage.items())
     assert crossed == pytest.approx(expected_crossings(system, on, way))
-    on_gpu = sorted((span for span in done.spans if span.lane == "compute"), key=lambda span: span.start_us)
-    assert sum(span.duration_us for span in on_gpu) == pytest.approx(done.ns / 1e3, rel=1e-6)
-    assert all(before.end_us <= after.start_us + 1e-3 for before, after in pairwise(on_gpu))
+    assert sum(span.duration_us for span in done.spans if span.lane == "compute") == pytest.approx(done.ns / 1e3, rel=1e-6)
+    for lane in ("compute", "all-to-all", "all-reduce"):
+        found = sorted((span for span in done.spans if span.lane == lane), key=lambda span: span.start_us)
+        assert all(before.end_us <= after.start_us + 1e-3 for before, after in pairwise(found))
 
 
 def expected_crossings(system: System, on: Alike, way: Way) -> float:

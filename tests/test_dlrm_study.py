@@ -105,6 +105,7 @@ def test_report_redraws_the_figure(study: Study) -> None:
     charts = json.loads(text[start : text.index("</script>", start)])
     assert set(charts) == {"published", "iteration", "cases", "timeline-unfused", "timeline-fused"}
     assert all(f'id="{name}"' in text for name in charts)
+    assert charts["cases"]["data"][0]["x"] == ["8 nodes", "128 nodes"]
     fused = sum(trace["y"][1] for trace in charts["iteration"]["data"])
     assert fused == pytest.approx(100 * (1 - study.saved), abs=0.01)
     assert len(charts["iteration"]["data"]) == len(PARTS)

@@ -46,10 +46,8 @@ def _header(study: Study) -> Html:
     system, model = study.system, study.system.model
     facts = [
         ("System", system.words),
-        (
-            "Model",
-            f"{model.tables} tables of {model.rows} x {model.dim}, {model.pooling} rows a bag; {system.batch} samples a node",
-        ),
+        ("Model", f"{model.tables} tables of {model.rows} x {model.dim}, {model.pooling} rows a bag"),
+        ("Batch", f"{system.batch} samples a node"),
         ("Memory", f"{system.gpu.hbm_gbps:g} GB/s, of which gathering reaches {system.gather_share:g}"),
         ("Link", f"{system.link.gbps:g} GB/s, {system.link.latency_ns} ns"),
     ]
@@ -77,7 +75,7 @@ def _cases(study: Study, charts: Charts) -> Html:
         topology: [100 * case.saved for case in study.cases if case.topology == topology]
         for topology in study.system.topologies
     }
-    charts["cases"] = columns_chart(list(map(str, nodes)), saved, "% saved")
+    charts["cases"] = columns_chart([f"{count} nodes" for count in nodes], saved, "% saved")
     panel = chart_panel("cases", "Columns: time saved by number of nodes and topology; the table has the numbers")
     return tag("section", tag("h2", "Nodes and topologies"), panel, _listed("Iterations", tables.cases_table(study.cases)))
 

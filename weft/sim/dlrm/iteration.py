@@ -94,6 +94,7 @@ class Node:
         self.bags, self.way = bags, way
         self.ends: list[int] = []
         self._spans: list[Span] = []
+        self._lane_ends: dict[str, int] = {}
 
     def train(self, iterations: int) -> Process:
         """So many iterations."""
@@ -197,10 +198,16 @@ class Node:
             self._span("compute", "wait", f"wait for {name}", start)
 
     def _traced(self, lane: str, name: str, event: simpy.Event, start: int | None = None) -> simpy.Event:
-        """Have the time until `event` recorded; returns it. start: default now."""
-        begun = int(self.env.now) if start is None else start
+        """Have the time until `event` recorded; returns it. start: default now. What waits for others of its lane starts after
+        them."""
+        asked = int(self.env.now) if start is None else start
+
+        def over(_: simpy.Event) -> None:
+            self._span(lane, "collective", name, max(asked, self._lane_ends.get(lane, 0)))
+            self._lane_ends[lane] = int(self.env.now)
+
         assert event.callbacks is not None, f"{name} is over before it was recorded"
-        event.callbacks.append(lambda _: self._span(lane, "collective", name, begun))
+        event.callbacks.append(over)
         return event
 
     def _span(self, lane: str, kind: Kind, name: str, start: int) -> None:
