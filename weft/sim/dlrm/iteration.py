@@ -43,7 +43,7 @@ ITERATIONS = 3
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """ns: of an iteration, from one's end to the next one's. spans: of the last one, from 0 on, of a node on all of which the
-    same happens. lookup_ns: of its lookups. waits_ns: how long its GPU had nothing to do. log: every event of all iterations.
+    same happens. waits_ns: how long its GPU had nothing to do. log: every event of all iterations.
     usage: of a link of each kind, over all iterations."""
 
     way: Way
@@ -52,10 +52,6 @@ class Run:
     spans: tuple[Span, ...]
     log: tuple[str, ...]
     usage: dict[Resource, Usage]
-
-    @property
-    def lookup_ns(self) -> int:
-        return round(1e3 * sum(span.duration_us for span in self.spans if span.kind == "lookup"))
 
     @property
     def waits_ns(self) -> int:
@@ -100,20 +96,28 @@ class Node:
         """So many iterations."""
         reduced: dict[str, list[simpy.Event]] = {"bottom": [], "top": []}
         for _ in range(iterations):
-            pooled = yield from self.pool()
-            yield from self._forward("bottom", reduced)
-            yield from self.take(pooled)
-            yield from self.kernel("gemm", "interaction", kernels.interaction_ns(self.system, 1))
-            yield from self._forward("top", reduced)
-            yield from self._backward("top", reduced)
-            yield from self.kernel("gemm", "interaction backward", kernels.interaction_ns(self.system, 2))
-            yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
-            gradients = self._traced("all-to-all", "gradients", self._vendor("gradients"))
-            yield from self._backward("bottom", reduced)
-            yield from self.kernel("reduce", "sort", kernels.sort_ns(self.system, self.bags))
-            yield from self._wait("gradients", gradients)
-            yield from self.kernel("reduce", "update", kernels.update_ns(self.system, self.bags))
+            yield from self._ahead(reduced)
+            yield from self._back(reduced)
             self.ends.append(int(self.env.now))
+
+    def _ahead(self, reduced: dict[str, list[simpy.Event]]) -> Process:
+        """Forward. reduced: by MLP, the all-reduces that its step waits for."""
+        pooled = yield from self.pool()
+        yield from self._forward("bottom", reduced)
+        yield from self.take(pooled)
+        yield from self.kernel("gemm", "interaction", kernels.interaction_ns(self.system, 1))
+        yield from self._forward("top", reduced)
+
+    def _back(self, reduced: dict[str, list[simpy.Event]]) -> Process:
+        """Backward, the other way round; then the tables' update."""
+        yield from self._backward("top", reduced)
+        yield from self.kernel("gemm", "interaction backward", kernels.interaction_ns(self.system, 2))
+        yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
+        gradients = self._traced("all-to-all", "gradients", self._vendor("gradients"))
+        yield from self._backward("bottom", reduced)
+        yield from self.kernel("reduce", "sort", kernels.sort_ns(self.system, self.bags))
+        yield from self._wait("gradients", gradients)
+        yield from self.kernel("reduce", "update", kernels.update_ns(self.system, self.bags))
 
     def result(self, usage: dict[Resource, Usage]) -> Run:
         """What came of it, once it is over."""
