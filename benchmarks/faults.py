@@ -1,7 +1,7 @@
 """Does every failure of a rank end, soon, with an error that names it, or with the right result? A campaign of random faults.
 
-Each trial takes an operator, a schedule, a fault and a victim at random, from a seed that its line tells: three new rank
-processes call the operator rightly once, and then, in the middle of the victim's next call, at a random step,
+Each trial takes an operator, a schedule, a fault and a victim at random, from a seed that its line tells: new rank
+processes, three on a CPU, call the operator rightly once, and then, in the middle of the victim's next call, at a random step,
 
     kill     the victim is killed
     stop     it is stopped (SIGSTOP), and goes on when the others have ended
@@ -53,7 +53,7 @@ from weft.memory import SHM
 from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, OPS, split
 from weft.schedules import names
 
-RANKS, BOUND_S, GRACE_S = 3, 1.0, 5.0
+BOUND_S, GRACE_S = 1.0, 5.0
 FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
 CALLS = 3
 """After the fault: a rank that needs nothing of the victim in one call does in a later one."""
@@ -73,6 +73,7 @@ class Trial:
     victim: int
     step: int
     seed: int
+    ranks: int = 3
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Planted(MemoryError):
     """The error of `raise`."""
 
 
-def drawn(trials: int, seed: int, device: str, only: Sequence[str]) -> Iterator[Trial]:
+def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[Trial]:
     """Random trials, the same for the same seed; each has every word of `only`."""
     every = [(op, name) for op in (*OPS, *COLUMN_OPS, *COLLECTIVE_OPS) for name in names(op) if name != "node_slices"]
     generator, made = random.Random(seed), 0
@@ -103,9 +104,10 @@ def drawn(trials: int, seed: int, device: str, only: Sequence[str]) -> Iterator[
             op=op,
             schedule=name,
             fault=generator.choice(FAULTS),
-            victim=generator.randrange(RANKS),
+            victim=generator.randrange(ranks),
             step=generator.randrange(6),
             seed=seed * 1_000_000 + number,
+            ranks=ranks,
             device=device,
         )
         if set(only) <= {trial.op, trial.schedule, trial.fault}:
@@ -192,7 +194,7 @@ def _next(trial: Trial, now: bool, call: int, on: torch.device) -> Work:
     """The call after the fault with this number; of a victim that differs, another one."""
     seed = trial.seed + 1 + call
     if now and trial.fault == "differ":
-        return work(trial.op, trial.schedule, seed, on, m=M + RANKS)
+        return work(trial.op, trial.schedule, seed, on, m=2 * M)
     return work(trial.op, trial.schedule, seed, on)
 
 
@@ -285,7 +287,7 @@ def judged(trial: Trial) -> dict[str, Any]:
     """Run a trial: its line. verdict: "right", or what went wrong."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        pool = Ranks(RANKS, device=trial.device, environment={"WEFT_TIMEOUT_S": str(BOUND_S), "WEFT_CACHE_DIR": ""})
+        pool = Ranks(trial.ranks, device=trial.device, environment={"WEFT_TIMEOUT_S": str(BOUND_S), "WEFT_CACHE_DIR": ""})
         try:
             pool.start(suffer, trial, folder)
             if trial.fault == "stop":
@@ -379,7 +381,8 @@ def main() -> None:
     arguments = options.parse_args()
     verdicts: Counter[str] = Counter()
     began = time.monotonic()
-    for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split()):
+    ranks = min(4, torch.cuda.device_count()) if arguments.device == "cuda" else 3
+    for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split(), ranks):
         if time.monotonic() - began > arguments.budget_s:
             break
         line = judged(trial)
