@@ -167,6 +167,21 @@ def test_uses_within_uses_have_streams_of_their_own(log: Log) -> None:
     assert joins == ["main waits for normal 2", "main waits for normal 1"]
 
 
+def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[str] = []
+    monkeypatch.setattr(controls, "give_back", lambda stream: returned.append(stream.name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: returned.append("idle"))
+    device, fake = CudaDevice(GPU), cast(Collective, Fake(log))
+    for way in ("vendor", "vendor+priority", "vendor"):
+        with device.running(parse(way), [fake]), device.running(parse(way), [fake]):
+            pass
+    device.close()
+    assert returned[0] == "idle"
+    assert sorted(returned[1:]) == ["high 3", "high 4", "normal 1", "normal 2"]
+    device.close()
+    assert len(returned) == 6
+
+
 def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     class Future:
         def __init__(self, devices: object) -> None:

@@ -22,7 +22,8 @@ from weft.planner.ways import Abilities, Way
 
 
 class Streams:
-    """Streams of one device that nobody enqueues on now, by whether they have priority."""
+    """Streams of one device that nobody enqueues on now, by whether they have priority. What was enqueued on them may be under
+    way still: `close` gives them to others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,6 +38,12 @@ class Streams:
             yield stream
         finally:
             free.append(stream)
+
+    def close(self) -> None:
+        """After the device has ended what they have."""
+        for free in self._free.values():
+            while free:
+                controls.give_back(free.pop())
 
 
 class CudaDevice(Device):
@@ -146,6 +153,9 @@ class CudaDevice(Device):
         return known[1]
 
     def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._streams.close()
+        self._lasting.close()
         groups, self._groups = self._groups, {}
         for _, group in groups.values():
             # Where the default group has been destroyed, so have all others.

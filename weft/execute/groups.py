@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft import codec, schedules
 from weft.checker import check
+from weft.controls.streams import comm_stream, give_back
 from weft.execute.bound import BoundProgram
 from weft.execute.calls import Call
 from weft.execute.choose import choose, contenders, predicted
@@ -291,7 +292,7 @@ class GroupState:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
         that callers have without asking for one."""
         if device not in self._side:
-            self._side[device] = torch.cuda.Stream(device, priority=_SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+            self._side[device] = comm_stream(priority=_SIDE_PRIORITY, device=device)
         return self._side[device]
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
@@ -321,6 +322,8 @@ class GroupState:
             program.close()
         for space in self._spaces.values():
             space.close()
+        while self._side:
+            give_back(self._side.popitem()[1])
         self.reachable.close()
         if self._peers is not None:
             if self._peers.device.type == "cuda":
