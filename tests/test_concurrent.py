@@ -117,7 +117,7 @@ def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: b
         sites.HostDevice = plain  # type: ignore[misc]
 
 
-FAIR, LACKING = "copy_engine+priority+ctas=16", "vendor+priority+ctas=16+left=16"
+FAIR, LACKING = "copy_engine+priority+ctas=32", "vendor+priority+ctas=8+left=8"
 
 
 def _contrary(way: str, rank: int, use: int) -> float:

@@ -175,11 +175,25 @@ def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.Monk
     for way in ("vendor", "vendor+priority", "vendor"):
         with device.running(parse(way), [fake]), device.running(parse(way), [fake]):
             pass
-    device.close()
+    device.close(broken=True)
+    assert returned == []
+    device.close(broken=False)
     assert returned[0] == "idle"
     assert sorted(returned[1:]) == ["high 3", "high 4", "normal 1", "normal 2"]
-    device.close()
+    device.close(broken=False)
     assert len(returned) == 6
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_communicators_of_lost_peers_are_aborted(log: Log, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(controls, "give_back", lambda stream: None)
+    monkeypatch.setattr(cuda, "_abort_process_group", lambda group: log.append(f"{group} aborted"))
+    monkeypatch.setattr(cuda.dist, "destroy_process_group", lambda group: log.append(f"{group} destroyed"))
+    device = CudaDevice(GPU)
+    run(log, device, "vendor+priority+ctas=16")
+    device.close(broken=broken)
+    assert log == ["16 blocks aborted" if broken else "16 blocks destroyed"]
 
 
 def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

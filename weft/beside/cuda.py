@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from weft import controls
 from weft.beside.collectives import Collective, SendReceive
@@ -152,15 +153,17 @@ class CudaDevice(Device):
             known = self._groups[group.group_name, ctas] = group, controls.nccl_group(group, max_ctas=ctas)
         return known[1]
 
-    def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._streams.close()
-        self._lasting.close()
+    def close(self, *, broken: bool) -> None:
         groups, self._groups = self._groups, {}
+        end = _abort_process_group if broken else dist.destroy_process_group
         for _, group in groups.values():
             # Where the default group has been destroyed, so have all others.
             with suppress(ValueError, AssertionError):
-                dist.destroy_process_group(group)
+                end(group)
+        if not broken:
+            torch.cuda.synchronize(self.device)
+            self._streams.close()
+            self._lasting.close()
 
 
 def _on_one_node(group: dist.ProcessGroup) -> bool:

@@ -95,5 +95,5 @@ class HostDevice(Device):
         made.set_result(result)
         return made
 
-    def close(self) -> None:
+    def close(self, *, broken: bool) -> None:
         pass

@@ -114,7 +114,8 @@ class Contest(Generic[P]):
     """One rank's side of a trial.
 
     bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
-    program, as later ones will be. timer: times calls. meet: (text, mine) -> what each rank gave as mine, by rank.
+    program, as later ones will be. timer: times calls. meet: (text, mine) -> what each rank gave as mine, by rank. final_runs:
+    of each spec in the final.
     """
 
     bind: Callable[[str], P]
@@ -122,6 +123,7 @@ class Contest(Generic[P]):
     call: Callable[[P], object]
     timer: Timer
     meet: Callable[[str, int], tuple[int, ...]]
+    final_runs: int = _FINAL_RUNS
 
     def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
         """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
@@ -150,7 +152,7 @@ class Contest(Generic[P]):
         programs = {first: best} | {spec: self._bound_again(spec) for spec in others}
         calls = {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials if t.spec in programs}
         times: dict[str, list[int]] = {spec: [] for spec in programs}
-        for run in range(_FINAL_RUNS):
+        for run in range(self.final_runs):
             for spec in _rotated(tuple(programs), run):
                 program = programs[spec]
                 time = self.timer(lambda p=program: self._drop_result(p), calls[spec])  # type: ignore[misc]

@@ -26,7 +26,7 @@ try:
 except ImportError:
     raise ImportError(f"torch {torch.__version__} has no collectives of one's own for fully_shard; 2.11 has") from None
 
-WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=8", "copy_engine+ctas=16")
+WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=16", "copy_engine+ctas=32")
 """What steps take in turn, where the device has it."""
 _FSDP_DECIDES = ("late", "left", "resident", "priority")
 

@@ -13,19 +13,22 @@ Sources: occupancy and priority, arXiv 2606.09200; launch order, reserved units 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from weft.machine import Machine
 
 Transport = Literal["none", "vendor", "copy_engine"]
-AT_MOST = 10
+AT_MOST = 12
 """Ways that are measured, sequential among them."""
-BLOCKS = (8, 16)
-"""Blocks that a collective may be held to: 16 reach 0.89 of what all SMs store to peers on 8 x H200."""
-SUM_BLOCKS = (16, 32)
-"""Blocks that sum what copy engines bring: on 2 x H200 and 512 MiB 8 take 2.2 times the vendor's time, 16 1.34, 32 0.92."""
+BUDGETS = ((0, 24), (16, 0), (8, 8))
+"""(blocks, SMs left) of a vendor's collective that has priority: 16 blocks reach 0.89 of what all SMs store to peers on
+8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
+SUM_BLOCKS = ((32, 0), (64, 0), (16, 8), (32, 16))
+"""(blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the vendor's time,
+16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200."""
+_SUMS_AN_SM = 3
+"""Blocks of such a sum that an SM holds: where SMs come free one by one, they lie as closely as that."""
 VENDOR_BLOCKS = 24
 """What a vendor's collective takes by itself; assumed."""
 WITHIN = 1.25
@@ -177,7 +180,7 @@ def predicted_us(way: Way, load: Load, machine: Machine) -> float:
 def _blocks(way: Way, load: Load) -> int:
     """SMs that collectives hold."""
     if way.transport == "copy_engine":
-        return (way.ctas or SUM_BLOCKS[0]) if load.reduces else 0
+        return -(-(way.ctas or SUM_BLOCKS[0][0]) // _SUMS_AN_SM) if load.reduces else 0
     return way.ctas or VENDOR_BLOCKS
 
 
@@ -200,29 +203,12 @@ def candidates(abilities: Abilities, load: Load) -> tuple[Way, ...]:
     found = [SEQUENTIAL, PLAIN, Way(late=True)]
     if abilities.priority:
         found += [Way(priority=True, resident=resident) for resident in (0, *abilities.residents)]
-    found += [Way(priority=abilities.priority, ctas=ctas, left=left) for ctas, left in _budgets(abilities)]
-    if abilities.priority and abilities.ctas:
-        found.append(Way(late=True, priority=True, ctas=BLOCKS[-1]))
-    if abilities.copy_engine:
-        found += list(_by_copy_engine(abilities, load))
-    return tuple(dict.fromkeys(found))
-
-
-def _budgets(abilities: Abilities) -> Iterator[tuple[int, int]]:
-    """(ctas, left) of the vendor's collectives."""
-    if abilities.left:
-        yield 0, VENDOR_BLOCKS
-    for ctas in BLOCKS if abilities.ctas else ():
-        yield ctas, 0
-        if abilities.left:
-            yield ctas, ctas
-
-
-def _by_copy_engine(abilities: Abilities, load: Load) -> Iterator[Way]:
-    for ctas in SUM_BLOCKS if load.reduces else (0,):
-        yield Way(transport="copy_engine", priority=abilities.priority, ctas=ctas)
-        if abilities.left and ctas:
-            yield Way(transport="copy_engine", priority=abilities.priority, ctas=ctas, left=ctas)
+    found += [Way(priority=abilities.priority, ctas=ctas, left=left) for ctas, left in BUDGETS]
+    if abilities.priority:
+        found.append(Way(late=True, priority=True, ctas=BUDGETS[1][0]))
+    for ctas, left in SUM_BLOCKS if load.reduces else ((0, 0),):
+        found.append(Way(transport="copy_engine", priority=abilities.priority, ctas=ctas, left=left))
+    return tuple(way for way in dict.fromkeys(found) if possible(way, abilities))
 
 
 def shortlist(abilities: Abilities, load: Load, machine: Machine, at_most: int = AT_MOST) -> tuple[str, ...]:
