@@ -166,8 +166,8 @@ def streams(blas: Blas, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamDrive
 
 @pytest.mark.parametrize(("priority", "number"), [("high", -3), ("normal", 0), (-2, -2)])
 def test_streams_are_made_with_their_priority(streams: StreamDriver, priority: Any, number: int) -> None:
-    for device in (1, torch.device("cuda", 1)):
-        assert comm_stream(priority=priority, device=device).device.index == 1
+    for where in (1, torch.device("cuda", 1)):
+        assert comm_stream(priority=priority, device=where).device.index == 1
     comm_stream(priority=priority)
     assert streams.made == [(101, number), (101, number), (100, number)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -75,12 +74,12 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     memory = Memory()
     monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(replay.torch.cuda, "stream", lambda stream: nullcontext())
-    yield Calls(memory)
+    return Calls(memory)
 
 
 def test_tensors_that_come_again_are_captured_once(calls: Calls) -> None:

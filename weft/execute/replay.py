@@ -58,7 +58,7 @@ class Replays:
         kept = self._graphs[addresses]
         if kept is None or not self._still(kept.memory):
             kept = self._graphs[addresses] = self._made(inputs, outputs)
-        return kept and kept.graph
+        return None if kept is None else kept.graph
 
     def _still(self, memory: tuple[tuple[int, int], ...]) -> bool:
         return all(self._driver.memory_at(address) == number for address, number in memory)

@@ -25,8 +25,8 @@ BUDGETS = ((0, 24), (16, 0), (8, 8))
 """(blocks, SMs left) of a vendor's collective that has priority: 16 blocks reach 0.89 of what all SMs store to peers on
 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
 SUM_BLOCKS = ((32, 0), (64, 0), (16, 8), (32, 16))
-"""(blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the vendor's time,
-16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200."""
+"""(blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the vendor's
+time, 16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200."""
 _SUMS_AN_SM = 3
 """Blocks of such a sum that an SM holds: where SMs come free one by one, they lie as closely as that."""
 VENDOR_BLOCKS = 24
