@@ -50,9 +50,7 @@ class StreamPool:
     def give(self, stream: torch.cuda.Stream) -> None:
         priority = self._taken.pop(stream.cuda_stream, None)
         if priority is None:
-            raise ValueError(
-                f"stream is {stream}, which comm_stream has not made, or which was given back; pass one of its own"
-            )
+            raise ValueError(f"stream is {stream}, which comm_stream has not made, or was given back; pass one that is taken")
         self._free[priority].append(stream)
 
     def _made(self, priority: int) -> torch.cuda.Stream:
