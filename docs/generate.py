@@ -9,6 +9,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
     ```text dma MODE              dma.jsonl there: collectives alone
+    ```text resident MODE         resource_aware.jsonl there: what residency and priority gain
+    ```text training MODE         data_parallel.jsonl there: steps of a GPT
     ```text rules TOPOLOGY        the heuristic's decision trees
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
@@ -44,7 +46,8 @@ from weft.sim.t3.system import load
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+    *("README.md", "docs/collectives.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
+    *("docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
@@ -55,7 +58,8 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL
+    r"^```text (timeline|counts|chart|results|fused|beside|dma|resident|training|rules|t3) ([^\n]*)\n.*?^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -204,6 +208,42 @@ def _dma(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
 
 
+def resident(mode: str) -> str:
+    """The best point of each workload and tile of benchmarks/resource_aware.py, beside the plain overlap. Times in ms."""
+    rows = [row for row in _lines("resource_aware") if row["mode"] == mode]
+    heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
+    table = [(*heads, "normalised", "overlap", "hidden")]
+    for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in rows):
+        table.append(_resident([row for row in rows if (row["op"], tuple(row["tile"])) == workload]))
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    best = min(points, key=lambda point: point["overlapped_us"])
+    plain = next(point for point in points if not point["capped"] and not point["priority"])
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us / 1e3:.2f}" for us in (*(best[name] for name in names), plain["overlapped_us"], best["overlapped_us"])]
+    tile, point = "x".join(map(str, best["tile"])), (str(best["blocks_per_sm"]), "high" if best["priority"] else "-")
+    shares = (f"{best[name]:.2f}" for name in ("time_ratio", "normalised", "overlap_rate", "hidden"))
+    return (f"{best['op']} {tile}", *times, *point, *shares)
+
+
+def training(mode: str) -> str:
+    """Training steps as benchmarks/data_parallel.py measured them, in ms. stock: the faster of PyTorch's two runs."""
+    rows = [row for row in _lines("data_parallel") if row["mode"] == mode]
+    heads = ("model", "computation", "stock", "best way", "its step", "auto took", "auto", "over stock")
+    return f"{_table([heads, *map(_training, rows)])}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _training(row: dict[str, Any]) -> tuple[str, ...]:
+    stock = row["peers"]["stock"]
+    ways = {way: us for way, us in row["candidates"].items() if way not in ("computation", "stock", "stock again", "auto")}
+    best = min(ways, key=lambda way: ways[way])
+    computation, *times = (f"{us / 1e3:.1f}" for us in (row["computation_us"], stock, ways[best], row["overlapped_us"]))
+    over = f"{stock / row['overlapped_us']:.3f}x"
+    return (f"{row['op']} {row['case']}", computation, times[0], best, times[1], row["schedule"], times[2], over)
+
+
 def _lines(bench: str) -> list[dict[str, Any]]:
     text = (ROOT / "benchmarks" / "results" / f"{bench}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
@@ -244,6 +284,8 @@ MAKERS: dict[str, Callable[..., str]] = {
     "fused": fused,
     "beside": beside,
     "dma": dma,
+    "resident": resident,
+    "training": training,
     "rules": decisions,
     "t3": t3,
 }
