@@ -23,6 +23,8 @@ Line = Mapping[str, Any]
 COLOURS = {False: "#c2410c", True: "#1d4ed8"}
 WIDTH, HEIGHT = 960, 560
 NAME = "resource_aware"
+RANGE = (0.4, 1.25)
+"""Of the ratios shown: with one block an SM a GEMM takes longer than both one after the other."""
 
 
 def read(path: Path) -> list[Line]:
@@ -53,6 +55,7 @@ def figure(lines: Sequence[Line]) -> go.Figure:
         x_title="blocks an SM",
         y_title="time over sequential",
         shared_yaxes="all",
+        vertical_spacing=0.16,
     )
     for op, tile in dict.fromkeys(map(_chart, lines)):
         of = sorted((line for line in lines if _chart(line) == (op, tile)), key=lambda line: line["blocks_per_sm"])
@@ -60,6 +63,7 @@ def figure(lines: Sequence[Line]) -> go.Figure:
     title = f"GEMM beside a collective, {lines[0]['machine']}, commit {lines[0]['commit']}"
     legend, margin = {"orientation": "h", "y": 1.15, "x": 1, "xanchor": "right"}, {"l": 80, "r": 20, "t": 90, "b": 60}
     made.update_xaxes(dtick=1)
+    made.update_yaxes(range=RANGE)
     return made.update_layout(template="plotly_white", title=title, width=WIDTH, height=HEIGHT, legend=legend, margin=margin)
 
 
@@ -80,8 +84,9 @@ def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None
         )
     plain = next(line["time_ratio"] for line in lines if not line["capped"] and not line["priority"])
     ideal = lines[0]["ideal_us"] / lines[0]["sequential_us"]
-    for label, ratio, dash in (("plain", plain, "dash"), ("ideal", ideal, "dot")):
-        made.add_hline(y=ratio, line_dash=dash, line_width=1, annotation_text=label, row=row, col=col)
+    for label, ratio, dash, place in (("plain", plain, "dash", "top right"), ("ideal", ideal, "dot", "bottom right")):
+        options = {"line_dash": dash, "line_width": 1, "annotation_text": label, "annotation_position": place}
+        made.add_hline(y=ratio, **options, row=row, col=col)
 
 
 def main() -> None:
