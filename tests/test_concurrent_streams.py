@@ -57,8 +57,8 @@ class Fake:
             raise RuntimeError("no link")
         self.log.append(f"collective on {self.log.current}" + ("" if group is self.ranks else f", {group}"))
 
-    def move(self, sms: int) -> None:
-        self.log.append(f"copies on {self.log.current}, {sms} SMs")
+    def move(self, sms: int, *, pull: bool) -> None:
+        self.log.append(f"{'pulls' if pull else 'copies'} on {self.log.current}, {sms} SMs")
 
 
 @pytest.fixture
@@ -139,6 +139,7 @@ def test_budgets_and_blocks(log: Log) -> None:
     assert found[-2:] == ["main waits for high 1", "all SMs"]
     assert "collective on high 1, 16 blocks" in found
     assert "copies on high 1, 8 SMs" in run(log, device, "copy_engine+priority+ctas=8")
+    assert "pulls on high 1, 0 SMs" in run(log, device, "copy_engine+priority+pull")
     with pytest.raises(ValueError, match="left=132; this device has 132 SMs"):
         device.prepare(parse("vendor+left=132"), [])
 

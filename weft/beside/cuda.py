@@ -64,6 +64,7 @@ class CudaDevice(Device):
             ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
             left=hasattr(torch._C, "_set_sm_carveout_experimental"),
             copy_engine=all(collective.moves and _on_one_node(collective.ranks) for collective in collectives),
+            pull=all(collective.pulls for collective in collectives),
         )
 
     def mark(self) -> torch.cuda.Event:
@@ -121,7 +122,7 @@ class CudaDevice(Device):
 
     def enqueue(self, way: Way, collective: Collective) -> None:
         if way.transport == "copy_engine":
-            collective.move(way.ctas)
+            collective.move(way.ctas, pull=way.pull)
         else:
             collective.enqueue(self.group(collective.ranks, way.ctas), async_op=False)
 

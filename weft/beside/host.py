@@ -82,7 +82,7 @@ class HostDevice(Device):
 
     def enqueue(self, way: Way, collective: Collective) -> None:
         if way.transport == "copy_engine":
-            collective.move(way.ctas)
+            collective.move(way.ctas, pull=way.pull)
         else:
             collective.enqueue(collective.ranks, async_op=False)
 
