@@ -50,7 +50,7 @@ def _every_way() -> int:
 
 
 def test_every_way_is_right(ranks: RankFixture) -> None:
-    assert ranks(3).run(_every_way) == [66] * 3
+    assert ranks(3).run(_every_way) == [72] * 3
 
 
 Told = list[tuple[str, str, dict[str, float]]]
@@ -384,7 +384,7 @@ def _refused() -> list[str]:
         lambda: weft.SendReceive(send=flat),
         lambda: weft.SendReceive(send=flat, to=rank),
         lambda: weft.concurrent(Products(CPU), weft.SendReceive(send=flat, to=1 - rank), way="copy_engine"),
-        lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), way="copy_engine+pull"),
+        lambda: weft.concurrent(Products(CPU), weft.ReduceScatter(flat, torch.zeros(8 * size)), way="copy_engine+pull"),
     ]
     told = []
     for mistake in mistakes:
@@ -425,7 +425,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "send and to belong together; to is None",
         "to is ",
         "way has copy_engine, which does not run send_receive",
-        "way has pull, which does not run all_reduce",
+        "way has pull, which does not run reduce_scatter",
     ]
     for told in ranks(2).run(_refused):
         assert len(told) == len(expected)

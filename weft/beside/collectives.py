@@ -173,9 +173,13 @@ class AllReduce(Collective):
         work: dist.Work | None = dist.all_reduce(self.tensor, op, group=group, async_op=async_op)
         return work
 
+    @property
+    def pulls(self) -> bool:
+        return True
+
     def move(self, sms: int, *, pull: bool = False) -> None:
-        self._pushes(pull)
-        by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None)
+        schedule = PULL if pull else COPY_ENGINE
+        by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=schedule, sms=sms or None)
 
     @contextmanager
     def rehearsed(self) -> Iterator[Collective]:

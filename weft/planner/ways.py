@@ -19,7 +19,7 @@ from typing import Literal
 from weft.machine import Machine
 
 Transport = Literal["none", "vendor", "copy_engine"]
-AT_MOST = 12
+AT_MOST = 14
 """Ways that are measured, sequential among them."""
 BUDGETS = ((0, 24), (16, 0), (8, 8))
 """(blocks, SMs left) of a vendor's collective that has priority: 16 blocks reach 0.89 of what all SMs store to peers on
@@ -27,6 +27,8 @@ BUDGETS = ((0, 24), (16, 0), (8, 8))
 SUM_BLOCKS = ((32, 0), (64, 0), (16, 8), (32, 16))
 """(blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the vendor's
 time, 16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200."""
+PULLED_SUM_BLOCKS = ((32, 0), (16, 8))
+"""Likewise, where the receivers pull the sums."""
 _SUMS_AN_SM = 3
 """Blocks of such a sum that an SM holds: where SMs come free one by one, they lie as closely as that."""
 VENDOR_BLOCKS = 24
@@ -193,7 +195,7 @@ def _blocks(way: Way, load: Load) -> int:
 def _slower(way: Way, load: Load, machine: Machine) -> float:
     """Of collectives in this way, relative to the vendor's alone."""
     if way.transport == "copy_engine":
-        return _SLOWER_REDUCING if load.reduces else _SLOWER_PULLING if way.pull else _SLOWER_MOVING
+        return (_SLOWER_REDUCING if load.reduces else _SLOWER_MOVING) * (_SLOWER_PULLING if way.pull else 1.0)
     return max(1.0, machine.stores.rate(VENDOR_BLOCKS) / machine.stores.rate(way.ctas or VENDOR_BLOCKS))
 
 
@@ -212,9 +214,9 @@ def candidates(abilities: Abilities, load: Load) -> tuple[Way, ...]:
     found += [Way(priority=abilities.priority, ctas=ctas, left=left) for ctas, left in BUDGETS]
     if abilities.priority:
         found.append(Way(late=True, priority=True, ctas=BUDGETS[1][0]))
-    for ctas, left in SUM_BLOCKS if load.reduces else ((0, 0),):
-        found.append(Way(transport="copy_engine", priority=abilities.priority, ctas=ctas, left=left))
-    found.append(Way(transport="copy_engine", priority=abilities.priority, pull=True))
+    for pull, blocks in ((False, SUM_BLOCKS), (True, PULLED_SUM_BLOCKS)):
+        for ctas, left in blocks if load.reduces else ((0, 0),):
+            found.append(Way(transport="copy_engine", priority=abilities.priority, pull=pull, ctas=ctas, left=left))
     return tuple(way for way in dict.fromkeys(found) if possible(way, abilities))
 
 
