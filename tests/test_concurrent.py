@@ -166,6 +166,47 @@ def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> Non
         assert (way, us["sequential"]) == ("sequential", 300.0)
 
 
+class Moving(Scripted):
+    """The same, on which ways run as they are."""
+
+    def running(self, way: Way, collectives: Sequence[Any]) -> Any:
+        self.last = str(way)
+        return HostDevice.running(self, way, collectives)
+
+
+def _left_bound(fastest: str) -> list[str]:
+    """The schedules that are bound after a trial which a way has won; one of them had been bound before."""
+    from weft.beside import sites
+    from weft.execute.groups import GROUPS
+
+    weft.close()
+    plain, abilities = sites.HostDevice, Abilities(copy_engine=True, pull=True)
+    sites.HostDevice = lambda device: Moving(lambda way, *_: 100.0 if way == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
+    exchange, products = Exchange("all_reduce", CPU), Products(CPU)
+    try:
+        weft.concurrent(products, weft.AllReduce(torch.zeros(8)), way="copy_engine")
+        for turn in range(3):
+            exchange.fill(turn)
+            products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
+            exchange.check(turn)
+        assert [way for _, way, _ in _told()] == [fastest]
+        state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.schedules()]
+    finally:
+        weft.close()
+        sites.HostDevice = plain  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fastest", "kept"),
+    [("vendor", []), ("copy_engine+ctas=64", ["copy_engine"]), ("copy_engine+pull+ctas=32", ["copy_engine_pull"])],
+)
+def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, kept: list[str]) -> None:
+    for first, *others in ranks(2).run(_left_bound, fastest):
+        assert first == "copy_engine of 8"
+        assert [name.split()[0] for name in others] == kept
+
+
 def _lacking(way: str, rank: int, use: int) -> float:
     """Rank 1 cannot do what would be fastest."""
     times = {"sequential": 300.0, "computation": 200.0, LACKING: -1.0 if rank else 100.0}

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -268,9 +268,21 @@ class GroupState:
 
     def _drop_oldest(self) -> None:
         if len(self._programs) > PROGRAMS_PER_GROUP:
-            oldest = next(iter(self._programs))
-            self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
-            self._drop(oldest)
+            self._forget(next(iter(self._programs)))
+
+    def _forget(self, program: BoundProgram) -> None:
+        self._sites = {key: site for key, site in self._sites.items() if site.program is not program}
+        self._drop(program)
+
+    def programs(self) -> set[BoundProgram]:
+        """What is bound now."""
+        return set(self._programs)
+
+    def forget(self, programs: Collection[BoundProgram]) -> None:
+        """Give programs back, with their memory. Collective: the same on every rank. No graph may hold calls of theirs."""
+        with self.lock:
+            for program in [program for program in self._programs if program in programs]:
+                self._forget(program)
 
     def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
