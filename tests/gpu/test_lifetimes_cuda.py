@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,6 +57,11 @@ def _freed(rounds: int) -> int:
         again += met.get(place, number) != number
         met[place] = number
         torch.cuda.synchronize()
+        if turn == 0 and rank == 0:
+            begun = time.perf_counter()
+            for _ in range(1000):
+                driver.memory_at(given.data_ptr())
+            print(f"to ask what lies at an address takes {1e3 * (time.perf_counter() - begun):.2f} us")
         del other, given, out, parts
         torch.cuda.empty_cache()
     weft.close()
