@@ -43,7 +43,7 @@ from measure import WrongResult, alarm, append, parser, row, say, start, stop, t
 from weft.controls import comm_stream, give_back, nccl_group, occupancy, shape
 
 ALARM_S = 40
-ROUNDS, WARM_UP, ITERATIONS = 2, 3, 6
+ROUNDS, WARM_UP, ITERATIONS = 2, 4, 8
 """Iterations: after the warm-up."""
 SIZES = {"cb": (8192, 8192, 8192), "mb": (8192, 57344, 8192)}
 """M, N, K."""

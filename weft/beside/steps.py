@@ -23,7 +23,7 @@ WARM_UP = 2
 """Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
 PROBE = 1024
 """Elements of the collective by which ways are rehearsed."""
-NOT_IN_STEPS = ("late", "pull", "left", "resident")
+NOT_IN_STEPS = ("late", "left", "resident")
 
 
 def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str] = NOT_IN_STEPS) -> tuple[str, ...]:

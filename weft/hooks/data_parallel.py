@@ -19,7 +19,10 @@ from weft.beside.collectives import AllReduce
 from weft.beside.steps import StepTrial, ways_of
 from weft.planner.ways import PLAIN
 
-WAYS = ("sequential", "vendor", "vendor+priority", "vendor+priority+ctas=16", "copy_engine+priority+ctas=16")
+WAYS = (
+    *("sequential", "vendor", "vendor+priority", "vendor+priority+ctas=16"),
+    *("copy_engine+priority+ctas=16", "copy_engine+priority+pull+ctas=16"),
+)
 """What steps take in turn, where the device has it. None leaves SMs free: a budget would hold for the forward pass, too."""
 
 
@@ -27,8 +30,8 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     """Average the model's gradients by weft. Once a model, before its first backward pass.
 
     Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
-    way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority
-    and +ctas=N. key: names this model in weft.concurrent_choices. What is returned has the way that steps take now.
+    way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority,
+    +pull and +ctas=N. key: names this model in weft.concurrent_choices. What is returned has the way that steps take now.
     The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
     bucket, which would ask copy engines for room that no later one needs.
     Raises ValueError for another model, or a way that a hook cannot take.
