@@ -8,6 +8,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
+    ```text conccl MODE           conccl.jsonl there: the 30 pairs of its part conccl
     ```text dma MODE              dma.jsonl there: collectives alone
     ```text resident MODE         resource_aware.jsonl there: what residency and priority gain
     ```text training MODE         data_parallel.jsonl there: steps of a GPT
@@ -23,6 +24,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,7 +60,7 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|dma|resident|training|rules|t3) ([^\n]*)\n.*?^```$",
+    r"^```text (timeline|counts|chart|results|fused|beside|conccl|dma|resident|training|rules|t3) ([^\n]*)\n.*?^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -192,6 +194,22 @@ def _beside(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["case"], *times, f"{share[0]:.2f}", best, f"{share[1]:.2f}")
 
 
+def conccl(mode: str) -> str:
+    """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
+    rows = [row for row in _lines("conccl") if row["mode"] == mode]
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
+    shares = ("auto", "vendor")
+    means = (f"{statistics.fmean(row['share'][way] for row in rows):.2f}" for way in shares)
+    table = [heads, *map(_conccl, rows), ("mean", *[""] * (len(heads) - 1 - len(shares)), *means)]
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _conccl(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["two_streams"], row["overlapped_us"])]
+    return (row["case"], *times, row["schedule"], f"{row['share']['auto']:.2f}", f"{row['share']['vendor']:.2f}")
+
+
 def dma(mode: str) -> str:
     """Collectives alone, as benchmarks/dma.py measured them. Times in us."""
     rows = [row for row in _lines("dma") if row["mode"] == mode]
@@ -283,6 +301,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "results": results,
     "fused": fused,
     "beside": beside,
+    "conccl": conccl,
     "dma": dma,
     "resident": resident,
     "training": training,
