@@ -24,11 +24,14 @@ AT_MOST = 14
 BUDGETS = ((0, 24), (16, 0), (8, 8))
 """(blocks, SMs left) of a vendor's collective that has priority: 16 blocks reach 0.89 of what all SMs store to peers on
 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
-SUM_BLOCKS = ((32, 0), (64, 0), (16, 8), (32, 16))
+SUM_BLOCKS = ((32, 0), (64, 0), (12, 4), (32, 16))
 """(blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the vendor's
-time, 16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200."""
-PULLED_SUM_BLOCKS = ((32, 0), (16, 8))
+time, 16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200. GEMMs of
+powers of two have as many waves on 128 SMs as on 132, and 12 blocks fit on the 4 others."""
+PULLED_SUM_BLOCKS = ((32, 0), (12, 4))
 """Likewise, where the receivers pull the sums."""
+MOVE_BLOCKS, PULLED_MOVE_BLOCKS = ((0, 0), (0, 4)), ((0, 0),)
+"""Likewise, where nothing is summed: what has arrived is copied on this GPU."""
 _SUMS_AN_SM = 3
 """Blocks of such a sum that an SM holds: where SMs come free one by one, they lie as closely as that."""
 VENDOR_BLOCKS = 24
@@ -214,8 +217,9 @@ def candidates(abilities: Abilities, load: Load) -> tuple[Way, ...]:
     found += [Way(priority=abilities.priority, ctas=ctas, left=left) for ctas, left in BUDGETS]
     if abilities.priority:
         found.append(Way(late=True, priority=True, ctas=BUDGETS[1][0]))
-    for pull, blocks in ((False, SUM_BLOCKS), (True, PULLED_SUM_BLOCKS)):
-        for ctas, left in blocks if load.reduces else ((0, 0),):
+    pushed, pulled = (SUM_BLOCKS, PULLED_SUM_BLOCKS) if load.reduces else (MOVE_BLOCKS, PULLED_MOVE_BLOCKS)
+    for pull, blocks in ((False, pushed), (True, pulled)):
+        for ctas, left in blocks:
             found.append(Way(transport="copy_engine", priority=abilities.priority, pull=pull, ctas=ctas, left=left))
     return tuple(way for way in dict.fromkeys(found) if possible(way, abilities))
 
