@@ -59,7 +59,7 @@ from weft.sim.t3.system import load
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    *("README.md", "docs/collectives.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
+    *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
     *("docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
