@@ -8,7 +8,10 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
+    ```text conccl MODE           conccl.jsonl there: the 30 pairs of its part conccl
     ```text dma MODE              dma.jsonl there: collectives alone
+    ```text resident MODE         resource_aware.jsonl there: what residency and priority gain
+    ```text training MODE         data_parallel.jsonl there: steps of a GPT
     ```text rules TOPOLOGY        the heuristic's decision trees
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
     ```text dlrm WHAT             figures, iteration, nodes, two_nodes, slices, sensitivity or system of `weft simulate dlrm`
@@ -23,6 +26,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,7 +59,8 @@ from weft.sim.t3.system import load
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+    *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
+    *("docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 AT_SCALE = ROOT / "docs" / "dlrm_study.json"
@@ -67,7 +72,8 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|t3|dlrm) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL
+    r"^```text (timeline|counts|chart|results|fused|beside|conccl|dma|resident|training|rules|t3|dlrm) ([^\n]*)\n.*?^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -200,6 +206,22 @@ def _beside(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["case"], *times, f"{share[0]:.2f}", best, f"{share[1]:.2f}")
 
 
+def conccl(mode: str) -> str:
+    """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
+    rows = [row for row in _lines("conccl") if row["mode"] == mode]
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
+    shares = ("auto", "vendor")
+    means = (f"{statistics.fmean(row['share'][way] for row in rows):.2f}" for way in shares)
+    table = [heads, *map(_conccl, rows), ("mean", *[""] * (len(heads) - 1 - len(shares)), *means)]
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _conccl(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["two_streams"], row["overlapped_us"])]
+    return (row["case"], *times, row["schedule"], f"{row['share']['auto']:.2f}", f"{row['share']['vendor']:.2f}")
+
+
 def dma(mode: str) -> str:
     """Collectives alone, as benchmarks/dma.py measured them. Times in us."""
     rows = [row for row in _lines("dma") if row["mode"] == mode]
@@ -214,6 +236,42 @@ def _dma(row: dict[str, Any]) -> tuple[str, ...]:
     times = ["-" if us is None else f"{us:.0f}" for us in (*nccl, ours[best])]
     gain = min(us for us in nccl if us is not None) / ours[best]
     return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
+
+
+def resident(mode: str) -> str:
+    """The best point of each workload and tile of benchmarks/resource_aware.py, beside the plain overlap. Times in ms."""
+    rows = [row for row in _lines("resource_aware") if row["mode"] == mode]
+    heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
+    table = [(*heads, "normalised", "overlap", "hidden")]
+    for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in rows):
+        table.append(_resident([row for row in rows if (row["op"], tuple(row["tile"])) == workload]))
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    best = min(points, key=lambda point: point["overlapped_us"])
+    plain = next(point for point in points if not point["capped"] and not point["priority"])
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us / 1e3:.2f}" for us in (*(best[name] for name in names), plain["overlapped_us"], best["overlapped_us"])]
+    tile, point = "x".join(map(str, best["tile"])), (str(best["blocks_per_sm"]), "high" if best["priority"] else "-")
+    shares = (f"{best[name]:.2f}" for name in ("time_ratio", "normalised", "overlap_rate", "hidden"))
+    return (f"{best['op']} {tile}", *times, *point, *shares)
+
+
+def training(mode: str) -> str:
+    """Training steps as benchmarks/data_parallel.py measured them, in ms. stock: the faster of PyTorch's two runs."""
+    rows = [row for row in _lines("data_parallel") if row["mode"] == mode]
+    heads = ("model", "computation", "stock", "best way", "its step", "auto took", "auto", "over stock")
+    return f"{_table([heads, *map(_training, rows)])}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _training(row: dict[str, Any]) -> tuple[str, ...]:
+    stock = row["peers"]["stock"]
+    ways = {way: us for way, us in row["candidates"].items() if way not in ("computation", "stock", "stock again", "auto")}
+    best = min(ways, key=lambda way: ways[way])
+    computation, *times = (f"{us / 1e3:.1f}" for us in (row["computation_us"], stock, ways[best], row["overlapped_us"]))
+    over = f"{stock / row['overlapped_us']:.3f}x"
+    return (f"{row['op']} {row['case']}", computation, times[0], best, times[1], row["schedule"], times[2], over)
 
 
 def _lines(bench: str) -> list[dict[str, Any]]:
@@ -300,7 +358,10 @@ MAKERS: dict[str, Callable[..., str]] = {
     "results": results,
     "fused": fused,
     "beside": beside,
+    "conccl": conccl,
     "dma": dma,
+    "resident": resident,
+    "training": training,
     "rules": decisions,
     "t3": t3,
     "dlrm": dlrm,

@@ -81,7 +81,9 @@ class CudaProgram(BoundProgram):
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
         self._replays = Replays(
-            capture_stream(space.device), lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs))
+            capture_stream(space.device),
+            lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs)),
+            self.driver,
         )
         self._vendors = {
             id(step): Vendor(self.team.group, step, schedule.problem, self.dtype, space.device)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from weft.controls.streams import comm_stream, current_lane_priority
+from weft.controls.streams import comm_stream, current_lane_priority, give_back
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group
@@ -240,6 +240,8 @@ class CudaSpace:
             self._watch.join()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
+        for stream in (self.rescue, *self._streams.values()):
+            give_back(stream)
         self._streams, self._releases = {}, {}
         self.pool.close()
         if self.wire:

@@ -141,7 +141,7 @@ class Contest(Generic[P]):
 
     bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
     program, as later ones will be. timer: times calls; queued: also, where the host is far ahead. meet: (text, mine) -> what
-    each rank gave as mine, by rank.
+    each rank gave as mine, by rank. final_runs: of each spec in the final.
     """
 
     bind: Callable[[str], P]
@@ -150,6 +150,7 @@ class Contest(Generic[P]):
     timer: Timer
     queued: Timer | None = None
     meet: Callable[[str, int], tuple[int, ...]]
+    final_runs: int = _FINAL_RUNS
 
     def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
         """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
@@ -188,7 +189,7 @@ class Contest(Generic[P]):
     def _in_turns(self, programs: dict[str, P], calls: dict[str, int], base: Trial) -> dict[str, Trial]:
         times: dict[str, list[list[int]]] = {spec: [] for spec in programs}
         clocks = self._clocks(base)
-        for run in range(_FINAL_RUNS):
+        for run in range(self.final_runs):
             for spec in _rotated(tuple(programs), run):
                 call = partial(self._drop_result, programs[spec])
                 times[spec].append(

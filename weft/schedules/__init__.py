@@ -244,7 +244,10 @@ FAMILIES: dict[str, Family] = {
             all_reduce=collectives.all_reduced,
         ),
         _collective(
-            "copy_engine_pull", "copy engines of the peers pull pieces to where they belong", all_gather=collectives.pulled
+            "copy_engine_pull",
+            "copy engines of the peers pull pieces to where they belong",
+            all_gather=collectives.pulled,
+            all_reduce=collectives.all_reduced_pulled,
         ),
     )
 }
