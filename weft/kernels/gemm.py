@@ -325,7 +325,7 @@ def gemm(
             "ADDRESSED": plan.addressed,
             "OUT_TMA": out_tma,
             # The interpreter stores at once, and knows no PTX.
-            "ASYNCHRONOUS": out_tma and out.is_cuda,
+            "ASYNCHRONOUS": out.is_cuda,
             "ALIGN_BYTES": math.gcd(plan.align_bytes, align),
             "ADDS": plan.adding,
             "ADD_FIELDS": _ADD_FIELDS,
