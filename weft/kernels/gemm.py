@@ -5,10 +5,12 @@
 
 What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, waiting again between slices of K
 (INNER), add its part's sources (ADDS), store it in `out` or elsewhere, at a peer, too (ADDRESSED), by TMA where it is whole
-(OUT_TMA), add one to its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part: whoever waits for it scales
-what it waits for by `tiles_of`. Where the last wave would leave half of the blocks idle, its tiles are cut in two (HALVES).
+(OUT_TMA), add one to its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part:
+whoever waits for it scales what it waits for by `tiles_of`. Where the last wave would leave half of the blocks idle, its tiles
+are cut in two (HALVES).
 
-    block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store -> barrier -> count (release, system)
+    block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store    and some steps into tile 132:
+                                     all written? -> barrier -> count (release, system)
     block 1: tile 1, 133, ...        ^ acquire, system scope: written by a copy engine's stream, or by a peer's kernel
     block 2: a tile that adds        load a, b; dot ... -> gate open? -> load a source, add ... -> divide -> store
     block 3: a tile of slices        gate open? -> load a, b; dot ... -> inner gate open? -> load a, b; dot ... -> store
@@ -41,6 +43,7 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.far import Far, far_places
 from weft.kernels.flags import table
 from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
@@ -51,28 +54,11 @@ _FIELDS = 7
 _SLICE_FIELDS = 3
 _ADD_FIELDS = 5
 _OUT_FIELDS = 2
-_MOST_PITCH_BYTES, _MOST_PLACES = 1 << 40, 1 << 31
 _MOST_SOURCES = 3
 """Of those that a tile adds: loads in flight at once, if they fit."""
 _SHARED_BYTES = 227 << 10
 _TELL_STEPS = 6
 """Into the next tile's multiplication: some 4 us, by which a tile is written to this GPU's memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Far:
-    """Rows of several buffers, at peers, too, as one tensor [places, rows, N], and so one descriptor: place p begins `pitch` * p
-    elements behind the first row of `base`, which has the lowest address of all."""
-
-    base: torch.Tensor
-    pitch: int
-    places: int
-
-    def descriptor(self, block: list[int]) -> TensorDescriptor:
-        """block: rows and columns of a tile, of which a place has as many rows."""
-        rows, cols = block
-        width, stride = self.base.shape[1], self.base.stride(0)
-        return TensorDescriptor(self.base, [self.places, rows, width], [self.pitch, stride, 1], [1, rows, cols])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +70,8 @@ class Tables:
     that it waits for. outs: by row tile, the address of its first element, or 0 where it lies in the launch's `out`, and its
     place in `far`, or -1; align_bytes divides the addresses. far: all results that lie elsewhere, as TMA stores them; None if it
     cannot, or there are none. at_peers: some of them are on another GPU. adds: by row tile, the gates [first, last) of one that
-    adds, how many sources, the first row of the first, rows from one to the
-    next. early: row tiles before those that add. gates, needs: addresses, and (per call, in the first) what to wait for;
-    no_needs: nothing. counts: addresses of the flags.
+    adds, how many sources, the first row of the first, rows from one to the next. early: row tiles before those that add.
+    gates, needs: addresses, and (per call, in the first) what to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
     rows: torch.Tensor
@@ -160,9 +145,9 @@ def tables(
     need: Callable[[Wait], tuple[int, int]],
     blocks: Blocks | None = None,
 ) -> Tables:
-    """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it
-    on, None if that is in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate. blocks: instead of what
-    `blocks_for` says."""
+    """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it on, None if that is
+    in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate. blocks:
+    instead of what `blocks_for` says."""
     blocks = blocks or blocks_for(step, device)
     assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
     inner = any(part.inner for part in step.parts)
@@ -190,7 +175,7 @@ def tables(
             outs.append(stored_at(part, at) if stored_at else None)
             adds.append((*late, len(part.adds), added + at, apart))
 
-    far, places = _far([out for out in outs if out is not None])
+    far, places = far_places([out for out in outs if out is not None])
     addresses = [out.data_ptr() if out is not None else 0 for out in outs]
     where = iter(places)
     return Tables(
@@ -214,22 +199,6 @@ def tables(
         far=far,
         at_peers=any(part.out.rank != step.b.rank for part in step.parts),
     )
-
-
-def _far(outs: list[torch.Tensor]) -> tuple[Far | None, list[int]]:
-    """One tensor for rows that begin so, and the place of each. A dimension of TMA has strides that are multiples of 16 bytes
-    and of those of the dimension within, below 2^40, and coordinates of 31 bits."""
-    if not outs:
-        return None, []
-    base = min(outs, key=lambda out: out.data_ptr())
-    gaps = [out.data_ptr() - base.data_ptr() for out in outs]
-    row_bytes = base.stride(0) * base.element_size()
-    apart = math.gcd(*gaps) or row_bytes
-    places = [gap // apart for gap in gaps]
-    aligned = base.data_ptr() % 16 == row_bytes % 16 == apart % row_bytes == 0
-    if not aligned or apart >= _MOST_PITCH_BYTES or max(places) >= _MOST_PLACES:
-        return None, [-1] * len(outs)
-    return Far(base=base, pitch=apart // base.element_size(), places=max(places) + 1), places
 
 
 def _slices(part: Part, gates: tuple[int, int], blocks: Blocks) -> list[tuple[int, int, int]]:

@@ -23,8 +23,8 @@ Whole tiles are stored by TMA, which in a combine goes on while the next tile is
 when it has long been stored; a wait for the stores comes first all the same.
 
 A block that waits never keeps back what it waits for: pushing blocks wait for nothing until they have pushed all, here and on
-every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones. They pull, too, in the end, if all of
-them have begun.
+every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones. They pull, too, in the end, if all
+of them have begun.
 
 Zeros below what arrives are stored between tiles, when memory is idle.
 
