@@ -68,9 +68,9 @@ class Tables:
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count; where parts have
     inner gates, slices [first, last) in place of gates. slices: of each, the step over K where it ends, gates [first, last)
     that it waits for. outs: by row tile, the address of its first element, or 0 where it lies in the launch's `out`, and its
-    place in `far`, or -1; align_bytes divides the addresses. far: all results that lie elsewhere, as TMA stores them; None if it
-    cannot, or there are none. at_peers: some of them are on another GPU. adds: by row tile, the gates [first, last) of one that
-    adds, how many sources, the first row of the first, rows from one to the next. early: row tiles before those that add.
+    place in `far`, or -1; align_bytes divides the addresses. far: all results that lie elsewhere, as TMA stores them; None if
+    it cannot, or there are none. at_peers: some of them are on another GPU. adds: by row tile, the gates [first, last) of one
+    that adds, how many sources, the first row of the first, rows from one to the next. early: row tiles before those that add.
     gates, needs: addresses, and (per call, in the first) what to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
