@@ -11,9 +11,11 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text dma MODE              dma.jsonl there: collectives alone
     ```text rules TOPOLOGY        the heuristic's decision trees
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
+    ```text dlrm WHAT             figures, iteration, nodes, two_nodes, slices, sensitivity or system of `weft simulate dlrm`
 
-tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
-lie in docs/t3_sensitivity.json; `python docs/generate.py sensitivity` writes that file.
+tests/test_docs.py holds that nothing is out of date. T3's sensitivity, and what DLRM's study has beside its published case,
+take half a minute to make, so that these numbers lie in docs/t3_sensitivity.json and docs/dlrm_study.json;
+`python docs/generate.py sensitivity` writes both.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import weft
 from weft import codec, machine
@@ -37,16 +39,26 @@ from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, 
 from weft.rules import rules, table
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.dlrm import study as dlrm_study
+from weft.sim.dlrm import system as dlrm_system
+from weft.sim.dlrm import tables as dlrm_tables
+from weft.sim.dlrm.paper import figures as dlrm_figures
+from weft.sim.dlrm.sensitivity import Sensitivity as AtScaleSensitivity
+from weft.sim.dlrm.sensitivity import sensitivity as dlrm_sensitivity
+from weft.sim.published import figures_table, numbers_table
 from weft.sim.t3 import tables
+from weft.sim.t3.paper import figures
 from weft.sim.t3.sensitivity import Sensitivity, sensitivity
 from weft.sim.t3.study import Study, run
 from weft.sim.t3.system import load
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
+AT_SCALE = ROOT / "docs" / "dlrm_study.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
@@ -55,7 +67,7 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL
+    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|t3|dlrm) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL
 )
 
 
@@ -223,17 +235,62 @@ def study() -> Study:
 def t3(what: str) -> str:
     """A table of the simulated T3."""
     makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
-        "figures": lambda: tables.figures_table(study()),
+        "figures": lambda: figures_table(figures(study())),
         "sublayers": lambda: tables.sublayers_table((*study().sublayers, *study().large)),
         "mappings": lambda: tables.mappings_table(study()),
         "sensitivity": lambda: tables.sensitivity_table(_stored()),
-        "system": lambda: tables.system_table(load()),
+        "system": lambda: numbers_table(load()),
     }
     return _table(makers[what]())
 
 
 def _stored() -> Sequence[Sensitivity]:
     return codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+
+
+def dlrm(what: str) -> str:
+    """A table of the simulated DLRM. The published case and two nodes are made anew."""
+    system = dlrm_system.load()
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: figures_table(dlrm_figures(at_scale())),
+        "iteration": lambda: dlrm_tables.iteration_table(at_scale().unfused, at_scale().fused),
+        "nodes": lambda: dlrm_tables.cases_table(at_scale().cases),
+        "two_nodes": lambda: dlrm_tables.operators_table(at_scale().operators),
+        "slices": lambda: dlrm_tables.sliced_table(at_scale().sliced),
+        "sensitivity": lambda: dlrm_tables.sensitivity_table(_stored_at_scale("sensitivity", AtScaleSensitivity)),
+        "system": lambda: numbers_table(system),
+    }
+    return _table(makers[what]())
+
+
+@functools.cache
+def at_scale() -> dlrm_study.Study:
+    """DLRM's study: node counts and slices as they are kept, the rest made anew."""
+    system = dlrm_system.load()
+    unfused, fused = dlrm_study.runs(system, *dlrm_study.PUBLISHED)
+    return dlrm_study.Study(
+        system=system,
+        unfused=unfused,
+        fused=fused,
+        cases=_stored_at_scale("cases", dlrm_study.Case),
+        operators=tuple(dlrm_study.two_nodes(system)),
+        sliced=_stored_at_scale("sliced", dlrm_study.Sliced),
+    )
+
+
+def _stored_at_scale(name: str, kind: type[T]) -> tuple[T, ...]:
+    made: tuple[T, ...] = codec.load(tuple[kind, ...], json.loads(AT_SCALE.read_text(encoding="utf-8"))[name])  # type: ignore[valid-type]
+    return made
+
+
+def store() -> None:
+    """Write what takes long to make."""
+    SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
+    system = dlrm_system.load()
+    done = dlrm_study.run(system)
+    rows = tuple(dlrm_sensitivity(system))
+    kept = codec.dumps({"cases": done.cases, "sliced": done.sliced, "sensitivity": rows}, indent=1)
+    AT_SCALE.write_text(kept + "\n", encoding="utf-8")
 
 
 MAKERS: dict[str, Callable[..., str]] = {
@@ -246,6 +303,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "dma": dma,
     "rules": decisions,
     "t3": t3,
+    "dlrm": dlrm,
 }
 
 
@@ -261,7 +319,7 @@ def rewritten(text: str) -> str:
 
 def main() -> None:
     if sys.argv[1:] == ["sensitivity"]:
-        SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
+        store()
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
 from weft.execute.kept import KeptPlans, Unproved
 from weft.execute.reach import Reach, Reachable
-from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, timer_for
+from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
 from weft.team import Team
@@ -252,6 +252,7 @@ class GroupState:
             drop=self._drop,
             call=lambda program: program.run(call.inputs),
             timer=timer,
+            queued=queued_timer_for(device),
             meet=self.team.enter,
         )
 
