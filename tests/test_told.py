@@ -94,14 +94,16 @@ def test_tiles_are_stored_where_they_belong_and_counted_once() -> None:
         pool.run(_launched)
 
 
-def test_a_tile_at_a_peer_is_sent_while_others_are_multiplied() -> None:
-    """512 rows on 4 GPUs: one wave of 128 x 256 tiles would send nothing before all of it ends."""
-    problem = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=28672, world_size=4)
-    for name, waves in (("direct_store", 2), ("track_and_trigger", 1)):
-        step = next(step for _, _, _, step in build(problem, name, 1) if isinstance(step, Gemm))
-        blocks = blocks_for(step, torch.device("cuda"))
-        tiles = sum(-(-part.out.shape[0] // blocks.m) * -(-8192 // blocks.n) for part in step.parts)
-        assert -(-tiles // 132) == waves, name
+@pytest.mark.parametrize(
+    ("world_size", "name", "shape"),
+    [(4, "direct_store", (128, 128)), (4, "track_and_trigger", (128, 256)), (2, "direct_store", (128, 256))],
+)
+def test_tiles_that_go_to_peers_leave_while_others_are_multiplied(world_size: int, name: str, shape: tuple[int, int]) -> None:
+    """512 rows: one wave of 128 x 256 tiles sends nothing before all of it ends. On 2 x H200 it was the best all the same."""
+    problem = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=28672, world_size=world_size)
+    step = next(step for _, _, _, step in build(problem, name, 1) if isinstance(step, Gemm))
+    blocks = blocks_for(step, torch.device("cuda"))
+    assert (blocks.m, blocks.n) == shape
 
 
 def _for_a_gpu(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:

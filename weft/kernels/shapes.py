@@ -25,8 +25,8 @@ from weft.schedule import Gemm, Part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate where TMA stores them,
-    stored_rate where threads do, since they count, add, or go to peers. group: row tiles that take turns on the same
+    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate of those that are only stored,
+    stored_rate of those that count, add, or go to peers. group: row tiles that take turns on the same
     columns. halves: whether tiles that fill no more than half of the last wave are cut in two, left and right."""
 
     m: int
@@ -103,7 +103,7 @@ def _waves(step: Gemm, blocks: Blocks) -> float:
 
 def _sent_us(step: Gemm, blocks: Blocks) -> float:
     """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
-    tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / _SM_FLOP_PER_US / blocks.rate
+    tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / _SM_FLOP_PER_US / blocks.stored_rate
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
     counts = [(tiles_of(part, blocks) // (1 + blocks.halves), part.out.rank != step.b.rank) for part in step.parts]
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
