@@ -1,8 +1,8 @@
 """The GEMM kernel's device code: persistent blocks that take tiles in order (weft.kernels.gemm launches them).
 
 gemm_kernel    whole tiles, then halves of those that are left
-_tile          one of them: wait, multiply, add, store          _tell    its part's flag of a tile that is stored
-_place         which tile comes next
+_tile          one of them: wait, multiply, add, store          _put     a whole one by TMA, also at peers
+_place         which tile comes next                            _tell    its part's flag that it is stored
 
 A block tells of a tile `tell_at` steps into the multiplication of its next one (weft.kernels.gemm says when), at once if there
 is none. By then what TMA stores has long been written, here or at a peer, and nobody waits for it:
@@ -110,6 +110,31 @@ def _base(address_ptr, out_ptr, out_row, out_stride, ADDRESSED: tl.constexpr, AL
 
 
 @triton.jit
+def _put(
+    out_desc,
+    far_desc,
+    place_ptr,
+    out_row,
+    col,
+    result,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADDRESSED: tl.constexpr,
+):
+    """Store a whole tile by TMA: in out, or elsewhere if it has a place there (weft.kernels.far)."""
+    if ADDRESSED:
+        far = tl.load(place_ptr + 1).to(tl.int32)
+        # One store for both, which has one buffer in shared memory.
+        desc = out_desc
+        if far >= 0:
+            desc = far_desc
+        row = tl.where(far < 0, out_row, 0)
+        desc.store([tl.maximum(far, 0), row, col], result.reshape(1, BLOCK_M, BLOCK_N))
+    else:
+        out_desc.store([out_row, col], result)
+
+
+@triton.jit
 def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl.constexpr):
     """As _place, where no group has row tiles that add and row tiles that a peer may wait for."""
     if not ADDS:
@@ -199,26 +224,13 @@ def _tile(
             wait_gates(gates_ptr, needs_ptr, tl.load(late), tl.load(late + 1), epoch, tries, status_ptr)
         acc = _add(adds_desc, late, acc, col, ADD_STAGES, DIVIDE_BY)
     result = acc.to(out_ptr.dtype.element_ty)
-    if OUT_TMA and ADDRESSED:
-        if valid == BLOCK_M:
-            far = tl.load(outs_ptr + OUT_FIELDS * row_tile + 1).to(tl.int32)
-            place, row = tl.maximum(far, 0), tl.where(far < 0, out_row, 0)
-            # One store for both, which has one buffer in shared memory.
-            desc = out_desc
-            if far >= 0:
-                desc = far_desc
-            desc.store([place, row, col], result.reshape(1, BLOCK_M, BLOCK_N))
-        else:
-            base_ptr = _base(outs_ptr + OUT_FIELDS * row_tile, out_ptr, out_row, out_stride, ADDRESSED, ALIGN_BYTES)
-            _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
-    elif OUT_TMA:
-        if valid == BLOCK_M:
-            out_desc.store([out_row, col], result)
-        else:
-            base_ptr = _base(outs_ptr, out_ptr, out_row, out_stride, ADDRESSED, ALIGN_BYTES)
-            _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
-    else:
-        base_ptr = _base(outs_ptr + OUT_FIELDS * row_tile, out_ptr, out_row, out_stride, ADDRESSED, ALIGN_BYTES)
+    place_ptr = outs_ptr + OUT_FIELDS * row_tile
+    whole = valid == BLOCK_M
+    if OUT_TMA:  # noqa: SIM102 - a constexpr, then a value of the device
+        if whole:
+            _put(out_desc, far_desc, place_ptr, out_row, col, result, BLOCK_M, BLOCK_N, ADDRESSED)
+    if (not OUT_TMA) | (not whole):
+        base_ptr = _base(place_ptr, out_ptr, out_row, out_stride, ADDRESSED, ALIGN_BYTES)
         _store(base_ptr, result, valid, col, N, out_stride, BLOCK_M, BLOCK_N)
 
 
