@@ -352,9 +352,9 @@ def _mistakes() -> None:
     for change, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             weft.matmul_all_reduce(**{"a": torch.ones(5, 4), "b": torch.ones(4, 2), **change})
-    with pytest.raises(ValueError, match="schedule is 'one_shot', which is for matmul_all_reduce alone; "):
-        weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="one_shot")
-    check_all_reduce(4, 6, 8, torch.float32, "one_shot", 1)
+    with pytest.raises(ValueError, match="schedule is 'two_shot', which is for matmul_all_reduce alone; "):
+        weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="two_shot")
+    check_all_reduce(4, 6, 8, torch.float32, "two_shot", 1)
 
 
 @pytest.mark.ranks
