@@ -114,7 +114,7 @@ def _concurrent(study: Study) -> Html:
     return tag(
         "section",
         tag("h2", "Beyond the sub-layers"),
-        table("A GEMM beside an all-reduce, geometric means of TP8", heads, rows),
+        table("A GEMM beside an all-reduce, geometric means of the 16 sub-layers", heads, rows),
         table("Whole models with T3-MCA", ("model", "pass", "of sequential's time", "speed-up"), ends, words=(0, 1)),
     )
 

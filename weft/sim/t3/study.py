@@ -11,7 +11,6 @@ from typing import Literal
 
 from weft.sim.t3.configurations import (
     Overlapped,
-    Part,
     SubLayerRun,
     all_gather,
     fused,
@@ -27,7 +26,7 @@ from weft.sim.t3.work import LARGE_SUBLAYERS, LAYERS, MODELS, SUBLAYERS, Gemm, M
 Pass = Literal["training", "prompt"]
 Progress = Callable[[str, int, int], None]
 PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
-CONCURRENT_WORLD_SIZE, CONCURRENT_UNITS = 8, (8, 16)
+CONCURRENT_UNITS = (8, 16)
 MAPPED = SubLayer(model=MODELS[1], layer="FC2", world_size=8)
 """The sub-layer whose GEMM the other mappings are shown with."""
 
@@ -45,6 +44,8 @@ class EndToEnd:
 @dataclass(frozen=True, kw_only=True)
 class Concurrent:
     """A GEMM beside the all-reduce of another one's output, on units of their own, memory contention left out.
+
+    The paper (section 3.2) does not say of which sub-layers; here they are the 16 of all its other figures.
 
     units: of the all-reduce; the GEMM has the others. None: both have all, which cannot be, and is what there is to gain.
     Slowdowns and speedup are by sub-layer: over alone on all units, and over one after the other.
@@ -131,14 +132,11 @@ def _name(model: Model, layer: str, world_size: int) -> str:
 
 
 def concurrent(system: System, units: int | None) -> Concurrent:
-    """The sub-layers of CONCURRENT_WORLD_SIZE ranks, with `units` for the all-reduce. Raises ValueError if none are left."""
+    """All sub-layers, with `units` for the all-reduce. Raises ValueError if none are left."""
     if units is not None and not 0 < units < system.units:
         raise ValueError(f"units is {units}; of {system.units} each side needs at least 1")
-    gemms = [sublayer.gemm for sublayer in SUBLAYERS if sublayer.world_size == CONCURRENT_WORLD_SIZE]
     rest = None if units is None else system.units - units
-    alone = [(gemm_alone(system, gemm).ns, _all_reduce_ns(system, gemm, None)) for gemm in gemms]
-    beside = [(gemm_alone(system, gemm, units=rest).ns, _all_reduce_ns(system, gemm, units)) for gemm in gemms]
-    pairs = list(zip(alone, beside, strict=True))
+    pairs = list(zip(_kernels_ns(system, None, None), _kernels_ns(system, rest, units), strict=True))
     return Concurrent(
         units=units,
         gemm_slowdowns=tuple(slow[0] / fast[0] for fast, slow in pairs),
@@ -147,9 +145,15 @@ def concurrent(system: System, units: int | None) -> Concurrent:
     )
 
 
-def _all_reduce_ns(system: System, gemm: Gemm, units: int | None) -> int:
-    scatter: Part = reduce_scatter(system, gemm, CONCURRENT_WORLD_SIZE, units=units)
-    return scatter.ns + all_gather(system, gemm, CONCURRENT_WORLD_SIZE, units=units).ns
+def _kernels_ns(system: System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
+    """Every sub-layer's GEMM on `rest` units and its all-reduce on `units` (None: all), each alone. Equal ones are run once."""
+    known: dict[tuple[Gemm, int], tuple[int, int]] = {}
+    for sublayer in SUBLAYERS:
+        gemm, world_size = replace(sublayer.gemm, name="GEMM"), sublayer.world_size
+        if (gemm, world_size) not in known:
+            parts = (collective(system, gemm, world_size, units=units) for collective in (reduce_scatter, all_gather))
+            known[gemm, world_size] = gemm_alone(system, gemm, units=rest).ns, sum(part.ns for part in parts)
+        yield known[gemm, world_size]
 
 
 def _mapped(system: System, collective: Collective) -> Mapped:
