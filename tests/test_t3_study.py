@@ -39,7 +39,7 @@ def study() -> Study:
 def test_published_figures(study: Study) -> None:
     """All are within their tolerance."""
     found = {figure.name: figure for figure in figures(study) if not figure.name.startswith("large models")}
-    assert len(found) == 22
+    assert len(found) == 29
     assert [name for name, figure in found.items() if not figure.ok] == []
     assert found["T3, speed-up, geomean"].ours < found["T3-MCA, speed-up, geomean"].ours
     assert found["T3-MCA, speed-up, geomean"].ours < found["Ideal-GEMM-RS-Overlap, speed-up, geomean"].ours
@@ -106,6 +106,9 @@ def test_whole_models(study: Study) -> None:
     by_kind = {kind: geomean(r.speedup for r in study.end_to_end if r.kind == kind) for kind in ("training", "prompt")}
     assert by_kind["prompt"] > by_kind["training"] > 1
     assert all(0.3 < run.share < 0.6 for run in study.end_to_end)
+    assert all(1 < run.speedup_t3 < run.speedup < 1 / (1 - run.share) for run in study.end_to_end)
+    known = {(run.name, run.kind): run for run in study.end_to_end}
+    assert [known[run.name, run.kind] for run in study.large_end_to_end] == list(study.large_end_to_end)
     forward, backward = (other_ns(load(), T_NLG, 8, phase) for phase in ("forward", "backward"))
     assert backward > 2 * forward
 
