@@ -97,6 +97,8 @@ def _scatter_fake(
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     a, bs, ctx.group, ctx.rows, ctx.unit, ctx.schedule, ctx.gathered, ctx.kept = inputs
+    # Zeros for a gathered a that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, *([output[-1]] if ctx.kept else []), *bs)
 
 
