@@ -24,7 +24,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.nn.products import How, columns, rows
@@ -112,8 +113,8 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup:
     mesh = cast(DTensor, parameter).device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module that "
-            "contains all linears that share an input (a decoder layer), not to a linear"
+            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module with "
+            "all linears that share an input (a decoder layer), not to a linear"
         )
     return mesh.get_group()
 
@@ -123,9 +124,9 @@ class Distributor:
 
     def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         self.mesh, self.src_data_rank = mesh, src_data_rank
-        self._done: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
-    def __call__(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
         """Raises ValueError for a DTensor, which lies somewhere already."""
         if isinstance(parameter, DTensor):
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
@@ -134,7 +135,7 @@ class Distributor:
             self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
         return self._done[id(parameter)][1]
 
-    def adopt(self, parameter: nn.Parameter, spread: nn.Parameter) -> None:
+    def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
         """Somebody else has spread this one."""
         self._done[id(parameter)] = parameter, spread
 
@@ -170,7 +171,9 @@ def why_not_linear(module: nn.Module) -> str:
         return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
     for name, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"its {name} is a {type(parameter).__name__} of {parameter.dtype}; weft multiplies float32, bfloat16, float16"
+            return (
+                f"its {name} is a {type(parameter).__name__} of {parameter.dtype}; weft multiplies float32, bfloat16, float16"
+            )
     return ""
 
 

@@ -9,8 +9,8 @@ How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
     last layer       hook: whole again
     norm, head       whole; the head's columns are sharded, and its logits gathered
 
-A call of few tokens (decoding) stays whole throughout: matmul | heads | matmul_all_reduce. Which of the two a layer runs follows
-from its inputs alone, at each call, so that lengths may change, and activation checkpoints recompute what they saw.
+A call of few tokens (decoding) stays whole throughout: matmul | heads | matmul_all_reduce. Which of the two a layer runs
+follows from its inputs alone, at each call, so that lengths may change, and activation checkpoints recompute what they saw.
 
 A block that cannot be sharded runs whole on every rank, between a gather and a cut; its site says why.
 """
@@ -25,7 +25,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from weft.nn.layouts import ColumnsOut, as_dtensor
@@ -54,15 +55,16 @@ def parallelize(
 ) -> M:
     """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
 
-    model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with or without a head, on any device, meta too; every rank has it whole.
+    model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every rank.
     mesh: of one dimension (mesh["tp"] of a larger one). Apply fully_shard, compile and activation checkpoints afterwards.
     schedule: as weft.all_gather_matmul's, a name. few_tokens: a call with up to so many tokens keeps them whole on every rank.
-    keep_gathered: keep gathered inputs for weights' gradients. src_data_rank: as torch's parallelize_module: whose values count;
-    None if all ranks have the same, or none yet.
+    keep_gathered: keep gathered inputs for weights' gradients. src_data_rank: as parallelize_module's: whose values count; None
+    if all ranks have the same, or none yet.
 
-    The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each, whole;
-    but hidden_states of layers, if asked for, are this rank's tokens. Parameters become DTensors under their old names.
-    weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing can be sharded.
+    The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
+    whole; but hidden_states of layers, if asked for, are this rank's tokens. Parameters become DTensors under their old names.
+    weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing can be
+    sharded.
     """
     decoder = _checked_decoder(model, mesh)
     if few_tokens < 0:
@@ -70,7 +72,7 @@ def parallelize(
     how = How(schedule=schedule, keep_gathered=keep_gathered)
     within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens)
     if not sum([within.layer(layer) for layer in decoder.layers]):
-        raise ValueError(f"model: none of its blocks can be sharded over {mesh.size()} ranks; the first: {_first_reason(decoder)}")
+        raise ValueError(f"model: no block can be sharded over {mesh.size()} ranks; the first {_first_reason(decoder)}")
     within.ends(decoder.layers)
     within.embeddings(model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     within.rest(model)
@@ -83,7 +85,7 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
     if kind not in FAMILIES:
         raise ValueError(
             f"model is a {type(model).__name__}{f' ({kind})' if kind else ''}; weft.parallelize knows transformers' "
-            f"{', '.join(FAMILIES)}. For others, pass weft.ColwiseParallel, RowwiseParallel and SharedInput to parallelize_module"
+            f"{', '.join(FAMILIES)}. For others, use parallelize_module with weft.ColwiseParallel, RowwiseParallel, SharedInput"
         )
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ValueError(f"mesh is {mesh}; use a DeviceMesh of one dimension, of a larger one a part: mesh['tp']")
@@ -153,7 +155,7 @@ class _Within:
     def _why_not(self, child: nn.Module, block: Block | None) -> str:
         """Why a block runs whole; empty if it can be sharded."""
         if block is None:
-            return "experts and their router run on all tokens on every rank: the model's plan has no column and row linears for it"
+            return "runs whole on every rank, all experts on all tokens: the model's plan has no column and row linears for it"
         for name in (*block.columns, block.row):
             found = getattr(child, name, None)
             why = why_not_linear(found) if isinstance(found, nn.Module) else "there is none"
@@ -188,11 +190,11 @@ class _Within:
         cut = _CutIfMany(self.mesh, self.tokens, self.few_tokens)
         layers[0].register_forward_pre_hook(on_input("hidden_states", cut), with_kwargs=True)
         layers[-1].register_forward_hook(_OfOutput(_Gathered(self.mesh, self.tokens)))
-        note(layers[-1], Site(reason="its output is gathered for the final norm; no matmul is behind that which all calls share"))
+        note(layers[-1], Site(reason="its output is gathered for the final norm: no matmul follows in every call"))
 
     def embeddings(self, embedding: nn.Embedding, head: nn.Module | None) -> None:
         """Shard both by the vocabulary, also where they are one parameter."""
-        weight, why = embedding.weight, _why_not_embedding(embedding)
+        weight, why = cast(Tensor, embedding.weight), _why_not_embedding(embedding)
         if why:
             replicate(embedding, self.distribute, never)
             note(embedding, Site(reason=why))
@@ -200,7 +202,7 @@ class _Within:
             style = RowwiseParallel(input_layouts=Replicate())
             style.src_data_rank = self.distribute.src_data_rank
             style._apply(embedding, self.mesh)
-            self.distribute.adopt(weight, embedding.weight)
+            self.distribute.adopt(weight, embedding.get_parameter("weight"))
             note(embedding, Site(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"))
         if head is not None:
             self._head(head, "it shares its weight with the embedding, which is whole" if why and _tied(head, weight) else "")
@@ -222,7 +224,7 @@ class _Within:
                 replicate_alone(module, self.distribute, never)
 
 
-def _tied(head: nn.Module, weight: nn.Parameter) -> bool:
+def _tied(head: nn.Module, weight: Tensor) -> bool:
     return getattr(head, "weight", None) is weight
 
 
@@ -235,7 +237,7 @@ def _why_not_embedding(embedding: nn.Module) -> str:
 
 
 @cache
-def _noting_tokens(cls: type[nn.Module], position: int) -> type[nn.Module]:
+def _noting_tokens(cls: type[Any], position: int) -> type[Any]:
     """A decoder layer's class that notes how the tokens of its input lie: the positions say how many there are. position: of
     position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
 

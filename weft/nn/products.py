@@ -23,6 +23,7 @@ from torch.distributed import _functional_collectives as functional
 
 from weft import schedules
 from weft.library import backward_schedule
+from weft.library.all_reduce import run_all_reduce
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.problem import Op
@@ -58,11 +59,11 @@ def columns(
     dim: int = 1,
     total: int | None = None,
 ) -> list[Tensor]:
-    """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them as
-    torch.chunk cuts it; None where x is whole."""
+    """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
+    as torch.chunk cuts it; None where x is whole."""
     x, *weights = _in_one_dtype(x, weights)
     if total is None:
-        outs = list(_Whole.apply(group, how.of("matmul_all_reduce"), x, *weights))  # type: ignore[no-untyped-call]
+        outs = _of_whole(x, weights, group, how)
     else:
         outs = all_gather_matmul(
             x,
@@ -91,13 +92,15 @@ def rows(
 
 def summed(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The parameter; its gradient is summed over the group. For what is whole on every rank but used for a part there."""
-    found: Tensor = _Summed.apply(parameter, group)  # type: ignore[no-untyped-call]
+    if not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    found: Tensor = _Summed.apply(parameter, group.group_name)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:
         ctx.group = group
         return parameter.view_as(parameter)
 
@@ -107,11 +110,18 @@ class _Summed(torch.autograd.Function):
         return functional.wait_tensor(total), None  # type: ignore[no-untyped-call]
 
 
+def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return [torch.nn.functional.linear(x, weight) for weight in weights]
+    outs = _Whole.apply(group.group_name, how.of("matmul_all_reduce"), x, *weights)  # type: ignore[no-untyped-call]
+    return list(outs)
+
+
 class _Whole(torch.autograd.Function):
     """x @ weight^T for several weights' columns of this rank; x is whole, so its gradient is summed over ranks, in one go."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, schedule: str, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: str, schedule: str, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.schedule = group, schedule
         ctx.save_for_backward(x, *weights)
         return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
@@ -119,14 +129,11 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        _, _, for_x, *for_weights = ctx.needs_input_grad
-        grad_x = None
-        if for_x:
-            grad, weight = (grads[0], weights[0]) if len(grads) == 1 else (torch.cat(grads, -1), torch.cat(weights))
-            grad_x = matmul_all_reduce(grad, weight, ctx.group, schedule=ctx.schedule)
-        flat = x.flatten(0, -2)
-        of_weights = [grad.flatten(0, -2).t() @ flat if wanted else None for grad, wanted in zip(grads, for_weights, strict=True)]
-        return None, None, grad_x, *of_weights
+        rows_x, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
+        grad_x = run_all_reduce(grad, weight, None, None, ctx.group, ctx.schedule).view(x.shape)
+        wanted = zip(flat, ctx.needs_input_grad[3:], strict=True)
+        return None, None, grad_x, *(one.t() @ rows_x if needed else None for one, needed in wanted)
 
 
 def _in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -59,7 +59,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 @cache
-def _reading_locals(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
     """A class like `cls` whose parameters of these names are read as plain tensors."""
     return type(cls.__name__, (cls,), {name: _local_parameter(name) for name in names} | {"__module__": cls.__module__})
 

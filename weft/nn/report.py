@@ -25,7 +25,8 @@ from weft.nn.sites import Site, sites
 from weft.problem import REDUCTIONS, Op, Problem
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
-_OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+_BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
+"""What an operator's gradient communicates by; matmul_all_reduce's is local."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,9 @@ def _calls(site: Site, device: torch.device) -> Iterator[Called]:
 
 
 def _is_of(problem: Problem, site: Site) -> bool:
-    """Whether a problem has a site's sizes. A backward swaps n and k, and is of the other kind: it gathers where the forward
-    reduces."""
-    if problem.op not in _OPS:
+    """Whether a problem is a site's, forward or backward: by its operator and sizes. What gathers has n and k swapped where
+    what reduces has them straight."""
+    if problem.op not in {*site.operators, *(_BACKWARD.get(operator) for operator in site.operators)}:
         return False
     alike = (problem.op in REDUCTIONS) == (site.operators[0] in REDUCTIONS)
     return (problem.n, problem.k) == ((site.n, site.k) if alike else (site.k, site.n))

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from typing import cast
 
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
@@ -102,10 +103,11 @@ class SharedInput(style.ParallelStyle):
 
         {"attention": weft.SharedInput(["wq", "wk", "wv"]), "attention.wo": weft.RowwiseParallel(output_layouts=Shard(1))}
 
-    replaces PrepareModuleInput on the module, and ColwiseParallel on the linears. linears: names of the module's children; their
-    outputs are sharded on the last dimension. input_layouts: of the tensor that the module is called with: the keyword argument
-    `argument`, or else the first positional one. The module sees a tensor of the gathered shape, whose values are NaN: its own
-    code may ask for the shape, and pass it to these linears, but not compute with it. schedule, keep_gathered: as ColwiseParallel's.
+    replaces PrepareModuleInput on the module, and ColwiseParallel on the linears. linears: names of the module's children; what
+    they return is sharded on the last dimension. input_layouts: of the tensor that the module is called with: the keyword
+    argument `argument`, or else the first positional one. schedule, keep_gathered: as ColwiseParallel's. The module sees a
+    tensor of the gathered shape, whose values are NaN: its own code may ask for the shape, and pass it to these linears, but not
+    compute with it.
     Raises ValueError for layouts or children that are not as above.
     """
 
