@@ -113,8 +113,8 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup:
     mesh = cast(DTensor, parameter).device_mesh
     if mesh.ndim != 1:
         raise ValueError(
-            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module with "
-            "all linears that share an input (a decoder layer), not to a linear"
+            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
+            "that has all linears that share an input (a decoder layer), not to a linear"
         )
     return mesh.get_group()
 

@@ -148,7 +148,7 @@ class _Within:
                 self._block(child, blocks[name])
                 done += 1
         position = list(inspect.signature(type(layer).forward).parameters).index("position_embeddings") - 1
-        layer.__class__ = _noting_tokens(type(layer), position)
+        layer.__class__ = _noting_tokens(cast(Any, type(layer)), position)
         layer.__dict__["_weft_tokens"] = self.tokens
         return done
 
@@ -194,7 +194,7 @@ class _Within:
 
     def embeddings(self, embedding: nn.Embedding, head: nn.Module | None) -> None:
         """Shard both by the vocabulary, also where they are one parameter."""
-        weight, why = cast(Tensor, embedding.weight), _why_not_embedding(embedding)
+        weight, why = embedding.weight, _why_not_embedding(embedding)
         if why:
             replicate(embedding, self.distribute, never)
             note(embedding, Site(reason=why))

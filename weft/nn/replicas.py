@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ def replicate_alone(module: nn.Module, distribute: Distributor, part: Part) -> N
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), Replicate()))
     if plain:
-        module.__class__ = _reading_locals(type(module), plain)
+        module.__class__ = _reading_locals(cast(Any, type(module)), plain)
         module.__dict__["_weft_part"] = part
 
 

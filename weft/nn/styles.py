@@ -106,9 +106,8 @@ class SharedInput(style.ParallelStyle):
     replaces PrepareModuleInput on the module, and ColwiseParallel on the linears. linears: names of the module's children; what
     they return is sharded on the last dimension. input_layouts: of the tensor that the module is called with: the keyword
     argument `argument`, or else the first positional one. schedule, keep_gathered: as ColwiseParallel's. The module sees a
-    tensor of the gathered shape, whose values are NaN: its own code may ask for the shape, and pass it to these linears, but not
-    compute with it.
-    Raises ValueError for layouts or children that are not as above.
+    tensor of the gathered shape, whose values are NaN: its own code may ask for the shape, and pass it to these linears, but
+    not compute with it. Raises ValueError for layouts or children that are not as above.
     """
 
     def __init__(
