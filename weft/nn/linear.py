@@ -166,7 +166,9 @@ def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias:
 
 
 def why_not_linear(module: nn.Module) -> str:
-    """Why weft cannot take a module for a linear; empty if it can."""
+    """Why weft cannot take a module for a linear; empty if it can. Raises ValueError for one that it has taken already."""
+    if isinstance(module, ColumnLinear | RowLinear):
+        raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
     for name, parameter in module.named_parameters():
@@ -177,15 +179,17 @@ def why_not_linear(module: nn.Module) -> str:
     return ""
 
 
-Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+@dataclass(frozen=True)
+class OnInput:
+    """A pre-hook that changes a module's input: the keyword argument of that name, or else the first positional one. A value,
+    so that a copy of the module changes it by copies of what this one uses."""
 
+    argument: str
+    change: Callable[[Tensor], Tensor]
 
-def on_input(argument: str, change: Callable[[Tensor], Tensor]) -> Hook:
-    """A pre-hook that changes a module's input: the keyword argument of that name, or else the first positional one."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if argument in kwargs:
-            return args, {**kwargs, argument: change(kwargs[argument])}
-        return (change(args[0]), *args[1:]), kwargs
-
-    return hook
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.argument in kwargs:
+            return args, {**kwargs, self.argument: self.change(kwargs[self.argument])}
+        return (self.change(args[0]), *args[1:]), kwargs

@@ -20,23 +20,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
-from weft.nn.layouts import ColumnsOut, as_dtensor
-from weft.nn.linear import Distributor, Tokens, on_input, to_columns, to_row, why_not_linear
+from weft.nn.layouts import ColumnsOut
+from weft.nn.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
+from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
 from weft.nn.products import How
 from weft.nn.replicas import always, never, replicate, replicate_alone
 from weft.nn.sites import Site, note, sites
 from weft.nn.styles import column_site, row_site
 
-Tensor = torch.Tensor
 M = TypeVar("M", bound=nn.Module)
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 """config.model_type of the models whose forward passes are known to do nothing else with hidden states."""
@@ -51,6 +49,7 @@ def parallelize(
     schedule: str = "auto",
     few_tokens: int = FEW_TOKENS,
     keep_gathered: bool = True,
+    experts: ParallelStyle | None = None,
     src_data_rank: int | None = 0,
 ) -> M:
     """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
@@ -58,8 +57,9 @@ def parallelize(
     model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every rank.
     mesh: of one dimension (mesh["tp"] of a larger one). Apply fully_shard, compile and activation checkpoints afterwards.
     schedule: as weft.all_gather_matmul's, a name. few_tokens: a call with up to so many tokens keeps them whole on every rank.
-    keep_gathered: keep gathered inputs for weights' gradients. src_data_rank: as parallelize_module's: whose values count; None
-    if all ranks have the same, or none yet.
+    keep_gathered: keep gathered inputs for weights' gradients. experts: a style for Mixtral's blocks of experts that takes and
+    gives as many tokens on each rank (weft.ExpertParallel()); without one they run whole on every rank. src_data_rank: as
+    parallelize_module's: whose values count; None if all ranks have the same, or none yet.
 
     The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
     whole; but hidden_states of layers, if asked for, are this rank's tokens. Parameters become DTensors under their old names.
@@ -70,7 +70,10 @@ def parallelize(
     if few_tokens < 0:
         raise ValueError(f"few_tokens is {few_tokens}; use 0 or more")
     how = How(schedule=schedule, keep_gathered=keep_gathered)
-    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens)
+    if experts is not None:
+        experts.src_data_rank = src_data_rank
+        decoder.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
+    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
     if not sum([within.layer(layer) for layer in decoder.layers]):
         raise ValueError(f"model: no block can be sharded over {mesh.size()} ranks; the first {_first_reason(decoder)}")
     within.ends(decoder.layers)
@@ -134,6 +137,7 @@ class _Within:
     distribute: Distributor
     tokens: Tokens
     few_tokens: int
+    experts: ParallelStyle | None
 
     def layer(self, layer: nn.Module) -> int:
         """Shard a decoder layer; how many of its blocks could be."""
@@ -141,21 +145,24 @@ class _Within:
         for name, child in layer.named_children():
             why = self._why_not(child, blocks.get(name))
             if not any(True for _ in child.children()):
-                replicate(child, self.distribute, _Sharded(self.tokens))
+                replicate(child, self.distribute, Sharded(self.tokens))
+            elif name not in blocks and self.experts is not None:
+                self._experts(child, self.experts)
+                done += 1
             elif why:
                 self._whole(child, why)
             else:
                 self._block(child, blocks[name])
                 done += 1
         position = list(inspect.signature(type(layer).forward).parameters).index("position_embeddings") - 1
-        layer.__class__ = _noting_tokens(cast(Any, type(layer)), position)
+        layer.__class__ = noting_tokens(cast(Any, type(layer)), position)
         layer.__dict__["_weft_tokens"] = self.tokens
         return done
 
     def _why_not(self, child: nn.Module, block: Block | None) -> str:
         """Why a block runs whole; empty if it can be sharded."""
         if block is None:
-            return "runs whole on every rank, all experts on all tokens: the model's plan has no column and row linears for it"
+            return "runs whole on every rank, all experts on all tokens: pass experts=weft.ExpertParallel()"
         for name in (*block.columns, block.row):
             found = getattr(child, name, None)
             why = why_not_linear(found) if isinstance(found, nn.Module) else "there is none"
@@ -177,19 +184,27 @@ class _Within:
         for name, other in child.named_children():
             if name not in (*block.columns, block.row):
                 replicate(other, self.distribute, always)
-        child.register_forward_pre_hook(on_input("hidden_states", shared.announce), with_kwargs=True)
+        child.register_forward_pre_hook(OnInput("hidden_states", shared.announce), with_kwargs=True)
+
+    def _experts(self, child: nn.Module, style: ParallelStyle) -> None:
+        """A block of experts on equal parts of the tokens, its router whole on every rank."""
+        style._apply(child, self.mesh)
+        for each in child.modules():
+            replicate_alone(each, self.distribute, always)
+        child.__class__ = evenly(cast(Any, type(child)))
+        child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
     def _whole(self, child: nn.Module, why: str) -> None:
         note(child, Site(reason=why))
         replicate(child, self.distribute, never)
-        child.register_forward_pre_hook(on_input("hidden_states", _Gathered(self.mesh, self.tokens)), with_kwargs=True)
-        child.register_forward_hook(_OfOutput(_Cut(self.mesh, self.tokens)))
+        child.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
+        child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
 
     def ends(self, layers: Any) -> None:
         """What cuts the tokens before the first layer, and makes them whole after the last."""
-        cut = _CutIfMany(self.mesh, self.tokens, self.few_tokens)
-        layers[0].register_forward_pre_hook(on_input("hidden_states", cut), with_kwargs=True)
-        layers[-1].register_forward_hook(_OfOutput(_Gathered(self.mesh, self.tokens)))
+        cut = CutIfMany(self.mesh, self.tokens, self.few_tokens)
+        layers[0].register_forward_pre_hook(OnInput("hidden_states", cut), with_kwargs=True)
+        layers[-1].register_forward_hook(OfOutput(Gathered(self.mesh, self.tokens)))
         note(layers[-1], Site(reason="its output is gathered for the final norm: no matmul follows in every call"))
 
     def embeddings(self, embedding: nn.Embedding, head: nn.Module | None) -> None:
@@ -224,7 +239,12 @@ class _Within:
                 replicate_alone(module, self.distribute, never)
 
 
-def _tied(head: nn.Module, weight: Tensor) -> bool:
+def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("output_router_logits", getattr(module.config, "output_router_logits", False)):
+        raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
+
+
+def _tied(head: nn.Module, weight: object) -> bool:
     return getattr(head, "weight", None) is weight
 
 
@@ -234,83 +254,3 @@ def _why_not_embedding(embedding: nn.Module) -> str:
     if embedding.padding_idx is not None or embedding.max_norm is not None:
         return "an embedding with padding_idx or max_norm is whole on every rank"
     return ""
-
-
-@cache
-def _noting_tokens(cls: type[Any], position: int) -> type[Any]:
-    """A decoder layer's class that notes how the tokens of its input lie: the positions say how many there are. position: of
-    position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cosine = (kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[position])[0]
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        total = cosine.shape[-2]
-        self._weft_tokens.total = total if hidden.shape[1] != total else None
-        return cls.forward(self, *args, **kwargs)
-
-    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
-
-
-@dataclass(frozen=True)
-class _Sharded:
-    """Whether each rank has its part of the tokens."""
-
-    tokens: Tokens
-
-    def __call__(self) -> bool:
-        return self.tokens.total is not None
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Whole hidden states [B, S, H] to this rank's [B, s, H], where tokens are sharded. Backward: gathered."""
-
-    mesh: DeviceMesh
-    tokens: Tokens
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return cut(x, self.mesh) if self.tokens.total is not None else x
-
-
-@dataclass(frozen=True)
-class _CutIfMany:
-    """As _Cut, for the first layer: here it is decided. Each rank of a group that is as long as the sequence has a token."""
-
-    mesh: DeviceMesh
-    tokens: Tokens
-    few_tokens: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        batch, length = x.shape[:2]
-        many = batch * length > self.few_tokens and length >= self.mesh.size() > 1
-        return cut(x, self.mesh) if many else x
-
-
-@dataclass(frozen=True)
-class _Gathered:
-    """This rank's [B, s, H] to whole hidden states, where tokens are sharded. Backward: cut."""
-
-    mesh: DeviceMesh
-    tokens: Tokens
-
-    def __call__(self, x: Tensor) -> Tensor:
-        total = self.tokens.total
-        if total is None:
-            return x
-        spread = as_dtensor(x, self.mesh, Shard(1), (x.shape[0], total, *x.shape[2:]))
-        return spread.redistribute(self.mesh, [Replicate()]).to_local()
-
-
-def cut(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [Shard(1)]).to_local()
-
-
-@dataclass(frozen=True)
-class _OfOutput:
-    """A hook that changes a module's output, of several the first."""
-
-    change: Any
-
-    def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return (self.change(out[0]), *out[1:]) if isinstance(out, tuple) else self.change(out)

@@ -2,7 +2,7 @@
 
 A model whose linears have DTensors needs them everywhere: optimizers and torch.nn.utils.clip_grad_norm_ take no mixture. But a
 norm over DTensors pays DTensor's dispatch at every operation. So the module becomes one of a class whose parameters, read as
-attributes, are this rank's plain tensors; `parameters()`, `state_dict()` and fully_shard see the DTensors.
+attributes while its forward runs, are this rank's plain tensors. Everybody else sees the DTensors.
 
 A rank that computes a part has a part of the gradient:
 
@@ -25,6 +25,7 @@ from weft.nn.linear import Distributor, group_of, local
 from weft.nn.products import summed
 
 Part = Callable[[], bool]
+_RUNNING = "_weft_running"
 
 
 def replicate(module: nn.Module, distribute: Distributor, part: Part) -> None:
@@ -35,7 +36,7 @@ def replicate(module: nn.Module, distribute: Distributor, part: Part) -> None:
 
 
 def replicate_alone(module: nn.Module, distribute: Distributor, part: Part) -> None:
-    """As `replicate`, of a module without its children."""
+    """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay."""
     plain = tuple(name for name, parameter in module.named_parameters(recurse=False) if _is_plain(parameter))
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), Replicate()))
@@ -60,13 +61,24 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 @cache
 def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
-    """A class like `cls` whose parameters of these names are read as plain tensors."""
-    return type(cls.__name__, (cls,), {name: _local_parameter(name) for name in names} | {"__module__": cls.__module__})
+    """A class like `cls` whose forward reads parameters of these names as plain tensors."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__[_RUNNING] = True
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            self.__dict__[_RUNNING] = False
+
+    members = {name: _local_parameter(name) for name in names}
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
 def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
-        parameter = module._parameters[name]
+        parameter: torch.Tensor = module._parameters[name]
+        if not module.__dict__.get(_RUNNING):
+            return parameter
         mine = local(parameter)
         return summed(mine, group_of(parameter)) if module._weft_part() else mine
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.nn.layouts import Announced, ColumnsOut, RowsIn, Taken, TokensOut
-from weft.nn.linear import Distributor, Tokens, on_input, to_columns, to_row, why_not_linear
+from weft.nn.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
 from weft.nn.products import How
 from weft.nn.replicas import always, replicate
 from weft.nn.sites import Site, note
@@ -60,7 +60,7 @@ class ColwiseParallel(style.ColwiseParallel):
         linear, tokens = cast(nn.Linear, module), Tokens()
         note(linear, column_site([linear], device_mesh, self.input_layouts[0], self.output_layouts[0]))
         to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
-        linear.register_forward_pre_hook(on_input("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
+        linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
         linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
         return linear
 
@@ -92,7 +92,7 @@ class RowwiseParallel(style.RowwiseParallel):
         note(linear, row_site(linear, device_mesh, output))
         to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
-        linear.register_forward_pre_hook(on_input("input", taken), with_kwargs=True)
+        linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
         if not self.use_local_output:
             linear.register_forward_hook(TokensOut(device_mesh, output, tokens))
         return linear
@@ -154,7 +154,7 @@ class SequenceParallel(style.SequenceParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, Distributor(device_mesh, self.src_data_rank), always)
         tokens, layout = Tokens(), self.sequence_sharding[0]
-        module.register_forward_pre_hook(on_input("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
+        module.register_forward_pre_hook(OnInput("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
         if not self.use_local_output:
             module.register_forward_hook(TokensOut(device_mesh, layout, tokens))
         return module
@@ -166,7 +166,7 @@ def share_input(
     """Let these children share a gather of the module's input, which `taken` makes plain."""
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
     shared = to_columns(linears, taken.tokens, how, distribute)
-    module.register_forward_pre_hook(on_input(argument, Announced(taken, shared)), with_kwargs=True)
+    module.register_forward_pre_hook(OnInput(argument, Announced(taken, shared)), with_kwargs=True)
 
 
 def column_site(
