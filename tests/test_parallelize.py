@@ -41,7 +41,7 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
     )
     lookup = "an embedding with padding_idx" if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
     assert told["model.embed_tokens"].startswith(f"not overlapped; {lookup}")
-    assert "all_gather_matmul M=22 uniform_fused_1d:2 time not measured (asked for)" in report
+    assert "all_gather_matmul M=22 shard_p2p time not measured (asked for)" in report
 
 
 def _some_calls_of_few_tokens() -> None:
@@ -60,7 +60,7 @@ def test_a_call_of_few_tokens_keeps_them_whole(ranks: RankFixture) -> None:
 
 
 def _whole_blocks() -> list[str]:
-    reports = [as_alone("mixtral", {}, few_tokens=0), as_alone("llama", {"num_key_value_heads": 1}, few_tokens=0)]
+    reports = [as_alone("mixtral", {}), as_alone("llama", {"num_key_value_heads": 1})]
     alone = tiny("llama")
     alone.model.layers[1].mlp.up_proj = Adapter(alone.model.layers[1].mlp.up_proj)
     model = sharded(alone, few_tokens=0)
@@ -99,7 +99,7 @@ def _kept(folder: str) -> None:
         empty = tiny("qwen2", tie_word_embeddings=True)
     model = weft.parallelize(empty, mesh(), src_data_rank=None, few_tokens=0).to_empty(device="cpu")
     model.model.rotary_emb = alone.model.rotary_emb
-    set_model_state_dict(model, {n: p for n, p in sharded(alone).state_dict().items()})
+    set_model_state_dict(model, sharded(alone).state_dict())
     alike(model(text(2, 9)).logits, alone(text(2, 9)).logits)
     checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
     again = tiny("qwen2", tie_word_embeddings=True)
@@ -145,7 +145,7 @@ def _two_dimensions() -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=grid["dp"])
     fully_shard(model, mesh=grid["dp"])
-    steps = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (alone, model)]
+    steps = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, foreach=True) for m in (alone, model)]
     for seed in range(2):
         ids = text(4, 9, seed=seed)
         alone(input_ids=ids, labels=ids).loss.backward()
