@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
 from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -190,7 +189,8 @@ def measured(mesh: DeviceMesh, case: tuple[int, int], arguments: argparse.Namesp
         times, missing = trial(works, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
         name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
         line = row(bench="models", op=part, case=name, dtype="bfloat16", mode=mode, arguments=arguments)
-        yield line | figures(times[mode]) | {"missing": missing}
+        choices = {str(choice.problem): choice.us or {choice.spec: None} for choice in weft.choices(mesh.get_group())}
+        yield line | figures(times[mode]) | {"missing": missing, "choices": choices}
 
 
 def figures(times: dict[str, Times]) -> dict[str, Any]:
@@ -229,7 +229,6 @@ def main() -> None:
     arguments.methods = [name for name in METHODS if name in wanted - skipped]
     start()
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
-    enable_symm_mem_for_group(mesh.get_group().group_name)
     cases = PARTS[arguments.part]
     for case in [cases[number] for number in arguments.cases or range(len(cases))]:
         try:
