@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/generate_tp.py
     torchrun --nproc-per-node 4 examples/generate_tp.py --model path/to/a/model --prompt "The warp is what"
 
-It runs on GPUs (NCCL, bfloat16) where there is one for every rank, else on CPUs (gloo, float32). Without --model, a small Qwen 3
-with random weights writes numbers, and one process' answer is compared. The prompt's matmuls hide all_gather and
+It runs on GPUs (NCCL, bfloat16) where there is one for every rank, else on CPUs (gloo, float32). Without --model, a small
+Qwen 3 with random weights writes numbers, and one process' answer is compared. The prompt's matmuls hide all_gather and
 reduce_scatter; each new token's end in matmul_all_reduce, one kernel on GPUs.
 """
 

@@ -85,7 +85,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     if options.checkpoint:
         checkpoint.save(get_model_state_dict(model), checkpoint_id=options.checkpoint)
     if dist.get_rank() == 0:

@@ -169,9 +169,7 @@ def test_every_layout_is_as_torchs(ranks: RankFixture) -> None:
     assert {line.split(": ")[1] for line in lines if line.startswith("ColwiseParallel R")} == {"matmul_all_reduce"}
     assert {line.split(": ")[1] for line in lines if line.startswith("RowwiseParallel S(-1) R")} == {"matmul_all_reduce"}
     assert {line.split(": ")[1] for line in lines if line.startswith("RowwiseParallel R S(1)")} == {"matmul_reduce_scatter"}
-    odd = (
-        "RowwiseParallel S(0) S(-1): torch's RowwiseParallel: output_layouts is S(-1); weft overlaps Replicate(), and Shard of"
-    )
+    odd = "RowwiseParallel S(0) S(-1): torch's RowwiseParallel: output_layouts is Shard(dim=-1)"
     assert any(line.startswith(odd) for line in lines)
 
 
@@ -289,11 +287,11 @@ def _misuse() -> list[str]:
 def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
     expected = [
         "linears is 'gate'; name the children",
-        "input_layouts is S(-1); weft overlaps",
+        "input_layouts is Shard(dim=-1); weft overlaps",
         "linears names 'side', but Inner has no child",
         "schedule is 'fast'; use",
         "schedule is a int; a module's calls differ in size",
-        "the layout S(2) shards the last of a tensor's 3 dimensions",
+        "the layout Shard(dim=2) shards the last of a tensor's 3 dimensions",
         "model is a Block in which weft runs nothing",
         "a linear is sharded by weft already",
     ]

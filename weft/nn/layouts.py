@@ -111,5 +111,5 @@ def token_dim(layout: Placement, x: Tensor) -> int:
         return 0
     dim = layout.dim % x.dim()
     if dim == x.dim() - 1:
-        raise ValueError(f"the layout {layout} shards the last of a tensor's {x.dim()} dimensions; write Shard(-1) for that")
+        raise ValueError(f"the layout {layout!r} shards the last of a tensor's {x.dim()} dimensions; write Shard(-1) for that")
     return dim

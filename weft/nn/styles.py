@@ -176,7 +176,7 @@ def column_site(
     n, k, whole = sum(linear.out_features for linear in linears), linears[0].in_features, layout.is_replicate()
     reasons = ["for the gradient of the input; the forward pass has nothing to communicate"] if whole else []
     if output != Shard(-1):
-        reasons.append(f"torch brings the output to {output} afterwards, not overlapped")
+        reasons.append(f"torch brings the output to {output!r} afterwards, not overlapped")
     return Site(
         parts=tuple(parts),
         operators=("matmul_all_reduce",) if whole else ("all_gather_matmul",),
@@ -200,4 +200,4 @@ def _why_not_tokens(name: str, layout: Placement) -> str:
     """Why weft's operators do not take a side of this layout; empty if they do."""
     if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
         return ""
-    return f"{name} is {layout}; weft overlaps Replicate(), and Shard of a dimension of tokens"
+    return f"{name} is {layout!r}; weft overlaps Replicate(), and Shard of a dimension of tokens"
