@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from conftest import RankFixture
 from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 import weft
+import weft.nn.sites
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -89,6 +92,39 @@ def test_blocks_that_cannot_be_sharded_run_whole_and_say_why(ranks: RankFixture)
     assert adapter["model.layers.*.mlp: down_proj"] == "matmul_reduce_scatter, matmul_all_reduce"
 
 
+class Idle(ParallelStyle):
+    """Experts stay where they are; the block takes an equal part of the tokens on each rank, or this shows."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        module.get_submodule("experts").register_forward_pre_hook(self.same)
+        return module
+
+    @staticmethod
+    def same(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        counts = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(counts, args[0].shape[:-1].numel())
+        assert len(set(counts)) == 1, counts
+
+
+def _equal_parts() -> list[str]:
+    """Lengths that ranks divide and do not, sharded and whole; what cannot be right is refused."""
+    alone, told = tiny("mixtral"), []
+    with torch.no_grad():
+        for few_tokens, ids in product((0, 128), (text(2, 8), text(3, 9), text(1, 1), text(3, 1))):
+            model = sharded(alone, few_tokens=few_tokens, experts=Idle())
+            alike(model(input_ids=ids).logits, alone(input_ids=ids).logits)
+        try:
+            model(input_ids=ids, output_router_logits=True)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_blocks_of_experts_take_equal_parts_of_the_tokens(ranks: RankFixture) -> None:
+    for (told,) in ranks(2).run(_equal_parts):
+        assert told.startswith("output_router_logits is True; with experts over ranks a router sees its rank's tokens")
+
+
 def _kept(folder: str) -> None:
     """Weights go to files from two ranks, and into one process' model, and back into one that began on meta."""
     from torch.distributed import checkpoint
@@ -114,6 +150,30 @@ def _kept(folder: str) -> None:
 
 def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
     ranks(2).run(_kept, str(tmp_path))
+
+
+def _reported() -> str:
+    model = sharded(tiny("llama"), few_tokens=0)
+    weft.nn.sites.note(model.model.layers[0], weft.nn.sites.Site(reason="a <b> of the user's"))
+    with torch.no_grad():
+        model(text(2, 9))
+    report = weft.overlap_report(model)
+    assert (report.overlapped, report.total) == (9, 12)
+    weft.close(mesh().get_group())  # what it has run is listed for every model of the group
+    sequential = sharded(tiny("llama"), few_tokens=0, schedule="sequential")
+    with torch.no_grad():
+        sequential(text(2, 9))
+    assert weft.overlap_report(sequential).overlapped == 1, "of what ran, nothing was overlapped; the head waits for a gradient"
+    return report.html()
+
+
+def test_the_report_as_a_page(ranks: RankFixture) -> None:
+    for page in ranks(2).run(_reported):
+        assert "<title>LlamaForCausalLM: overlapped 9 of 12 places that communicate</title>" in page
+        assert "<th>model.layers.*.self_attn: q_proj, k_proj, v_proj</th><th>2</th><th>all_gather_matmul</th>" in page
+        assert "<td>all_gather_matmul M=18 shard_p2p</td><td>time not measured (asked for)</td>" in page
+        assert "a &lt;b&gt; of the user&#x27;s" in page
+        assert "<script" not in page
 
 
 def _checkpointed_and_compiled() -> None:

@@ -122,7 +122,7 @@ def _without_layer(site: Site) -> Site:
 def _calls(site: Site, device: torch.device) -> Iterator[Called]:
     """What has run of a site's problems, forward and backward, the earliest first."""
     state = GROUPS.known(site.group)
-    if state is None or not site.operators:
+    if state is None or not site.n:
         return
     choices = {choice.problem: choice for choice in state.choices()}
     seen: set[tuple[Problem, str]] = set()
@@ -179,7 +179,7 @@ def _lines(place: Place) -> Iterator[str]:
     yield f"{place.count:4} x {place.site}"
     for call in place.calls:
         yield f"         {' '.join(filter(None, _words(call)))}"
-    if place.site.overlapped and not place.calls:
+    if place.site.n and not place.calls:
         yield "         not called yet"
 
 
