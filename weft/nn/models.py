@@ -32,7 +32,7 @@ from weft.nn.linear import Distributor, OnInput, Tokens, to_columns, to_row, why
 from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
 from weft.nn.products import How
 from weft.nn.replicas import always, never, replicate, replicate_alone
-from weft.nn.sites import Site, note, sites
+from weft.nn.sites import Site, note
 from weft.nn.styles import column_site, row_site
 
 M = TypeVar("M", bound=nn.Module)
@@ -70,12 +70,13 @@ def parallelize(
     if few_tokens < 0:
         raise ValueError(f"few_tokens is {few_tokens}; use 0 or more")
     how = How(schedule=schedule, keep_gathered=keep_gathered)
+    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
+    within.check(decoder.layers)
     if experts is not None:
         experts.src_data_rank = src_data_rank
         decoder.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
-    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
-    if not sum([within.layer(layer) for layer in decoder.layers]):
-        raise ValueError(f"model: no block can be sharded over {mesh.size()} ranks; the first {_first_reason(decoder)}")
+    for layer in decoder.layers:
+        within.layer(layer)
     within.ends(decoder.layers)
     within.embeddings(model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
     within.rest(model)
@@ -95,10 +96,6 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("model has DTensors already; call weft.parallelize once, before fully_shard")
     return getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
-
-
-def _first_reason(decoder: nn.Module) -> str:
-    return next((site.reason for site in sites(decoder)), "it has no layers")
 
 
 @dataclass(frozen=True)
@@ -139,25 +136,35 @@ class _Within:
     few_tokens: int
     experts: ParallelStyle | None
 
-    def layer(self, layer: nn.Module) -> int:
-        """Shard a decoder layer; how many of its blocks could be."""
-        done, blocks = 0, blocks_of(self.config)
+    def check(self, layers: Any) -> None:
+        """ValueError if nothing in any layer can be sharded."""
+        blocks = blocks_of(self.config)
+        found = [(name, child) for layer in layers for name, child in layer.named_children() if not _is_leaf(child)]
+        reasons = ["" if self._takes(name) else self._why_not(child, blocks.get(name)) for name, child in found]
+        if all(reasons):
+            first = reasons[0] if reasons else "has no layers"
+            raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; the first {first}")
+
+    def _takes(self, name: str) -> bool:
+        """Whether a block is for the style of experts."""
+        return self.experts is not None and name not in blocks_of(self.config)
+
+    def layer(self, layer: nn.Module) -> None:
+        """Shard a decoder layer."""
+        blocks = blocks_of(self.config)
         for name, child in layer.named_children():
             why = self._why_not(child, blocks.get(name))
-            if not any(True for _ in child.children()):
+            if _is_leaf(child):
                 replicate(child, self.distribute, Sharded(self.tokens))
-            elif name not in blocks and self.experts is not None:
+            elif self.experts is not None and self._takes(name):
                 self._experts(child, self.experts)
-                done += 1
             elif why:
                 self._whole(child, why)
             else:
                 self._block(child, blocks[name])
-                done += 1
         position = list(inspect.signature(type(layer).forward).parameters).index("position_embeddings") - 1
         layer.__class__ = noting_tokens(cast(Any, type(layer)), position)
         layer.__dict__["_weft_tokens"] = self.tokens
-        return done
 
     def _why_not(self, child: nn.Module, block: Block | None) -> str:
         """Why a block runs whole; empty if it can be sharded."""
@@ -237,6 +244,11 @@ class _Within:
         for module in model.modules():
             if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
                 replicate_alone(module, self.distribute, never)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """A norm, in a decoder layer: all else there has children."""
+    return next(module.children(), None) is None
 
 
 def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
