@@ -25,7 +25,6 @@ from weft.nn.linear import Distributor, group_of, local
 from weft.nn.products import summed
 
 Part = Callable[[], bool]
-_RUNNING = "_weft_running"
 
 
 def replicate(module: nn.Module, distribute: Distributor, part: Part) -> None:
@@ -64,20 +63,20 @@ def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
     """A class like `cls` whose forward reads parameters of these names as plain tensors."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__[_RUNNING] = True
+        self._weft_running = True
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
-            self.__dict__[_RUNNING] = False
+            self._weft_running = False
 
-    members = {name: _local_parameter(name) for name in names}
+    members = {name: _local_parameter(name) for name in names} | {"_weft_running": False}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
 def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
         parameter: torch.Tensor = module._parameters[name]
-        if not module.__dict__.get(_RUNNING):
+        if not module._weft_running:
             return parameter
         mine = local(parameter)
         return summed(mine, group_of(parameter)) if module._weft_part() else mine
