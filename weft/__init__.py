@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.machine import Machine
+    from weft.nn.models import parallelize
+    from weft.nn.report import overlap_report
+    from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
     from weft.ops import (
         SGD,
         RowwiseAdagrad,
@@ -58,15 +61,19 @@ _HOMES = {
     "concurrent": "beside",
     "concurrent_choices": "beside",
     "CollectiveProblem": "problem",
+    "ColwiseParallel": "nn.styles",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
     "Problem": "problem",
     "RankMismatch": "errors",
     "RowwiseAdagrad": "ops",
+    "RowwiseParallel": "nn.styles",
     "SGD": "ops",
     "Schedule": "schedule",
     "ScheduleError": "checker",
+    "SequenceParallel": "nn.styles",
+    "SharedInput": "nn.styles",
     "Span": "span",
     "WaitTimeout": "errors",
     "WeftError": "errors",
@@ -81,6 +88,8 @@ _HOMES = {
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
+    "overlap_report": "nn.report",
+    "parallelize": "nn.models",
     "plan": "planner",
     "simulate": "sim",
     "timeline": "timelines",
@@ -105,6 +114,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "CollectiveProblem",
+    "ColwiseParallel",
     "LookupProblem",
     "Machine",
     "PeerLost",
@@ -112,9 +122,12 @@ __all__ = [
     "RankMismatch",
     "ReduceScatter",
     "RowwiseAdagrad",
+    "RowwiseParallel",
     "Schedule",
     "ScheduleError",
     "SendReceive",
+    "SequenceParallel",
+    "SharedInput",
     "Span",
     "WaitTimeout",
     "WeftError",
@@ -132,6 +145,8 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "overlap_report",
+    "parallelize",
     "plan",
     "simulate",
     "timeline",
