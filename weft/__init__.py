@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+    from weft.inductor import CompilePass
     from weft.machine import Machine
     from weft.ops import (
         SGD,
@@ -58,6 +59,7 @@ _HOMES = {
     "concurrent": "beside",
     "concurrent_choices": "beside",
     "CollectiveProblem": "problem",
+    "CompilePass": "inductor",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -105,6 +107,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "CollectiveProblem",
+    "CompilePass",
     "LookupProblem",
     "Machine",
     "PeerLost",
