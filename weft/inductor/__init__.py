@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from weft.inductor import gathers, scatters
-from weft.inductor.graph import Refused, raise_above, shape
+from weft.inductor.graph import Refused, shape
 from weft.inductor.places import file_and_line, module_name
 from weft.nn.sites import Site
 from weft.ops.checks import spec_of
@@ -93,9 +93,6 @@ class CompilePass(CustomGraphPass):
         from functorch.compile import make_boxed_func
 
         self(module.graph)
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            # As Inductor has them: what the pass puts in may lie otherwise in memory.
-            node.target = torch.ops.aten.reshape.default
         module.recompile()
         return make_boxed_func(module.forward)
 
@@ -108,6 +105,9 @@ class CompilePass(CustomGraphPass):
         for node in graph.nodes:
             if node.target in _OTHERS:
                 self._note(node, (), f"{_short(node)}: no operator of weft replaces it")
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            # As Inductor has them all: what was put in may lie otherwise in memory.
+            node.target = torch.ops.aten.reshape.default
         graph.lint()
 
     def _gather(self, graph: Graph, start: Node) -> None:
