@@ -91,10 +91,25 @@ SCATTERS = [
     Case("mean", lambda x, w, b: scatter(x @ w, 1, "avg"), ("matmul_reduce_scatter",)),
     Case("a sum", lambda x, w, b: scatter(x @ w + (x * 2) @ (w * 3), 1), ("matmul_reduce_scatter",)),
     Case("scattered and added", lambda x, w, b: scatter(x @ w, 1) + scatter((x * 2) @ w, 1), ("matmul_reduce_scatter",)),
+    Case(
+        "added to something first",
+        lambda x, w, b: (b + 0 * scatter(x @ w, 1)) + scatter(x @ w, 1) + scatter((x * 2) @ w, 1),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
     Case("a shared bias", lambda x, w, b: scatter(_linear(x, w, b), 1), ("matmul_reduce_scatter",)),
     Case("all-reduced", lambda x, w, b: reduced(x @ w), ("matmul_all_reduce",)),
     Case("all-reduced with a bias", lambda x, w, b: reduced(_linear(x, w, b)), ("matmul_all_reduce",)),
     Case("three added", lambda x, w, b: reduced(x @ w) + reduced(x @ (w + 1)) + reduced((x + 1) @ w), ("matmul_all_reduce",)),
+    Case(
+        "reductions that stay two: one has another use",
+        lambda x, w, b: (lambda y: y.sin() + (y + scatter((x * 2) @ w, 1)))(scatter(x @ w, 1)),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
+    Case(
+        "reductions that stay two: their sum has",
+        lambda x, w, b: (lambda y: y.sin() + (y + scatter((x * 2) @ w, 1)))(scatter(x @ w, 1) + x[:, :3, :5]),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
     Case(
         "both",
         lambda x, w, b: scatter((gather(x, 1) @ w) @ w.t(), 1),

@@ -80,6 +80,7 @@ def _step(model: nn.Module, compiled: nn.Module, x: torch.Tensor) -> tuple[torch
 def _model(dim: int, replicated: bool) -> list[str]:
     alone, shared, x, mine = _shards(dim, replicated=replicated)
     overlap = weft.CompilePass()
+    torch._dynamo.reset()
     got, grad = _step(shared, torch.compile(shared, backend=overlap.backend), mine)
     wanted, wanted_grad = _step(alone, alone, x)
     if not replicated:
@@ -97,7 +98,10 @@ def test_a_model_that_torch_parallelized(ranks: RankFixture, dim: int) -> None:
     for told in ranks(2).run(_model, dim, False):
         assert told[0].startswith("overlapped 4 of 4 places in 2 graphs\n  test_inductor.py:")
         assert told[1:3] == ["gate, up: all_gather_matmul", "down: matmul_reduce_scatter"]
-        assert [line.partition(": ")[2].partition(";")[0] for line in told[3:]] == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert [line.partition(": ")[2].partition(";")[0] for line in told[3:]] == [
+            "all_gather_matmul",
+            "matmul_reduce_scatter",
+        ]
 
 
 def test_a_model_whose_activations_are_whole(ranks: RankFixture) -> None:
@@ -114,6 +118,7 @@ def _inductor() -> None:
     def block(x: torch.Tensor) -> torch.Tensor:
         return inductor_work.scatter(inductor_work.gather(x) @ w @ v)
 
+    torch._dynamo.reset()
     overlap = weft.CompilePass(schedule={"all_gather_matmul": "flag_gated:2"})
     y = torch.compile(block, fullgraph=True, options=overlap.options)(x)
     torch.testing.assert_close(y, block(x))

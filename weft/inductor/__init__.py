@@ -69,7 +69,9 @@ class CompilePass(CustomGraphPass):
         named = dict.fromkeys(self.operators, schedule) if isinstance(schedule, str) else dict(schedule)
         for name, spec in named.items():
             if name not in self.operators or not isinstance(spec, str):
-                raise ValueError(f"schedule has {name!r}: {spec!r}; use a schedule's name for each of {', '.join(self.operators)}")
+                raise ValueError(
+                    f"schedule has {name!r}: {spec!r}; use a schedule's name for each of {', '.join(self.operators)}"
+                )
             spec_of(spec, name)  # type: ignore[arg-type]
         self.schedules = {name: named.get(name, "auto") for name in self.operators}
         self.sites: list[Site] = []
@@ -164,7 +166,9 @@ class CompilePass(CustomGraphPass):
         done = sum(site.overlapped for site in self.sites)
         first = f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"
         if not self.graphs:
-            first = "no graph came here: nothing was compiled yet, or all came from Inductor's cache (config.force_disable_caches)"
+            first = (
+                "no graph came here: nothing was compiled yet, or all came from Inductor's cache (config.force_disable_caches)"
+            )
         return "\n".join([first, *(f"  {site.where}  {site}" if site.parts else f"  {site}" for site in self.sites)])
 
 

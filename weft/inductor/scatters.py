@@ -14,7 +14,7 @@ A bias, mm(a, b) + bias / world_size, is how DTensor writes one that all ranks s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -55,7 +55,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Scatter:
-    """One place. starts: the collectives, whose results are added if there are several; end: the node with the result. dim,
+    """One place. starts: the collectives, of which the results are summed if there are several; end: the last one's wait. dim,
     extents: what is scattered, of a tensor of these extents; dim is None where all of it is reduced. nodes: all that becomes
     needless."""
 
@@ -107,46 +107,59 @@ def read(start: Node) -> Scatter:
 
 
 def added(sites: Sequence[Scatter]) -> list[Scatter]:
-    """The same sites, in the graph's order; those whose results are only added are one."""
+    """The same sites, in the graph's order; those whose results are only summed are one, where the last of them was. What adds
+    them in the graph then adds that one alone."""
     left: list[Scatter] = []
     for site in sites:
         for earlier in list(left):
-            total = _only_sum(earlier, site)
-            if total is not None:
+            way = _way_to_sum(earlier, site)
+            if way is not None:
                 left.remove(earlier)
-                site = _joined(earlier, site, total)
+                site = _joined(earlier, site, way)
         left.append(site)
     return left
 
 
-def _only_sum(one: Scatter, two: Scatter) -> Node | None:
-    """The node that adds the results of both, if nothing else uses them and one reduction could bring both."""
+def _way_to_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
+    """(the sum that has the result of `one`, as which argument), if one reduction could bring both: their results, reshaped
+    alike, meet in a chain of sums that nothing else looks into."""
     alike = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
-    ends = [same_elements(site.end) for site in (one, two)]
-    users = {user for alias in (*ends[0], *ends[1]) for user in alias.users} - {*ends[0], *ends[1]}
-    if not alike or len(users) != 1 or any(term.bias for site in (one, two) for term in site.terms):
+    if not alike or any(term.bias for site in (one, two) for term in site.terms):
         return None
-    (total,) = users
-    if total.target is not aten.add.Tensor or argument(total, 2, "alpha", 1) != 1:
+    mine, others = _only_use(one.end), same_elements(two.end)
+    if mine is None or _only_use(two.end) is None or not _plain_sum(mine[0]):
         return None
-    first, second = total.args[:2]
-    both = any(first in ends[at] and second in ends[1 - at] for at in (0, 1))
-    return total if both and shape(first) == shape(second) else None  # type: ignore[arg-type]
+    total, node = mine
+    while not any(part in others for part in total.args):
+        users = list(total.users)
+        if len(users) != 1 or not _plain_sum(users[0]):
+            return None
+        total = users[0]
+    return mine[0], node
 
 
-def _joined(one: Scatter, two: Scatter, total: Node) -> Scatter:
-    between = [alias for site in (one, two) for alias in same_elements(site.end)]
-    return Scatter(
-        op=one.op,
-        starts=(*one.starts, *two.starts),
-        end=total,
-        group=one.group,
-        reduce=one.reduce,
-        dim=one.dim,
-        extents=one.extents,
-        terms=(*one.terms, *two.terms),
-        nodes=(*one.nodes, *two.nodes, *between, total),
-    )
+def _only_use(end: Node) -> tuple[Node, Node] | None:
+    """(the only user of a node, or of a reshape of it, and what it uses)."""
+    alike = same_elements(end)
+    found = [(user, one) for one in alike for user in one.users if user not in alike]
+    return found[0] if len(found) == 1 and found[0][0].args.count(found[0][1]) == 1 else None
+
+
+def _plain_sum(node: Node) -> bool:
+    parts = node.args[:2]
+    if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
+        return False
+    return all(isinstance(part, Node) and shape(part) == shape(node) for part in parts)
+
+
+def _joined(one: Scatter, two: Scatter, way: tuple[Node, Node]) -> Scatter:
+    total, mine = way
+    (other,) = (part for part in total.args[:2] if part is not mine)
+    assert isinstance(other, Node)
+    nodes = (*one.nodes, *two.nodes, *same_elements(one.end))
+    total.replace_all_uses_with(other)
+    total.graph.erase_node(total)
+    return replace(two, starts=(*one.starts, *two.starts), terms=(*one.terms, *two.terms), nodes=nodes)
 
 
 def _reduction(start: Node) -> _Reduction:
@@ -248,8 +261,7 @@ def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
             out = out if bias is None else write(aten.add.Tensor, out, bias)
         out = write.reshape(out, shape(site.end))
     site.end.replace_all_uses_with(out)
-    for start in site.starts if site.end.target is c10d.wait_tensor.default else ():
-        start.replace_all_uses_with(out, lambda user: user is not site.end)
+    site.starts[-1].replace_all_uses_with(out, lambda user: user is not site.end)
     erase_unused(site.nodes)
 
 
