@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.inductor import CompilePass
     from weft.machine import Machine
+    from weft.nn.expert_parallel import ExpertParallel
     from weft.ops import (
         SGD,
         RowwiseAdagrad,
@@ -60,6 +61,7 @@ _HOMES = {
     "concurrent_choices": "beside",
     "CollectiveProblem": "problem",
     "CompilePass": "inductor",
+    "ExpertParallel": "nn.expert_parallel",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -108,6 +110,7 @@ __all__ = [
     "AllToAll",
     "CollectiveProblem",
     "CompilePass",
+    "ExpertParallel",
     "LookupProblem",
     "Machine",
     "PeerLost",
