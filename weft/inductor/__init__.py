@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
 from weft.inductor import gathers, scatters
-from weft.inductor.graph import Refused, shape
+from weft.inductor.graph import Refused, place_in, shape
 from weft.inductor.places import file_and_line, module_name
 from weft.nn.sites import Site
 from weft.ops.checks import spec_of
@@ -54,8 +54,9 @@ class CompilePass(CustomGraphPass):
     schedule: as the operators take it, a name or "auto"; or one for each operator, by its name. operators: the ones to put in.
 
     What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, scaled_mm and
-    bmm, symbolic shapes, a product that is needed before its reduction. A linear's bias is added after the product, which rounds
-    once more. `mm(a, b) + bias / world_size` before a reduction is taken to be a bias that all ranks share, as DTensor writes it.
+    bmm, symbolic shapes, a product that is needed before its reduction. A linear's bias is added after the product, which
+    rounds once more. `mm(a, b) + bias / world_size` before a reduction is taken to be a bias that all ranks share, as DTensor
+    writes it.
 
     All ranks must compile the same model with the same values here. Raises ValueError for an unknown operator or schedule.
     Sources: as the operators'; PyTorch has such a pass for its own async tensor parallelism.
@@ -79,24 +80,25 @@ class CompilePass(CustomGraphPass):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """For torch.compile(..., options=...), with Inductor. Beside a mode: `torch._inductor.list_mode_options(mode) | options`."""
+        """For torch.compile(..., options=...), with Inductor; a mode's go along: `torch._inductor.list_mode_options(mode)`."""
         return {"post_grad_custom_pre_pass": self}
 
     @cached_property
     def backend(self) -> Callable[..., Any]:
         """For torch.compile(..., backend=...), without Inductor: graphs run operator by operator, as backend="aot_eager"."""
-        from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
 
         found: Callable[..., Any] = aot_autograd(fw_compiler=self._eagerly, partition_fn=min_cut_rematerialization_partition)
         return found
 
     def _eagerly(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        from functorch.compile import make_boxed_func
+        from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
         self(module.graph)
         module.recompile()
-        return make_boxed_func(module.forward)
+        found: Callable[..., Any] = make_boxed_func(module.forward)
+        return found
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite one graph in place."""
@@ -134,7 +136,7 @@ class CompilePass(CustomGraphPass):
                 self._note(start, (), f"{_short(start)}: {refused}")
         for site in scatters.added(found):
             nodes = [term.node for term in site.terms]
-            size = scatters.place_in(site.group)[1]
+            size = place_in(site.group)[1]
             problem = {"n": shape(nodes[0])[1], "k": sum(shape(term.a)[1] for term in site.terms) * size, "group": site.group}
             merged = f"{len(site.starts)} reductions of which the sum is used are one" if len(site.starts) > 1 else ""
             self._note(nodes[0], nodes, merged, site.op, problem)
@@ -161,8 +163,8 @@ class CompilePass(CustomGraphPass):
         return digest.hexdigest()
 
     def report(self) -> str:
-        """A line for each place that was found, after a line of counts. Graphs that Inductor had in its cache were rewritten when
-        they were compiled first, and are counted but not listed."""
+        """A line for each place that was found, after a line of counts. Graphs that Inductor had in its cache were rewritten
+        when they were compiled first, and are not listed."""
         done = sum(site.overlapped for site in self.sites)
         first = f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"
         if not self.graphs:

@@ -36,7 +36,7 @@ from weft.inductor.graph import (
 
 OPERATOR = "all_gather_matmul"
 START = c10d.all_gather_into_tensor.default
-_OTHER_USES = {
+_OTHER_USES: dict[object, str] = {
     aten._scaled_mm.default: "scaled_mm multiplies with scales, which weft's operators do not take",
     aten.bmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
     aten.baddbmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
@@ -92,7 +92,7 @@ def read(start: Node) -> Gather:
 
 def _whole(wait: Node, world_size: int) -> tuple[Node, int, list[Node]]:
     """(what was gathered, along which dimension, the nodes between): torch gathers the first one, and lays out parts anew."""
-    ends = {end for part in wait.users for piece in (part, *part.users) for end in (piece, *piece.users)}
+    ends = dict.fromkeys(end for part in wait.users for piece in (part, *part.users) for end in (piece, *piece.users))
     for end in ends:
         laid = laid_anew(end)
         if laid is None or (laid.source, laid.dim, laid.count) != (wait, 0, world_size) or not laid.into:
@@ -143,8 +143,10 @@ def _products_of(start: Node, whole: Node, alike: Sequence[Node]) -> tuple[list[
 
 
 def _product(user: Node, a: Node, columns: int) -> Product | None:
-    place = {aten.mm.default: 0, aten.addmm.default: 1}.get(user.target)  # type: ignore[arg-type]
-    if place is None or user.args[place] is not a or shape(a)[-1] != columns:
+    if user.target not in (aten.mm.default, aten.addmm.default):
+        return None
+    place = 1 if user.target is aten.addmm.default else 0
+    if user.args[place] is not a or shape(a)[-1] != columns:
         return None
     bias = user.args[0] if place else None
     if (argument(user, 3, "beta", 1), argument(user, 4, "alpha", 1)) != (1, 1) and place:

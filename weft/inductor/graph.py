@@ -92,9 +92,8 @@ def cast_to(node: Node) -> torch.dtype | None:
     """The dtype that a node only casts to, or None."""
     if node.target not in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
         return None
-    before, after = _node(node.args[0]).meta.get("val"), node.meta.get("val")
-    alike = before is not None and after is not None and before.device == after.device
-    return after.dtype if alike and before.dtype != after.dtype else None
+    before, after = value(_node(node.args[0])), value(node)
+    return after.dtype if before.device == after.device and before.dtype != after.dtype else None
 
 
 def descendants(node: Node) -> set[Node]:
@@ -166,7 +165,7 @@ def _cut(parts: Sequence[Node]) -> tuple[Node, int, list[Node]] | None:
 
 
 def _dimension(node: Node, dim: int) -> int:
-    return dim % node.meta["val"].dim()
+    return dim % value(node).dim()
 
 
 class Writer:

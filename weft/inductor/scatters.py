@@ -217,7 +217,7 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[T
 
 def _term(root: Node, extents: Sequence[int]) -> Term:
     if root.target not in (aten.mm.default, aten.addmm.default):
-        raise Refused(_REASONS.get(root.target, f"no matmul makes what is reduced: {root.target} does"))  # type: ignore[arg-type]
+        raise Refused(_REASONS.get(root.target, f"no matmul makes what is reduced: {root.target} does"))
     *bias, a, b = root.args[:3] if root.target is aten.addmm.default else root.args[:2]
     assert isinstance(a, Node)
     assert isinstance(b, Node)
@@ -228,7 +228,7 @@ def _term(root: Node, extents: Sequence[int]) -> Term:
     return Term(root, a, b, _shared(bias[0]) if bias else None)  # type: ignore[arg-type]
 
 
-_REASONS = {
+_REASONS: dict[object, str] = {
     aten._scaled_mm.default: "scaled_mm multiplies with scales, which weft's operators do not take",
     aten.bmm.default: "bmm multiplies a batch of matrices, each with a b of its own",
 }

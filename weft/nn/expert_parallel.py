@@ -1,7 +1,7 @@
 """ExpertParallel: a style for torch's parallelize_module that shards a layer's experts over ranks.
 
-Tokens stay where they are: each rank routes its own, rows go to the experts' ranks within the first matmul, and come home within
-the second (weft.nn.experts). The module keeps its class's name and the names of its parameters, which become DTensors.
+Tokens stay where they are: each rank routes its own, rows go to the experts' ranks within the first matmul, and come home
+within the second (weft.nn.experts). The module keeps its class's name and the names of its parameters, which become DTensors.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class ExpertParallel(ParallelStyle):
     (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's block of before, with a
     list of experts, which become stacked ones: load its weights first.
 
-    The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0); their
-    gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's tokens.
+    The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0);
+    their gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's
+    tokens.
 
     capacity: the most rows that may arrive at a rank, in multiples of what it sends (tokens times top k), which bounds memory;
     rows past that are left out, and a ValueError says so in a later call. None: all that ranks can send, nothing is left out.
@@ -55,9 +56,7 @@ class ExpertParallel(ParallelStyle):
             experts = _stacked(module, experts)
         _check(experts, device_mesh)
         for name in _STACKED:
-            weight = distribute_tensor(
-                getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank
-            )
+            weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_capacity"] = self.capacity
         experts.__class__ = _apart(type(experts))
@@ -91,7 +90,7 @@ def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
             f"{name} has parameters {', '.join(sorted(own)) or 'none'}; ExpertParallel takes experts with gate_up_proj and "
             "down_proj, stacked, without biases or norms between, as weft.nn.MoE and blocks of transformers 5 have"
         )
-    count, size = len(getattr(experts, "gate_up_proj")), mesh.size()
+    count, size = cast(torch.Tensor, experts.gate_up_proj).shape[0], mesh.size()
     if count % size:
         raise ValueError(f"{name} has {count} experts; {size} ranks do not divide them")
 

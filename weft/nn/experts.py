@@ -71,7 +71,7 @@ def experts_alone(
     x: torch.Tensor, routing: Routing, weights: torch.Tensor, into: torch.Tensor, out: torch.Tensor, act: Activation
 ) -> torch.Tensor:
     """All experts on this rank. into: [E, H, 2 F]. out: [E, F, H]. Returns [T, H]. The host waits for the counts."""
-    parts = routing.spread(x).split(routing.counts.tolist())
+    parts = torch.split(routing.spread(x), routing.counts.tolist())
     found = [act(part @ first) @ second for part, first, second in zip(parts, into, out, strict=True)]
     return routing.gather(torch.cat(found), weights)
 
@@ -91,8 +91,8 @@ def experts_apart(
     Replaces
         all_to_all_single(received, rows); grouped matmuls; all_to_all_single(home, results)
 
-    x: [T, H], this rank's tokens, as many as every rank's. into: [e, H, 2 F], out: [e, F, H], this rank's experts. capacity: the
-    most rows that may arrive at a rank, in multiples of T k; None: all that ranks can send. Returns [T, H].
+    x: [T, H], this rank's tokens, as many as every rank's. into: [e, H, 2 F], out: [e, F, H], this rank's experts. capacity:
+    the most rows that may arrive at a rank, in multiples of T k; None: all that ranks can send. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home
     """
@@ -100,9 +100,7 @@ def experts_apart(
     most = size * sent if capacity is None else max(1, int(capacity * sent))
     splits = routing.counts.view(size, -1)
     keep = torch.is_grad_enabled() and into.requires_grad
-    hidden, arrived, *_ = all_to_all_matmul(  # type: ignore[call-overload]
-        routing.spread(x), into, group, splits=splits, max_rows=most, return_received=keep
-    )
+    hidden, arrived, *_ = all_to_all_matmul(routing.spread(x), into, group, splits=splits, max_rows=most, return_received=keep)
     home, _ = matmul_all_to_all(act(hidden), out, group, splits=arrived, max_rows=sent)
     return routing.gather(home, weights)
 
@@ -140,8 +138,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """A mixture of experts: softmax over a linear router's logits, the top k of E experts, weights that sum to one.
 
-    hidden: H. width: F. Weights are computed in float32. [..., H] -> [..., H]. weft.ExpertParallel shards the experts; every rank
-    has the router. Source: Mixtral (arXiv 2401.04088).
+    hidden: H. width: F. Weights are computed in float32. [..., H] -> [..., H]. weft.ExpertParallel shards the experts; every
+    rank has the router. Source: Mixtral (arXiv 2401.04088).
     """
 
     def __init__(self, hidden: int, width: int, num_experts: int, top_k: int = 2) -> None:

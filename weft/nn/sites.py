@@ -20,8 +20,8 @@ class Site:
 
     module: the module's name in the model, filled in by `sites`; parts: which of its children share the collective.
     operators: weft's that run there, by the call's sizes one or another; none if weft does not overlap it. reason: why not, or
-    what else there is to know. where: file:line of the user's code, where that is known. n, k, group: of the operators' problem,
-    summed over ranks, and the process group's name, by which measured times are found; 0 and "" where there is none.
+    what else there is to know. where: file:line of the user's code, where that is known. n, k, group: of the first operator's
+    problem, whole, and the process group's name, by which measured times are found; 0 and "" where there is none.
     """
 
     module: str = ""
