@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 
 import torch
@@ -82,6 +83,9 @@ def loaded(model: DLRM, options: argparse.Namespace, device: torch.device) -> DL
     state = again.state_dict()
     dcp.load(state, checkpoint_id=folder[0])
     again.load_state_dict(state)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     return again
 
 
