@@ -14,6 +14,7 @@ that it leaves alone is in the listing, with the reason.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -77,6 +78,7 @@ class CompilePass(CustomGraphPass):
         self.schedules = {name: named.get(name, "auto") for name in self.operators}
         self.sites: list[Site] = []
         self.graphs = 0
+        self._hits_before = _cache_hits()
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -163,19 +165,29 @@ class CompilePass(CustomGraphPass):
         return digest.hexdigest()
 
     def report(self) -> str:
-        """A line for each place that was found, after a line of counts. Graphs that Inductor had in its cache were rewritten
-        when they were compiled first, and are not listed."""
+        """A line for each place that was found, after a line of counts. Graphs from torch.compile's caches were rewritten when
+        they were compiled first: a line says that there are some."""
         done = sum(site.overlapped for site in self.sites)
-        first = f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"
-        if not self.graphs:
-            first = (
-                "no graph came here: nothing was compiled yet, or all came from Inductor's cache (config.force_disable_caches)"
+        lines = [f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"]
+        if _cache_hits() > self._hits_before:
+            lines.append(
+                "  graphs came from torch.compile's caches, as they were rewritten then; to have them here, compile with "
+                "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1; weft.choices() has what runs"
             )
-        return "\n".join([first, *(f"  {site.where}  {site}" if site.parts else f"  {site}" for site in self.sites)])
+        return "\n".join([*lines, *(f"  {site.where}  {site}" if site.parts else f"  {site}" for site in self.sites)])
 
 
 def _short(node: Node) -> str:
     return str(node.target).removeprefix("_c10d_functional.").partition(".")[0]
+
+
+def _cache_hits() -> int:
+    """Graphs that torch.compile took from a cache, in this process. Loads nothing."""
+    counting = sys.modules.get("torch._dynamo.utils")
+    if counting is None:
+        return 0
+    found: int = counting.counters["inductor"]["fxgraph_cache_hit"] + counting.counters["aot_autograd"]["autograd_cache_hit"]
+    return found
 
 
 def _rank_and_size() -> tuple[int, int]:
