@@ -72,6 +72,14 @@ def shape(node: Node) -> list[int]:
     return list(value(node).shape)
 
 
+def shaped_alike(one: Node, two: Node) -> bool:
+    """Whether both have the same fixed shape."""
+    try:
+        return shape(one) == shape(two)
+    except Refused:
+        return False
+
+
 def same_elements(node: Node) -> list[Node]:
     """This node, and all that reshape it."""
     found = [node]

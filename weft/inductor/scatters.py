@@ -33,6 +33,7 @@ from weft.inductor.graph import (
     place_in,
     same_elements,
     shape,
+    shaped_alike,
     value,
 )
 from weft.problem import Op
@@ -149,7 +150,7 @@ def _plain_sum(node: Node) -> bool:
     parts = node.args[:2]
     if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
         return False
-    return all(isinstance(part, Node) and shape(part) == shape(node) for part in parts)
+    return all(isinstance(part, Node) and shaped_alike(part, node) for part in parts)
 
 
 def _joined(one: Scatter, two: Scatter, way: tuple[Node, Node]) -> Scatter:
