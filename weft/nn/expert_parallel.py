@@ -27,9 +27,9 @@ class ExpertParallel(ParallelStyle):
 
         parallelize_module(model, mesh, {"layers.0.mlp": weft.ExpertParallel()})
 
-    It takes weft.nn.MoE; a block of transformers whose `experts` are stacked, gate_up_proj [E, 2 F, H] and down_proj [E, H, F]
-    (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's block of before, with a
-    list of experts, which become stacked ones: load its weights first.
+    It takes weft.nn.experts.MoE; a block of transformers whose `experts` are stacked, gate_up_proj [E, 2 F, H] and down_proj
+    [E, H, F] (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's block of
+    before, with a list of experts, which become stacked ones: load its weights first.
 
     The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0);
     their gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's
@@ -88,7 +88,7 @@ def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
     if own != set(_STACKED) or not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
         raise ValueError(
             f"{name} has parameters {', '.join(sorted(own)) or 'none'}; ExpertParallel takes experts with gate_up_proj and "
-            "down_proj, stacked, without biases or norms between, as weft.nn.MoE and blocks of transformers 5 have"
+            "down_proj, stacked, without biases or norms between, as weft.nn.experts.MoE and blocks of transformers 5 have"
         )
     count, size = cast(torch.Tensor, experts.gate_up_proj).shape[0], mesh.size()
     if count % size:
