@@ -101,22 +101,28 @@ def start() -> torch.device:
     return device
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("batch", 256), ("rows", 40), ("steps", 30)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    device = start()
+def trained(options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[int]]:
+    """(losses: of the first and the last step, then of samples not seen, before and after loading; tables by rank). The models
+    end here: DistributedDataParallel must not outlive the process group."""
     data = Data(options.rows, options.batch, device)
     model = build(options, device)
     optimizer = torch.optim.SGD([*model.bottom.parameters(), *model.top.parameters()], lr=0.1)
     losses = [step(model, optimizer, data.draw(seed)) for seed in range(options.steps)]
     unseen = data.draw(options.steps)
     before, after = step(model, None, unseen), step(loaded(model, options, device), None, unseen)
+    return [losses[0], losses[-1], before, after], [len(own) for own in model.bags.ranges]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("batch", 256), ("rows", 40), ("steps", 30)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    device = start()
+    (first, last, before, after), by_rank = trained(options, device)
     if dist.get_rank() == 0:
-        by_rank = [len(own) for own in model.bags.ranges]
         print(f"{len(POOLING)} tables on {dist.get_world_size()} {device.type} ranks, {by_rank} each")
-        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}, of samples not seen {before:.4f}, loaded {after:.4f}")
+        print(f"loss {first:.4f} to {last:.4f}, of samples not seen {before:.4f}, loaded {after:.4f}")
     weft.close()
     dist.destroy_process_group()
     if not abs(before - after) <= 1e-6:  # also where it is nan
