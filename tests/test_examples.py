@@ -103,6 +103,27 @@ def test_pipeline(tmp_path: Path) -> None:
     assert re.search(r"^tick: \S+, because ", text, re.MULTILINE)
 
 
+def test_mixtral_with_experts_on_ranks(tmp_path: Path) -> None:
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    small = ("--layers", "1", "--width", "32", "--length", "16", "--steps", "8")
+    text = run(*torchrun, str(EXAMPLES / "mixtral_ep.py"), *small, folder=tmp_path)
+    ((first, last),) = re.findall(r"^each expert on one rank: loss (\S+) to (\S+)$", text, re.MULTILINE)
+    assert float(last) < float(first)
+    ((whole, spread),) = re.findall(r"^parameters of a rank: (\S+) MB, then (\S+) MB$", text, re.MULTILINE)
+    assert float(spread) < 0.75 * float(whole)
+    (difference,) = re.findall(r"^largest difference of losses: (\S+)$", text, re.MULTILINE)
+    assert float(difference) < 1e-4
+
+
+def test_dlrm(tmp_path: Path) -> None:
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*torchrun, str(EXAMPLES / "dlrm.py"), "--steps", "20", folder=tmp_path)
+    assert "6 tables on 2 cpu ranks, [2, 4] each" in text
+    ((first, last, unseen, loaded),) = re.findall(r"^loss (\S+) to (\S+), of .* (\S+), loaded (\S+)$", text, re.MULTILINE)
+    assert float(last) < 0.5 * float(first)
+    assert unseen == loaded
+
+
 TUTORIAL = sorted((EXAMPLES / "triton").glob("[0-9]_*.py"))
 
 

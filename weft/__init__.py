@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+    from weft.inductor import CompilePass
     from weft.machine import Machine
+    from weft.nn.expert_parallel import ExpertParallel
     from weft.nn.models import parallelize
     from weft.nn.report import overlap_report
     from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
@@ -62,6 +64,8 @@ _HOMES = {
     "concurrent_choices": "beside",
     "CollectiveProblem": "problem",
     "ColwiseParallel": "nn.styles",
+    "CompilePass": "inductor",
+    "ExpertParallel": "nn.expert_parallel",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
@@ -115,6 +119,8 @@ __all__ = [
     "AllToAll",
     "CollectiveProblem",
     "ColwiseParallel",
+    "CompilePass",
+    "ExpertParallel",
     "LookupProblem",
     "Machine",
     "PeerLost",
