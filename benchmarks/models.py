@@ -7,7 +7,8 @@ Layers of Llama 3 70B (decoder.py), bfloat16, random weights, tensor parallel ov
     decode     one token for each of 1, 8 and 32 sequences, whole on every rank, with caches of 4096 tokens
 
 Methods: torch's styles over NCCL, eager ("torch") and compiled ("torch_compiled"); compiled with PyTorch's async TP
-("async_tp"; without it in decode, where it does nothing); weft's styles, eager and compiled ("weft", "weft_compiled"). All have
+("async_tp"; without it in decode, where it does nothing), or with weft's pass ("weft_pass"); weft's styles, eager and compiled
+("weft", "weft_compiled"). All have
 the same weights. What is compiled is the whole decoder, by Inductor.
 
 Protocol: measure.py's. A call is a step of all layers; results (and gradients of the input, and of the first layer's weights)
@@ -39,7 +40,7 @@ Tensor = torch.Tensor
 ROUNDS, REPEAT = 9, 1
 TOLERANCE = 0.06
 """Of the largest element: layers' roundings add up."""
-METHODS = ("torch", "torch_compiled", "async_tp", "weft", "weft_compiled")
+METHODS = ("torch", "torch_compiled", "async_tp", "weft", "weft_compiled", "weft_pass")
 PARTS = {
     "training": ((1, 8192),),
     "forward": ((1, 8192),),
@@ -93,9 +94,11 @@ class Bench:
         return model
 
     def _called(self, name: str) -> Any:
-        model = self._model("weft" if name.startswith("weft") else "torch")
+        model = self._model("weft" if name in ("weft", "weft_compiled") else "torch")
         if name in ("torch", "weft"):
             return model
+        if name == "weft_pass":
+            return torch.compile(model, options=weft.CompilePass().options, fullgraph=True, dynamic=False)
         return torch.compile(model, backend=inductor(micro_pipeline=name == "async_tp"), fullgraph=True, dynamic=False)
 
     def _step(self, model: Any) -> Work:
