@@ -38,7 +38,7 @@ class Network(Fluid):
 
     def copy_path(self, rank: int, src: int, dst: int) -> tuple[Resource, ...]:
         """What a copy by an engine of `rank` crosses between two ranks."""
-        memories: tuple[Resource, ...] = (("memory", src), ("memory", dst)) if self.contention.active else ()
+        memories: tuple[Resource, ...] = (("hbm", src), ("hbm", dst)) if self.contention.active else ()
         return (("engine", rank), *memories, *self.path(src, dst))
 
     def settle(self) -> None:
@@ -48,7 +48,7 @@ class Network(Fluid):
             moved: dict[Hashable, float] = defaultdict(float)
             for stream in self.streams.values():
                 for resource in stream.resources:
-                    if resource[0] == "memory":
+                    if resource[0] == "hbm":
                         moved[resource[1]] += stream.rate * len(stream.flows)
             self.contention.moving(moved)
 
@@ -83,7 +83,7 @@ class Network(Fluid):
         if resource[0] == "engine":
             together = max(copies.gbps, copies.several_gbps) if flows == 1 else copies.several_gbps
             return min(together / self.contention.copies_slower(resource[1]), copies.gbps * flows)
-        if resource[0] == "memory":
+        if resource[0] == "hbm":
             return self.machine.gpu.hbm_gbps
         if resource[0] == "host":
             return self.machine.links.host_gbps or math.inf
