@@ -106,8 +106,18 @@ def _over(beside_us: float, alone_us: float) -> float | None:
     return beside_us / alone_us if alone_us > FREE_US else None
 
 
+def apart(machine: Machine) -> Machine:
+    """`machine`, whose kernels and copies do not slow each other."""
+    sources, spreads = (
+        {path: value for path, value in known.items() if not path.startswith("contention.")}
+        for known in (machine.sources, machine.spreads)
+    )
+    return dataclasses.replace(machine, contention={}, sources=sources, spreads=spreads)  # type: ignore[arg-type]
+
+
 def without_communication(machine: Machine) -> Machine:
     """`machine`, whose copies, stores, links, flags and collectives cost nothing."""
+    machine = apart(machine)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
     # Numbers of a model have other paths than a table's, and every number needs a source.
     sources = {path: source for path, source in machine.sources.items() if not path.startswith("collectives.")}
@@ -128,6 +138,7 @@ def without_communication(machine: Machine) -> Machine:
 
 def without_computation(machine: Machine) -> Machine:
     """`machine`, whose tiles and memory cost nothing. Launches stay: a collective pays one, too."""
+    machine = apart(machine)
     gpu = machine.gpu
     tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
     fast = dataclasses.replace(

@@ -81,7 +81,7 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     world.free_sms[rank] -= taken
     if lane.kind == "blocks":
         yield world.env.timeout(ns(world.machine.launch_us))
-    inner = world.within_a_kernel()
+    inner = world.within_a_kernel() if lane.fused else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
