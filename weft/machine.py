@@ -44,7 +44,9 @@ class Gpu:
 
     tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
     stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU; smem_bytes:
-    of one SM.
+    of one SM. burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
+    rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
+    may use, where they are others.
     """
 
     sms: int
@@ -55,6 +57,25 @@ class Gpu:
     hbm_gbps: float
     l2_bytes: int
     smem_bytes: int
+    burst_us: float | None = None
+    sustained: float | None = None
+    kernel_tiles: tuple[Tile, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
+            both = "give both, sustained at most 1, or neither"
+            raise ValueError(f"gpu.sustained is {self.sustained}, and gpu.burst_us {self.burst_us}; {both}")
+
+    def paced_us(self, busy_us: float) -> float:
+        """What matmuls take that would take `busy_us` at full rate, one after the other.
+
+        >>> gpu = load("h200x8").gpu
+        >>> gpu.paced_us(100.0), gpu.paced_us(4000.0) > 4000.0
+        (100.0, True)
+        """
+        if self.burst_us is None or self.sustained is None:
+            return busy_us
+        return busy_us + max(0.0, busy_us - self.burst_us) * (1 / self.sustained - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +95,14 @@ class CopyEngines:
 class Stores:
     """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies.
 
-    stall: share of a remote store's time that the tile which stores cannot hide.
+    stall: share of a remote store's time that the tile which stores cannot hide. tiles: share of the rate that stores from a
+    matmul's tiles reach, all of it where that is None.
     """
 
     gbps: tuple[tuple[int, float], ...]
     sms: int
     stall: float
+    tiles: float | None = None
 
     def rate(self, sms: int) -> float:
         """Rate on `sms` SMs, on the line between the table's points (through zero below the first).
@@ -141,7 +164,8 @@ class Machine:
     """One host's GPUs and what connects them. See the module's text.
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
-    a stream to the start of the next one's work. flag_us: a stream's wait or signal. collectives: vendor's, by name;
+    a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on of
+    a stream that has waited for it, None for nothing. collectives: vendor's, by name;
     all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
     all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
@@ -164,6 +188,7 @@ class Machine:
     contention: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
     network: Network | None = None
+    wake_us: float | None = None
 
     def __post_init__(self) -> None:
         for path, value in numbers(self):

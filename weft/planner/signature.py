@@ -130,6 +130,7 @@ def without_communication(machine: Machine) -> Machine:
         stores=dataclasses.replace(machine.stores, gbps=tuple((sms, FREE_GBPS) for sms, _ in machine.stores.gbps), stall=0.0),
         links=dataclasses.replace(machine.links, gbps=FREE_GBPS, latency_us=FREE_US, host_gbps=host_gbps),
         flag_us=FREE_US,
+        wake_us=machine.wake_us and FREE_US,
         collectives=dict.fromkeys(machine.collectives, AlphaBeta(fixed_us=FREE_US, step_us=FREE_US, gbps=FREE_GBPS)),
         sources=sources,
         spreads=spreads,

@@ -11,9 +11,10 @@ so does a last wave that does not fill the GPU: these two are the decomposition 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,6 +36,8 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
+SPLITS = (1, 2, 4)
+"""Into how many parts vendors' GEMMs may cut K, each with partial sums in float32 that are written and read."""
 GATHER_SHARE = 0.77
 """Of the memory's rate that gathering rows reaches: 3.3 of 4.3 TB/s, assumed until measured."""
 
@@ -57,6 +60,10 @@ class GemmCost:
     def shares(self) -> tuple[float, float]:
         """Of a tile's time, what its SM takes and what its traffic takes: the longer one is 1."""
         return self.math_us / self.tile_us, self.memory_us / self.tile_us
+
+    def slower(self, factor: float) -> GemmCost:
+        """With tiles that take `factor` times as long."""
+        return replace(self, math_us=self.math_us * factor, memory_us=self.memory_us * factor)
 
     @property
     def busy_us(self) -> float:
@@ -86,16 +93,15 @@ def gemm_cost(
     total = sum(rows)
     traffic = itemsize * (total * k + k * n) + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
-    speed = machine.gpu.flag_efficiency if flags else 1.0
-    best: GemmCost | None = None
-    for tile in machine.gpu.tiles:
-        counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) for r in rows)
+    gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
+    costs = []
+    for tile, cuts in itertools.product((gpu.kernel_tiles if flags else ()) or gpu.tiles, (1,) if flags else SPLITS):
+        counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
         waves = max(1, -(-sum(counts) // sms))
-        cost = GemmCost(counts, sms, _tile_us(machine, tile, k, dtype, speed, extra), hbm_us(machine, traffic) / waves)
-        if best is None or cost.busy_us < best.busy_us:
-            best = cost
-    assert best is not None
-    return best
+        moved = traffic + (8 * cuts * total * n if cuts > 1 else 0)
+        math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
+        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves))
+    return min(costs, key=lambda cost: cost.busy_us)
 
 
 def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, extra_itemsize: int) -> float:
@@ -118,7 +124,7 @@ def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str) -> float:
     """
     if not m or not n:
         return 0.0
-    return machine.launch_us + gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype).busy_us
+    return machine.launch_us + machine.gpu.paced_us(gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype).busy_us)
 
 
 def local_copy_us(machine: Machine, size: int) -> float:

@@ -94,8 +94,9 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     if isinstance(step, Wait):
-        yield from world.wait(step)
-        yield world.env.timeout(ns(world.machine.flag_us))
+        waited = yield from world.wait(step)
+        wake_us = world.machine.wake_us or 0.0
+        yield world.env.timeout(ns(world.machine.flag_us + (wake_us if waited else 0.0)))
     elif isinstance(step, Signal):
         yield world.env.timeout(ns(world.machine.flag_us))
         world.post(rank, step.flag)

@@ -24,6 +24,7 @@ from typing import Any
 import simpy
 
 from weft.schedule import Gemm, Part, Reduce, Sum
+from weft.sim import staging
 from weft.sim.contention import Time
 from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
@@ -96,7 +97,8 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
         return
     yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
-    cost = _cost(world, rank, step, groups)
+    cost = _paced(world, rank, _cost(world, rank, step, groups))
+    yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
     added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
@@ -139,6 +141,15 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     )
 
 
+def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
+    """At the rate that the rank's power allows after what it has multiplied so far."""
+    before, paced_us = world.multiplied[rank], world.machine.gpu.paced_us
+    world.multiplied[rank] += cost.busy_us
+    if not cost.busy_us:
+        return cost
+    return cost.slower((paced_us(before + cost.busy_us) - paced_us(before)) / cost.busy_us)
+
+
 def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any, tuple[int, ...]]:
     """When a part's gates are open, and then each of its inner gates."""
     for gate in part.gates:
@@ -175,7 +186,8 @@ def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost)
     if part.out.rank == rank:
         return max(1, ns(cost.tile_us))
     stores = world.machine.stores
-    store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (stores.rate(cost.sms) * 1e3)
+    gbps = stores.rate(cost.sms) * (stores.tiles or 1.0)
+    store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (gbps * 1e3)
     return max(1, ns(cost.tile_us + stores.stall * store_us))
 
 
@@ -202,7 +214,8 @@ def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first:
 
     def follow() -> Process:
         yield time.until(first)
-        paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst)) for region, src, dst in moves]
+        share = world.machine.stores.tiles or 1.0
+        paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst, share)) for region, src, dst in moves]
         yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
         yield time.until(last)
         if part.count is not None:

@@ -7,6 +7,7 @@ free, then shares ports and links with all other transfers.
 from __future__ import annotations
 
 from weft.schedule import Collective, Copy, LaneKind
+from weft.sim import staging
 from weft.sim.cost import collective_us, local_copy_us
 from weft.sim.world import Process, Rendezvous, World, ns
 from weft.work import collective_shard_bytes, region_bytes
@@ -56,3 +57,4 @@ def collective(world: World, rank: int, step: Collective) -> Process:
     busy_us = collective_us(world.machine, step.op, meeting.shard_bytes, problem.world_size, problem.nodes)
     yield world.env.timeout(ns(busy_us))
     world.transfers[rank].stop(world.now)
+    yield from staging.padded(world, step)

@@ -96,7 +96,8 @@ class Message:
 @dataclass
 class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
-    has, by pair and whether it is the sender. kernels: ns per rank that its kernels worked; transfers: while its data moved."""
+    has, by pair and whether it is the sender. kernels: ns per rank that its kernels worked; transfers: while its data moved;
+    multiplied: us per rank that its matmuls so far take at full rate."""
 
     schedule: Schedule
     machine: Machine
@@ -113,6 +114,7 @@ class World:
         self.network = Network(self.env, self.machine, len(ranks))
         self.kernels = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
+        self.multiplied = [0.0 for _ in ranks]
         self.free_sms = [self.machine.gpu.sms for _ in ranks]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
@@ -123,7 +125,8 @@ class World:
     def within_a_kernel(self) -> World:
         """The same world as the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
         inner = copy.copy(self)
-        inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US)
+        wake_us = self.machine.wake_us and _NOTHING_US
+        inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
         return inner
 
     def taken_sms(self, kind: LaneKind) -> int:
@@ -145,11 +148,12 @@ class World:
         assert timer.callbacks is not None
         timer.callbacks.append(lambda _: self.flags.advance(flag))
 
-    def wait(self, wait: Wait) -> Process:
-        """Until `wait` is over; no time if it is."""
+    def wait(self, wait: Wait) -> Generator[simpy.Event, Any, bool]:
+        """Until `wait` is over; no time if it is. Returns whether it was not."""
         event = self.flags.reached(wait)
         if event is not None:
             yield event
+        return event is not None
 
     def move(self, rank: int, size: int, resources: tuple[Resource, ...]) -> Process:
         """Move `size` bytes over `resources` on behalf of `rank`."""
@@ -157,9 +161,9 @@ class World:
         yield self.network.transfer(size, resources)
         self.transfers[rank].stop(self.now)
 
-    def sm_path(self, rank: int, sms: int, src: int, dst: int) -> tuple[Resource, ...]:
-        """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks."""
-        limit = self.network.limit(("stores", rank, sms), self.machine.stores.rate(sms))
+    def sm_path(self, rank: int, sms: int, src: int, dst: int, share: float = 1.0) -> tuple[Resource, ...]:
+        """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks, at a share of their rate."""
+        limit = self.network.limit(("stores", rank, sms, share), self.machine.stores.rate(sms) * share)
         return (limit, *self.network.path(src, dst))
 
 
