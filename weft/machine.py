@@ -119,11 +119,15 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising."""
+    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising.
+
+    also: the same on fewer ranks, where that was measured, with as few points as there are.
+    """
 
     TAGGED: ClassVar[bool] = True
     world_size: int
     points: tuple[tuple[int, float], ...]
+    also: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +145,8 @@ class Machine:
     """One host's GPUs and what connects them. See the module's text.
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
-    a stream to the start of the next one's work. flag_us: a stream's wait or signal. collectives: vendor's, by name;
+    a stream to the start of the next one's work. flag_us: a stream's wait or signal. fork_us: of a call on several lanes,
+    to start those beside the compute lane and to come back, where that was measured. collectives: vendor's, by name;
     all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
     all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
@@ -164,6 +169,7 @@ class Machine:
     contention: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
     network: Network | None = None
+    fork_us: float | None = None
 
     def __post_init__(self) -> None:
         for path, value in numbers(self):
@@ -181,7 +187,10 @@ class Machine:
 
     def _check_tables(self) -> None:
         tables = {"stores.gbps": self.stores.gbps}
-        tables |= {f"collectives.{op}.points": c.points for op, c in self.collectives.items() if isinstance(c, Table)}
+        for op, model in self.collectives.items():
+            if isinstance(model, Table):
+                tables |= {f"collectives.{op}.points": model.points}
+                tables |= {f"collectives.{op}.also[{i}].points": table.points for i, table in enumerate(model.also)}
         for path, rows in tables.items():
             keys = [key for key, _ in rows]
             if not keys or keys != sorted(set(keys)):

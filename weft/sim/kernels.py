@@ -27,8 +27,9 @@ from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
-SM_GBPS = 60.0
-"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: assumed until measured."""
+SM_GBPS = 50.0
+"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
+and 512 MiB, in benchmarks/results/dma.jsonl."""
 
 
 class Blocks:
@@ -221,8 +222,8 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
 def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    least_us = local / (sms * SM_GBPS * 1e3) if sms else 0.0
-    events: list[simpy.Event] = [world.env.timeout(ns(max(least_us, hbm_us(world.machine, local))))]
+    limits = (world.network.limit(("sums", rank, sms), sms * SM_GBPS),) if sms else ()
+    events: list[simpy.Event] = [world.env.process(world.local(rank, local, *limits))]
     sms = sms or world.free_sms[rank]
     for src in part.srcs:
         if src.rank != rank:

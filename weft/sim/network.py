@@ -1,6 +1,7 @@
 """Network: transfers that share a machine's links, as fluids (weft.sim.fluid).
 
-Each transfer crosses ports, links, a GPU's copy engines or store path.
+Each transfer crosses ports, links, a GPU's copy engines or store path. What stays within a GPU's memory crosses that: copies,
+sums and lookups of one rank share its rate.
 """
 
 from __future__ import annotations
@@ -58,4 +59,6 @@ class Network(Fluid):
             return copies.gbps if flows == 1 else min(copies.several_gbps, copies.gbps * flows)
         if resource[0] == "host":
             return self.machine.links.host_gbps or math.inf
+        if resource[0] == "hbm":
+            return self.machine.gpu.hbm_gbps
         return self._caps.get(resource, self.machine.links.gbps)

@@ -1,15 +1,19 @@
 """Copies and collectives, simulated.
 
 A lane of a copy engine runs its copies one after the other. Lanes of one rank share its engines: a copy waits until one is
-free, then shares ports and links with all other transfers.
+free, then shares ports and links with all other transfers. To a peer, rows that do not lie together are no copy engine's work
+but a kernel's: they go at the rate of stores, and take time from the kernels beside them.
 """
 
 from __future__ import annotations
 
-from weft.schedule import Collective, Copy, LaneKind
-from weft.sim.cost import collective_us, local_copy_us
+from weft.schedule import Collective, Copy, LaneKind, Region, Schedule
+from weft.sim.cost import collective_us
 from weft.sim.world import Process, Rendezvous, World, ns
 from weft.work import collective_shard_bytes, region_bytes
+
+COPY_KERNEL_SHARE = 0.65
+"""Of a strided copy's time, what lookups beside it lose: benchmarks/results/embedding.jsonl, track_and_trigger."""
 
 
 def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
@@ -17,8 +21,6 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
     machine = world.machine
     fixed = {"copy": machine.copies.copy_us, "compute": machine.launch_us, "blocks": 0.0}[kind]
     size = region_bytes(world.schedule, step.src)
-    if step.src.rank == step.dst.rank:
-        fixed += local_copy_us(machine, size)
     if kind == "copy":
         with world.engines[rank].request() as engine:
             yield engine
@@ -33,13 +35,36 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
     yield world.env.timeout(ns(fixed))
-    if step.src.rank != step.dst.rank:
+    if step.src.rank == step.dst.rank:
+        yield from world.local(rank, 2 * size)
+    else:
+        if kind == "copy" and strided(world.schedule, step):
+            yield from _by_kernel(world, rank, step, size)
+            return
         if kind == "copy":
             path = (("engine", rank), *world.network.path(step.src.rank, step.dst.rank))
         else:
             sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
         yield from world.move(rank, size, path)
+
+
+def strided(schedule: Schedule, step: Copy) -> bool:
+    """Whether its rows do not lie one after the other, on either side."""
+
+    def apart(region: Region) -> bool:
+        rows, cols = region.shape
+        return rows > 1 and cols < schedule.buffer[region.buffer].cols[region.rank]
+
+    return apart(step.src) or apart(step.dst)
+
+
+def _by_kernel(world: World, rank: int, step: Copy, size: int) -> Process:
+    """On all SMs, beside other kernels: COPY_KERNEL_SHARE of its time is theirs, which here they lose at the memory."""
+    sms = world.free_sms[rank]
+    path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
+    taken = COPY_KERNEL_SHARE * size / world.machine.stores.rate(sms) * world.machine.gpu.hbm_gbps
+    yield world.env.all_of([world.env.process(world.move(rank, size, path)), world.env.process(world.local(rank, taken))])
 
 
 def collective(world: World, rank: int, step: Collective) -> Process:

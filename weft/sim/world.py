@@ -15,6 +15,7 @@ import simpy
 
 from weft.machine import Machine
 from weft.schedule import Flag, LaneKind, Schedule, Step, Wait
+from weft.sim.cost import hbm_us
 from weft.sim.network import Network, Resource
 from weft.span import Span
 from weft.work import span
@@ -131,6 +132,11 @@ class World:
         network = self.machine.network
         return {"blocks": self.machine.stores.sms, "network": network.sms if network else 0}.get(kind, 0)
 
+    def before(self, kind: LaneKind) -> float:
+        """Microseconds until a lane of this kind takes its first step."""
+        beside_us = 0.0 if kind == "compute" else self.machine.fork_us or 0.0
+        return beside_us + (self.machine.launch_us if kind == "blocks" else 0.0)
+
     def post(self, rank: int, flag: Flag, *, after_ns: int = 0) -> None:
         """Rank `rank` advances `flag` in `after_ns`; a peer sees it a link's latency later."""
         delay = after_ns + self.network.latency_ns(rank, flag.rank)
@@ -152,6 +158,14 @@ class World:
         self.transfers[rank].start(self.now)
         yield self.network.transfer(size, resources)
         self.transfers[rank].stop(self.now)
+
+    def local(self, rank: int, size: float, *limits: Resource) -> Process:
+        """Read and write `size` bytes of a rank's own memory, which others do meanwhile; no time if they take none alone.
+
+        limits: further resources that they cross.
+        """
+        if ns(hbm_us(self.machine, size)) or limits:
+            yield self.network.transfer(size, (*limits, ("hbm", rank)))
 
     def sm_path(self, rank: int, sms: int, src: int, dst: int) -> tuple[Resource, ...]:
         """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks."""
