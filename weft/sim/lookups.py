@@ -18,12 +18,14 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     if not any(part.out.size for part in step.parts):
         return
     start = world.now
+    ended = world.lookups[rank] = world.env.event()
     yield world.env.timeout(ns(world.machine.launch_us))
     for part in step.parts:
         yield from _part(world, rank, part)
         if part.count is not None:
             world.post(rank, part.count)
     world.kernels[rank] += world.now - start
+    ended.succeed()
 
 
 def _part(world: World, rank: int, part: Bags) -> Process:

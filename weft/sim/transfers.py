@@ -34,6 +34,8 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
+    if step.src.rank == step.dst.rank and rank in world.lookups and strided(world.schedule, step):
+        yield world.lookups[rank]
     yield world.env.timeout(ns(fixed))
     if step.src.rank == step.dst.rank:
         yield from world.local(rank, 2 * size)
