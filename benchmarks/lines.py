@@ -104,7 +104,9 @@ def _embedding(bench: str, row: Row) -> Iterator[Measured]:
     """Lookups are weft's kernel, also in the sequential program."""
     tables, dim, pooling, batch = _sizes(row["case"])
     problem = LookupProblem.of(batch=batch, dims=((dim,) * tables,) * row["world_size"], pooling=pooling)
-    yield from _of(bench, row, problem, _times(row) | {"computation": row["lookup_us"], "sequential": row["peers"]["weft_sequential"]})
+    yield from _of(
+        bench, row, problem, _times(row) | {"computation": row["lookup_us"], "sequential": row["peers"]["weft_sequential"]}
+    )
 
 
 def _planner(bench: str, row: Row) -> Iterator[Measured]:

@@ -10,10 +10,11 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
     copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
                           \\ shares ports and links with every other transfer (weft.sim.network)
 
-Costs: a lane beside the compute lane starts fork_us late, which stands for its way back, too; a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
-latency later. Of a lane's fused steps only the first is launched, and flags among them cost that latency alone. A lane of
-communication blocks takes stores.sms SMs from the kernels that start while it runs, one of a network network.sms. Transfers do
-not slow kernels through the GPU's memory, nor kernels transfers.
+Costs: a lane beside the compute lane starts fork_us late, which stands for its way back, too; a kernel pays launch_us, a copy
+copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps only
+the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs from
+kernels that start while it runs, one of a network network.sms. Copies within a GPU, sums and lookups share its memory's rate;
+GEMMs and transfers between GPUs do not slow each other through it.
 """
 
 from __future__ import annotations

@@ -93,6 +93,9 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     columns nothing is launched."""
     if not any(part.out.size for part in step.parts):
         return
+    ended = world.env.event()
+    if all(_plain(part, rank) for part in step.parts):
+        world.filled[rank] = ended
     yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
     cost = _cost(world, rank, step, groups)
@@ -110,6 +113,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     yield world.env.timeout(max(0, end - world.now))
     if stores:
         yield world.env.all_of(stores)
+    ended.succeed()
     added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
     world.kernels[rank] += ns(world.machine.launch_us + cost.busy_us + added)
 

@@ -1,8 +1,8 @@
-"""Lookups, simulated: bound by the memory that rows are gathered from, part after part, which they share with copies beside them.
+"""Lookups, simulated: bound by the memory that rows are gathered from, part after part, which copies beside them share.
 
-A part that is stored at a peer takes as long as its bytes take on the way, if that is more: a kernel's stores are few under way,
-and blocks wait for room. Else its stores are hidden but for the machine's `stores.stall` of their time. Before it
-counts a part, a block waits until its stores are acknowledged.
+A part that is stored at a peer takes as long as its bytes take on the way, if that is more: few stores of a kernel are under
+way, and blocks wait for room. Else they are hidden but for the machine's `stores.stall` of their time. Before it counts a part,
+a block waits until its stores are acknowledged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     if not any(part.out.size for part in step.parts):
         return
     start = world.now
-    ended = world.lookups[rank] = world.env.event()
+    ended = world.filled[rank] = world.env.event()
     yield world.env.timeout(ns(world.machine.launch_us))
     for part in step.parts:
         yield from _part(world, rank, part)

@@ -1,8 +1,8 @@
 """Copies and collectives, simulated.
 
 A lane of a copy engine runs its copies one after the other. Lanes of one rank share its engines: a copy waits until one is
-free, then shares ports and links with all other transfers. To a peer, rows that do not lie together are no copy engine's work
-but a kernel's: they go at the rate of stores, and take time from the kernels beside them.
+free, then shares ports and links with all other transfers. A copy of rows that do not lie together is a kernel, whatever its
+lane: it waits for the SMs of the lookup or vendor's GEMM that runs on its rank.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from weft.schedule import Collective, Copy, LaneKind, Region, Schedule
 from weft.sim.cost import collective_us
 from weft.sim.world import Process, Rendezvous, World, ns
 from weft.work import collective_shard_bytes, region_bytes
-
-COPY_KERNEL_SHARE = 0.65
-"""Of a strided copy's time, what lookups beside it lose: benchmarks/results/embedding.jsonl, track_and_trigger."""
 
 
 def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
@@ -34,15 +31,12 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
-    if step.src.rank == step.dst.rank and rank in world.lookups and strided(world.schedule, step):
-        yield world.lookups[rank]
+    if rank in world.filled and strided(world.schedule, step):
+        yield world.filled[rank]
     yield world.env.timeout(ns(fixed))
     if step.src.rank == step.dst.rank:
         yield from world.local(rank, 2 * size)
     else:
-        if kind == "copy" and strided(world.schedule, step):
-            yield from _by_kernel(world, rank, step, size)
-            return
         if kind == "copy":
             path = (("engine", rank), *world.network.path(step.src.rank, step.dst.rank))
         else:
@@ -59,14 +53,6 @@ def strided(schedule: Schedule, step: Copy) -> bool:
         return rows > 1 and cols < schedule.buffer[region.buffer].cols[region.rank]
 
     return apart(step.src) or apart(step.dst)
-
-
-def _by_kernel(world: World, rank: int, step: Copy, size: int) -> Process:
-    """On all SMs, beside other kernels: COPY_KERNEL_SHARE of its time is theirs, which here they lose at the memory."""
-    sms = world.free_sms[rank]
-    path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
-    taken = COPY_KERNEL_SHARE * size / world.machine.stores.rate(sms) * world.machine.gpu.hbm_gbps
-    yield world.env.all_of([world.env.process(world.move(rank, size, path)), world.env.process(world.local(rank, taken))])
 
 
 def collective(world: World, rank: int, step: Collective) -> Process:

@@ -97,7 +97,8 @@ class Message:
 @dataclass
 class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
-    has, by pair and whether it is the sender. kernels: ns per rank that its kernels worked; transfers: while its data moved."""
+    has, by pair and whether it is the sender. filled: by rank, when the last kernel that takes all SMs has ended. kernels: ns
+    per rank that its kernels worked; transfers: while its data moved."""
 
     schedule: Schedule
     machine: Machine
@@ -106,7 +107,7 @@ class World:
     meetings: dict[int, Rendezvous] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
-    lookups: dict[int, simpy.Event] = field(default_factory=dict)
+    filled: dict[int, simpy.Event] = field(default_factory=dict)
     counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
