@@ -83,12 +83,23 @@ class CopyEngines:
     """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
 
     engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
+    turning: copies that go to several peers in turns, round after round, take up to so much more of their time: ranks drift
+    apart, and two send to one. None for nothing.
     """
 
     copy_us: float
     gbps: float
     several_gbps: float
     engines: int
+    turning: float | None = None
+
+    def turned_gbps(self, rounds: int) -> float:
+        """The rate of copies that go to several peers in so many rounds.
+
+        >>> CopyEngines(copy_us=1.0, gbps=300.0, several_gbps=300.0, engines=1, turning=1.0).turned_gbps(2)
+        200.0
+        """
+        return self.gbps / (1 + (self.turning or 0.0) * (1 - 1 / rounds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +153,15 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising."""
+    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising.
+
+    also: the same on fewer ranks, where that was measured, with as few points as there are.
+    """
 
     TAGGED: ClassVar[bool] = True
     world_size: int
     points: tuple[tuple[int, float], ...]
+    also: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +179,11 @@ class Machine:
     """One host's GPUs and what connects them. See the module's text.
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
-    a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on of
-    a stream that has waited for it, None for nothing. collectives: vendor's, by name;
-    all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
-    all_gather.
+    a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on
+    of a copy lane that waited for it, None for nothing. fork_us: of a call on several lanes, to start those beside the compute
+    lane and to come back, where that was measured. stages: whether vendors' matmuls and collectives are called through torch,
+    with what that does around them (weft.sim.staging). collectives: vendor's, by name; all_to_all may be missing, and then
+    costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
     simulator does not use it. network: between several such hosts, if known.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
@@ -189,6 +205,8 @@ class Machine:
     spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
     network: Network | None = None
     wake_us: float | None = None
+    stages: bool = False
+    fork_us: float | None = None
 
     def __post_init__(self) -> None:
         for path, value in numbers(self):
@@ -206,7 +224,10 @@ class Machine:
 
     def _check_tables(self) -> None:
         tables = {"stores.gbps": self.stores.gbps}
-        tables |= {f"collectives.{op}.points": c.points for op, c in self.collectives.items() if isinstance(c, Table)}
+        for op, model in self.collectives.items():
+            if isinstance(model, Table):
+                tables |= {f"collectives.{op}.points": model.points}
+                tables |= {f"collectives.{op}.also[{i}].points": table.points for i, table in enumerate(model.also)}
         for path, rows in tables.items():
             keys = [key for key, _ in rows]
             if not keys or keys != sorted(set(keys)):

@@ -10,10 +10,11 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
     copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
                           \\ shares ports and links with every other transfer (weft.sim.network)
 
-Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
-latency later. Of a lane's fused steps only the first is launched, and flags among them cost that latency alone. A lane of
-communication blocks takes stores.sms SMs from the kernels that start while it runs, one of a network network.sms. Transfers do
-not slow kernels through the GPU's memory, nor kernels transfers.
+Costs: a lane beside the compute lane starts fork_us late, which stands for its way back, too; a kernel pays launch_us, a copy
+copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps only
+the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs from
+kernels that start while it runs, one of a network network.sms. Copies within a GPU, sums and lookups share its memory's rate;
+GEMMs and transfers between GPUs do not slow each other through it.
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     record = Recorder(world, rank, lane.name)
     taken = world.taken_sms(lane.kind)
     world.free_sms[rank] -= taken
-    if lane.kind == "blocks":
-        yield world.env.timeout(ns(world.machine.launch_us))
+    late_us = world.before(lane.kind)
+    if late_us:
+        yield world.env.timeout(ns(late_us))
     inner = world.within_a_kernel() if lane.fused else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
@@ -95,8 +97,8 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     if isinstance(step, Wait):
         waited = yield from world.wait(step)
-        wake_us = world.machine.wake_us or 0.0
-        yield world.env.timeout(ns(world.machine.flag_us + (wake_us if waited else 0.0)))
+        wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
+        yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
     elif isinstance(step, Signal):
         yield world.env.timeout(ns(world.machine.flag_us))
         world.post(rank, step.flag)

@@ -30,8 +30,9 @@ from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
-SM_GBPS = 60.0
-"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: assumed until measured."""
+SM_GBPS = 50.0
+"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
+and 512 MiB, in benchmarks/results/dma.jsonl."""
 
 
 class Blocks:
@@ -95,12 +96,16 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     columns nothing is launched."""
     if not any(part.out.size for part in step.parts):
         return
+    ended = world.env.event()
+    if all(_plain(part, rank) for part in step.parts):
+        world.filled[rank] = ended
     yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
     cost = _paced(world, rank, _cost(world, rank, step, groups))
     yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
+    ended.succeed()
     added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
     world.kernels[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
 
@@ -215,7 +220,8 @@ def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first:
     def follow() -> Process:
         yield time.until(first)
         share = world.machine.stores.tiles or 1.0
-        paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst, share)) for region, src, dst in moves]
+        sizes = [region_bytes(world.schedule, region) for region, _, _ in moves]
+        paths = [(size, world.sm_path(rank, sms, src, dst, share)) for size, (_, src, dst) in zip(sizes, moves, strict=True)]
         yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
         yield time.until(last)
         if part.count is not None:
@@ -245,8 +251,8 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
 def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    least_us = local / (sms * SM_GBPS * 1e3) if sms else 0.0
-    events: list[simpy.Event] = [world.env.timeout(ns(max(least_us, hbm_us(world.machine, local))))]
+    limits = (world.network.limit(("sums", rank, sms), sms * SM_GBPS),) if sms else ()
+    events: list[simpy.Event] = [world.env.process(world.local(rank, local, *limits))]
     sms = sms or world.free_sms[rank]
     for src in part.srcs:
         if src.rank != rank:

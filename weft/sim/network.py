@@ -1,7 +1,8 @@
 """Network: transfers that share a machine's links, as fluids (weft.sim.fluid).
 
-Each transfer crosses ports, links, a GPU's copy engines or store path; where kernels and copies slow each other
-(weft.sim.contention), copies cross the memories of both ends, too.
+Each transfer crosses ports, links, a GPU's copy engines or store path. What stays within a GPU's memory crosses that: copies,
+sums and lookups of one rank share its rate. Where kernels and copies slow each other (weft.sim.contention), copies cross the
+memories of both ends, too.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ from weft.work import region_bytes
 def staged(world: World, step: Gemm) -> Process:
     """Rows of a that do not follow each other are copied together, and those of the product to their places; what is
     accumulated is added by a kernel that reads both and writes one."""
-    if any(part.waits or part.adds or part.count or part.out.rank != part.a.rank for part in step.parts):
+    if not world.machine.stages or any(
+        part.waits or part.adds or part.count or part.out.rank != part.a.rank for part in step.parts
+    ):
         return  # one of weft's kernels
     rows, outs = [part.a for part in step.parts], [part.out for part in step.parts]
     launches, moved = 0, 0
@@ -36,7 +38,11 @@ def padded(world: World, step: Collective) -> Process:
     """An all-gather's shards are taken apart in one pass, a kernel a rank; a product to be scattered is cleared, copied, and
     its sum copied once more."""
     shards = world.schedule.problem.shards
-    if step.op not in ("all_gather", "reduce_scatter") or len({high - low for low, high in shards}) == 1:
+    if (
+        not world.machine.stages
+        or step.op not in ("all_gather", "reduce_scatter")
+        or len({high - low for low, high in shards}) == 1
+    ):
         return
     passes, whole = (2, step.dst) if step.op == "all_gather" else (3, step.src)
     kernels_us = (len(shards) + 2) * world.machine.launch_us
