@@ -3,84 +3,128 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from weft.cli import output
 from weft.cli.progress import progress_bar
 
-if TYPE_CHECKING:
-    from weft.sim.t3.sensitivity import Sensitivity
-    from weft.sim.t3.study import Study
-    from weft.sim.t3.system import System
+STUDIES = ("t3", "ficco")
 
-STUDIES = ("t3",)
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A study that was simulated: as data, on the console, as a page in a folder whose path it returns."""
+
+    record: Callable[[], dict[str, Any]]
+    show: Callable[[], None]
+    write: Callable[[Path], Path]
 
 
 def command(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="t3: track and trigger (arXiv 2401.16677).")],
+    study: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236).",
+        ),
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the system, such as hbm.gbps=2000. Repeatable."),
     ] = None,
+    scenarios: Annotated[
+        list[str] | None,
+        typer.Option("--scenario", metavar="NAME", help="ficco: of its GEMMs this one, such as g5. Repeatable. Default: all."),
+    ] = None,
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: half a minute.")
+        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: a minute or two.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
 ) -> None:
-    """Simulate a published system on hardware that does not exist, and compare with what was published."""
+    """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published."""
     if study not in STUDIES:
         raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}")
-    system = _system(settings or [])
     output.require_folder(report, "--report")
-    from weft.sim.t3 import sensitivity as sensitivities
-    from weft.sim.t3.record import record
-    from weft.sim.t3.study import run
-
-    with progress_bar() as progress:
-        done = run(system, progress)
-        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    simulate = _ficco if study == "ficco" else _t3
+    done = simulate(settings or [], scenarios or [], sensitivity)
     if as_json:
-        print(json.dumps(record(done, rows), indent=2, allow_nan=False))
+        print(json.dumps(done.record(), indent=2, allow_nan=False))
     else:
-        _show(done, rows)
+        done.show()
     if report is not None:
-        from weft.report.t3 import write_t3_report
-
-        path = write_t3_report(done, rows, report)
+        path = done.write(report)
         if not as_json:
             print(f"wrote {path}")
 
 
-def _system(settings: Sequence[str]) -> System:
-    from weft.sim.t3.system import changed, load
+def _t3(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft.report.t3 import write_t3_report
+    from weft.sim.settings import assigned
+    from weft.sim.t3 import sensitivity as sensitivities
+    from weft.sim.t3 import study, tables
+    from weft.sim.t3.paper import figures
+    from weft.sim.t3.record import record
+    from weft.sim.t3.system import load
 
+    if scenarios:
+        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, t3 simulates all of its sub-layers")
     system = load()
     for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set {setting}: it must be KEY=VALUE, such as hbm.gbps=2000")
-        system = changed(system, key.strip(), value)
-    return system
+        system = assigned(system, setting)
+    with progress_bar() as progress:
+        done = study.run(system, progress)
+        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+
+    def show() -> None:
+        out = output.console()
+        out.print(f"{system.words}; {system.peak_tflops:.0f} TFLOP/s, {system.hbm.gbps:g} GB/s of memory")
+        _print(tables.sublayers_table((*done.sublayers, *done.large)))
+        _print(tables.figures_table(done))
+        _verdict([figure.ok for figure in figures(done)])
+        _print(tables.mappings_table(done))
+        if rows:
+            _print(tables.sensitivity_table(rows))
+
+    return Done(record=lambda: record(done, rows), show=show, write=lambda folder: write_t3_report(done, rows, folder))
 
 
-def _show(study: Study, rows: Sequence[Sensitivity]) -> None:
-    from weft.sim.t3 import tables
-    from weft.sim.t3.paper import figures
+def _ficco(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft.models.gemms import FICCO_GEMMS, ficco_gemm
+    from weft.report.ficco import write_ficco_report
+    from weft.sim.ficco import sensitivity as sensitivities
+    from weft.sim.ficco import study, tables
+    from weft.sim.ficco.paper import figures
+    from weft.sim.ficco.record import record
+    from weft.sim.settings import assigned
 
-    out = output.console()
-    out.print(f"{study.system.words}; {study.system.peak_tflops:.0f} TFLOP/s, {study.system.hbm.gbps:g} GB/s of memory")
-    _print(tables.sublayers_table((*study.sublayers, *study.large)))
-    _print(tables.figures_table(study))
-    good = [figure.ok for figure in figures(study)]
-    out.print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
-    _print(tables.mappings_table(study))
-    if rows:
-        _print(tables.sensitivity_table(rows))
+    machine = study.load()
+    for setting in settings:
+        machine = assigned(machine, setting)
+    cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
+    with progress_bar() as progress:
+        done = study.run(machine, cases, progress=progress)
+        rows = tuple(sensitivities.sensitivity(machine, progress)) if sensitivity else ()
+
+    def show() -> None:
+        output.console().print(str(machine))
+        for made in (tables.scenarios_table(done.mesh), tables.topologies_table(done), tables.correlations_table(done)):
+            _print(made)
+        _print(tables.figures_table(done))
+        _verdict([figure.ok for figure in figures(done)])
+        if rows:
+            _print(tables.sensitivity_table(rows))
+
+    return Done(record=lambda: record(done, rows), show=show, write=lambda folder: write_ficco_report(done, rows, folder))
+
+
+def _verdict(good: Sequence[bool]) -> None:
+    output.console().print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
 
 
 def _print(rows: Sequence[tuple[str, ...]]) -> None:

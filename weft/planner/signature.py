@@ -13,7 +13,7 @@ flags and collectives, or tiles and memory. So waits and orders stay as they are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,9 +148,12 @@ def without_computation(machine: Machine) -> Machine:
     return dataclasses.replace(machine, gpu=fast)
 
 
-def correlations(signatures: Sequence[Signature], machine: Machine) -> dict[Feature, float]:
-    """Spearman's rank correlation of the loss with each static size; 0 of fewer than three different values."""
-    losses = [found.loss for found in signatures]
+def correlations(
+    signatures: Sequence[Signature], machine: Machine, of: Callable[[Signature], float] = lambda found: found.loss
+) -> dict[Feature, float]:
+    """Spearman's rank correlation of a loss (default: the whole one) with each static size; 0 of fewer than three different
+    values."""
+    losses = [of(found) for found in signatures]
     known = [sizes(found.problem, machine) for found in signatures]
     return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in STATIC}
 

@@ -1,8 +1,8 @@
 """Network: transfers that share a machine's links, as fluids (weft.sim.fluid).
 
 Each transfer crosses ports, links, a GPU's copy engines or store path. What stays within a GPU's memory crosses that: copies,
-sums and lookups of one rank share its rate. Where kernels and copies slow each other (weft.sim.contention), copies cross the
-memories of both ends, too.
+sums and lookups of one rank share its rate. Where kernels and copies slow each other (weft.sim.contention), kernels of both
+ends feel a copy.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Network(Fluid):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._caps: dict[Resource, float] = {}
+        self._ends: dict[tuple[Resource, ...], tuple[int, int]] = {}
         self.contention = Contention(self.env, self.machine, self.ranks, self._reset)
 
     def _reset(self) -> None:
@@ -39,18 +40,18 @@ class Network(Fluid):
 
     def copy_path(self, rank: int, src: int, dst: int) -> tuple[Resource, ...]:
         """What a copy by an engine of `rank` crosses between two ranks."""
-        memories: tuple[Resource, ...] = (("hbm", src), ("hbm", dst)) if self.contention.active else ()
-        return (("engine", rank), *memories, *self.path(src, dst))
+        path = (("engine", rank), *self.path(src, dst))
+        self._ends[path] = src, dst
+        return path
 
     def settle(self) -> None:
-        """See Fluid; and tell kernels what copies move beside them."""
+        """See Fluid; and tell kernels what copies move beside them, out of their rank's memory and into it."""
         super().settle()
         if self.contention.active:
             moved: dict[Hashable, float] = defaultdict(float)
-            for stream in self.streams.values():
-                for resource in stream.resources:
-                    if resource[0] == "hbm":
-                        moved[resource[1]] += stream.rate * len(stream.flows)
+            for path, stream in self.streams.items():
+                for rank in self._ends.get(path, ()):
+                    moved[rank] += stream.rate * len(stream.flows)
             self.contention.moving(moved)
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
@@ -84,8 +85,6 @@ class Network(Fluid):
         if resource[0] == "engine":
             together = max(copies.gbps, copies.several_gbps) if flows == 1 else copies.several_gbps
             return min(together / self.contention.copies_slower(resource[1]), copies.gbps * flows)
-        if resource[0] == "hbm":
-            return self.machine.gpu.hbm_gbps
         if resource[0] == "host":
             return self.machine.links.host_gbps or math.inf
         return self._caps.get(resource, self.machine.links.gbps)

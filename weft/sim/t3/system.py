@@ -1,20 +1,17 @@
 """System: the simulated GPU of T3, as numbers, each with its source. One value serves every sub-layer and configuration.
 
 Contract: as weft.machine's profiles: a System that exists is complete, every number is above zero, and `sources` says of
-each where it is from. `changed` gives a System with one number replaced, by the path that `numbers` names it with.
+each where it is from. `weft.sim.settings` replaces one.
 
 Times are whole nanoseconds, rates 1e9 bytes/s, which is bytes a nanosecond.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from weft import codec
 from weft.machine import numbers
@@ -150,38 +147,3 @@ class System:
 def load() -> System:
     """The shipped profile: T3, arXiv 2401.16677, section 5."""
     return codec.read(System, PROFILE)
-
-
-def changed(system: System, path: str, value: str | float) -> System:
-    """`system` with one number, or one row of numbers, replaced; value: as JSON text or as the number.
-
-    Raises ValueError that names the path and says which there are, or what the value must be.
-    """
-    known = dict.fromkeys(name for name, _ in numbers(system))
-    if path not in known:
-        raise ValueError(f"{path!r} is no number of system {system.name}; it has {', '.join(known)}")
-    data = codec.dump(system)
-    *parents, last = path.split(".")
-    at: Any = data
-    for key in parents:
-        at = at[key]
-    at[last] = _parsed(path, value) if isinstance(value, str) else value
-    made: System = codec.load(System, data)
-    return made
-
-
-def _parsed(path: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is {text!r}; it must be a number, or a list such as [30, 10, 5]") from None
-
-
-def scaled(system: System, path: str, factor: float) -> System:
-    """`system` with the number at `path` times `factor`; whole numbers are rounded."""
-    values = [value for name, value in numbers(system) if name == path]
-    made = [round(value * factor) if isinstance(value, int) else value * factor for value in values]
-    at: Any = dataclasses.asdict(system)
-    for key in path.split("."):
-        at = at[key]
-    return changed(system, path, codec.dumps(tuple(made)) if isinstance(at, tuple) else made[0])
