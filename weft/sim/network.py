@@ -38,9 +38,9 @@ class Network(Fluid):
         self.advance()
         self.touch()
 
-    def copy_path(self, rank: int, src: int, dst: int) -> tuple[Resource, ...]:
-        """What a copy by an engine of `rank` crosses between two ranks."""
-        path = (("engine", rank), *self.path(src, dst))
+    def copy_path(self, rank: int, src: int, dst: int, *limits: Resource) -> tuple[Resource, ...]:
+        """What a copy by an engine of `rank` crosses between two ranks. limits: further resources."""
+        path = (*limits, ("engine", rank), *self.path(src, dst))
         self._ends[path] = src, dst
         return path
 
@@ -85,6 +85,8 @@ class Network(Fluid):
         if resource[0] == "engine":
             together = max(copies.gbps, copies.several_gbps) if flows == 1 else copies.several_gbps
             return min(together / self.contention.copies_slower(resource[1]), copies.gbps * flows)
+        if resource[0] == "hbm":
+            return self.machine.gpu.hbm_gbps
         if resource[0] == "host":
             return self.machine.links.host_gbps or math.inf
         return self._caps.get(resource, self.machine.links.gbps)

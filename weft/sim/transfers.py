@@ -40,7 +40,7 @@ def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, siz
     else:
         if kind == "copy":
             turned = world.network.limit(("turned", rank), machine.copies.turned_gbps(world.rounds[rank]))
-            path = (turned, *world.network.copy_path(rank, step.src.rank, step.dst.rank))
+            path = world.network.copy_path(rank, step.src.rank, step.dst.rank, turned)
         else:
             sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
