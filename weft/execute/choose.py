@@ -53,13 +53,10 @@ def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
     """The specs worth measuring: the planner's shortlist, sequential first, and what sizes alone speak for, in the place of the
     last one if there are too many. Sequential alone, with a warning, where no profile has so many GPUs."""
     from weft.planner import shortlist
-    from weft.planner.shortlist import AT_MOST
+    from weft.planner.shortlist import joined
 
     found = _plan(problem, device)
-    if found is None:
-        return ("sequential",)
-    listed, named = shortlist(found), by_sizes(problem, device)
-    return listed if named in listed else (*listed[: AT_MOST - 1], named)
+    return joined(shortlist(found), by_sizes(problem, device)) if found else ("sequential",)
 
 
 def _plan(problem: Problem, device: torch.device) -> Plan | None:
