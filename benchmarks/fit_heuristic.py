@@ -6,7 +6,8 @@ measured ones, and stand alone for machines that nobody has measured. `--known` 
 problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, in graphs. Problems of the set
 `unseen` are refused: they are there to hold weights to.
 
-    python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json benchmarks/results/planner_fit.jsonl simulated.jsonl
+    python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
+        benchmarks/results/planner_fit.jsonl out/simulated.jsonl
 
 Each line is taken with the profile that it was simulated on, measured ones with --machine.
 """

@@ -1,15 +1,16 @@
 """What the planner's lines say: how often heuristic, cost model and tuner choose the fastest schedule, and what they lose.
 
-A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, *tied* if none was
-by more than TIE: medians of repeated runs of one schedule differ by as much, so that strict figures of close candidates are
-partly luck; both are said. *near*: by no more than NEAR. A pick that was not measured (it failed, or was not tried) is counted by
+A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, within 2% (TIE)
+and 5% (NEAR) if none was by more. Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are
+closer it is luck which one is exact: both are said. A pick that was not measured (it failed, or was not tried) is counted by
 itself, and as none of these. Choices are among
 
     FiCCO's     its four schedules, in world_size chunks a shard as the paper has them, and the sequential program
     all         whatever a line has: the full space
 
 The cost model's error is of each candidate of a line, against the measured time. The tuner (`auto`) picks the fastest that it
-measures: quick, of the shortlist; full, of the whole line. Its picks are read off the line's own times. Pure functions of lines.
+measures: quick, of the shortlist; full, of the whole line. Its picks are read off the line's own times. Pure functions of
+lines.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
     ```text dma MODE              dma.jsonl there: collectives alone
-    ```text rules TOPOLOGY        the heuristic's decision trees
+    ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
 
 tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
@@ -33,8 +33,8 @@ from weft import codec, machine
 from weft.cli.gantt import gantt
 from weft.machine import Topology
 from weft.models import load_model, sites
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, Op
-from weft.rules import rules, table
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
+from weft.rules import TERMS, Weights, estimates, heuristic
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 from weft.sim.t3 import tables
@@ -166,11 +166,33 @@ def _fused(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
+RULES: dict[str, str] = {"switch": "h200x8", "mesh": "mi300x8", "ring": "t3_ring8"}
+"""A profile of each kind of topology, to say what the heuristic chooses on it."""
+ROWS = (256, 1024, 4096, 16384, 65536)
+
+
 def decisions(topology: Topology) -> str:
-    """The heuristic's trees for a kind of topology, and what they were fitted to."""
-    found = rules(topology)
-    trees = "\n\n".join(f"{op}\n{table(tree)}" for op, tree in found.trees.items())
-    return f"{trees}\n\n{found.source}"
+    """The heuristic's weights for a kind of topology, what they were fitted to, and what it chooses for some sizes."""
+    found = estimates(topology)
+    weights = [_table([(op, *TERMS, "error"), *map(_weighed, rows)]) for op, rows in found.weights.items()]
+    return "\n\n".join([_chosen(machine.load(RULES[topology])), *weights, found.source])
+
+
+def _weighed(row: Weights) -> tuple[str, ...]:
+    return (f"  {row.spec}", *(f"{weight:.2f}" if weight else "-" for weight in row.weights), f"{row.error:.0%}")
+
+
+def _chosen(on: machine.Machine) -> str:
+    """For the MLP of Llama 3 70B, experts of DeepSeek-V3 (all to all), and a few rows of matmul_all_reduce."""
+    rows = [(f"chosen on {on.name}, {on.world_size} ranks, by rows", *map(str, ROWS))]
+    sizes = {"all_gather_matmul": (28672, 8192), "matmul_all_to_all": (7168, 2048), "all_to_all_matmul": (4096, 7168)}
+    for op in OPS:
+        n, k = sizes.get(op, (8192, 28672))
+        fewer = 256 if op == "matmul_all_reduce" else 1
+        problems = [Problem(op=op, m=m // fewer, n=n, k=k, world_size=on.world_size) for m in ROWS]
+        name = f"  {op} N={n} K={k}" + f", rows / {fewer}" * (fewer > 1)
+        rows.append((name, *(heuristic(problem, on) for problem in problems)))
+    return _table(rows)
 
 
 def beside(mode: str) -> str:

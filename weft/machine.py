@@ -184,8 +184,9 @@ class Machine:
     lane and to come back, where that was measured. stages: whether vendors' matmuls and collectives are called through torch,
     with what that does around them (weft.sim.staging). collectives: vendor's, by name; all_to_all may be missing, and then
     costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
-    contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
-    simulator does not use it. network: between several such hosts, if known.
+    contention: how many times as long the first takes beside the second ("gemm beside copy"), where that was measured
+    (weft.sim.contention). network: between several such hosts, if known. device: what its numbers were measured on, as its
+    driver names it; empty where they are of several sources.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
     measurements differ: half of what lies between their quartiles, as a share of the median.
     """
@@ -205,6 +206,7 @@ class Machine:
     spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
     network: Network | None = None
     wake_us: float | None = None
+    device: str = ""
     stages: bool = False
     fork_us: float | None = None
 

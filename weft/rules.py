@@ -187,7 +187,9 @@ class Weights:
     def __post_init__(self) -> None:
         parse(self.spec)
         if len(self.weights) != len(TERMS) or min(self.weights) < 0:
-            raise ValueError(f"weights of {self.spec} are {self.weights}; give one of at least 0 for each of {', '.join(TERMS)}")
+            raise ValueError(
+                f"weights of {self.spec} are {self.weights}; give one of at least 0 for each of {', '.join(TERMS)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def calibrate(*, device: str, ranks: int, name: str, progress: Progress) -> tupl
     where = torch.cuda.get_device_name(0) if device == "cuda" else f"CPU of {os.cpu_count()} cores"
     words = f"{ranks} x {where}, calibrated" if device == "cuda" else f"{ranks} processes on a {where}, calibrated"
     made = Profile(base(device, ranks), samples, world_size=ranks, when=f"{today}, weft {__version__}")
-    return made.machine(name, words), samples
+    return made.machine(name, words, device=torch.cuda.get_device_name(0) if device == "cuda" else "cpu"), samples
 
 
 def _run(device: str, ranks: int, todo: Sequence[Probe], progress: Progress) -> list[Sample]:

@@ -57,8 +57,8 @@ class Profile:
         self._sources: dict[str, str] = {"world_size": f"measured {when}"}
         self._spreads: dict[str, float] = {}
 
-    def machine(self, name: str, words: str) -> Machine:
-        """`base` with what was measured in its place. Raises ValueError if a probe is missing."""
+    def machine(self, name: str, words: str, *, device: str = "") -> Machine:
+        """`base` with what was measured in its place. device: as a Machine has it. Raises ValueError if a probe is missing."""
         values: dict[str, Any] = {
             "name": name,
             "words": words,
@@ -71,6 +71,11 @@ class Profile:
             "flag_us": self._single("flag_us", "flag"),
             "collectives": {op: self._collective(op) for op in COLLECTIVES},
             "contention": self._contention(),
+            "network": self.base.network,
+            "wake_us": self._wake_us(),
+            "fork_us": self.base.fork_us,
+            "stages": self.base.stages,
+            "device": device,
         }
         paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
         sources = {path: self._sources.get(path) or f"{self.base.name}: {self.base.sources[path]}" for path in paths}
@@ -167,13 +172,23 @@ class Profile:
         self._say("links.gbps", "the fastest copy, without its fixed cost", pushes)
         fitted = line((s.key[0], s.median_us) for s in pushes if s.key[1] == 1)
         flag_us = of(self.samples, "flag")[0].median_us
-        self._say("links.latency_us", "a round of signals between neighbours, less three flag operations", hops)
-        latency_us = round(max(_LEAST_US, hops[0].median_us - 3 * flag_us), 3)
+        latency_us = self.base.links.latency_us
+        if self.base.wake_us is None:
+            self._say("links.latency_us", "a round of signals between neighbours, less three flag operations", hops)
+            latency_us = round(max(_LEAST_US, hops[0].median_us - 3 * flag_us), 3)
         host_gbps = self.base.links.host_gbps
         if host_gbps is not None:
             self._say("links.host_gbps", "all ranks' copies at once", pushes)
             host_gbps = round(fitted.gbps * self.world_size, 2)
         return dataclasses.replace(self.base.links, gbps=fitted.gbps, latency_us=latency_us, host_gbps=host_gbps)
+
+    def _wake_us(self) -> float | None:
+        """Of devices whose streams sleep while they wait: what a round of signals takes beyond its operations and the way."""
+        if self.base.wake_us is None:
+            return None
+        hops, flag_us = of(self.samples, "hop"), of(self.samples, "flag")[0].median_us
+        self._say("wake_us", "a round of signals between neighbours, less three flag operations and the links' latency", hops)
+        return round(max(_LEAST_US, hops[0].median_us - 3 * flag_us - self.base.links.latency_us), 3)
 
     def _collective(self, op: str) -> Table:
         """Times never fall with size: noise is ironed out upwards."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from weft.schedule import Collective, Copy, LaneKind, Region, Schedule
 from weft.sim import staging
 from weft.sim.cost import collective_us
+from weft.sim.network import Resource
 from weft.sim.world import Process, Rendezvous, World, ns
 from weft.work import collective_shard_bytes, region_bytes
 
@@ -39,12 +40,17 @@ def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, siz
         yield from world.local(rank, 2 * size)
     else:
         if kind == "copy":
-            turned = world.network.limit(("turned", rank), machine.copies.turned_gbps(world.rounds[rank]))
-            path = world.network.copy_path(rank, step.src.rank, step.dst.rank, turned)
+            path = world.network.copy_path(rank, step.src.rank, step.dst.rank, *_turned(world, rank))
         else:
             sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
         yield from world.move(rank, size, path)
+
+
+def _turned(world: World, rank: int) -> tuple[Resource, ...]:
+    """What bounds copies of a rank that go to its peers in turns."""
+    copies, rounds = world.machine.copies, world.rounds[rank]
+    return (world.network.limit(("turned", rank), copies.turned_gbps(rounds)),) if copies.turning and rounds > 1 else ()
 
 
 def strided(schedule: Schedule, step: Copy) -> bool:
