@@ -62,12 +62,14 @@ class CopyEngines:
     """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
 
     engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
+    strided: what moves rows that do not lie together; a kernel waits for SMs.
     """
 
     copy_us: float
     gbps: float
     several_gbps: float
     engines: int
+    strided: Literal["engine", "kernel"] = "engine"
 
 
 @dataclass(frozen=True, kw_only=True)

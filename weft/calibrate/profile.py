@@ -69,6 +69,7 @@ class Profile:
             "links": self._links(),
             "launch_us": self._single("launch_us", "launch"),
             "flag_us": self._single("flag_us", "flag"),
+            "fork_us": self.base.fork_us,
             "collectives": {op: self._collective(op) for op in COLLECTIVES},
             "contention": self._contention(),
         }
@@ -135,7 +136,8 @@ class Profile:
         copy_us = round(max(_LEAST_US, statistics.median(many)), 3) if many else fitted.fixed_us
         self._say("copies.copy_us", "of several in a row, less their bytes" if many else "fitted to copies by size", pushes)
         self._say("copies.gbps", "fitted to copies by size, all ranks at once", pushes)
-        return self._with_several(CopyEngines(copy_us=copy_us, gbps=fitted.gbps, several_gbps=fitted.gbps, engines=1))
+        copies = CopyEngines(copy_us=copy_us, gbps=fitted.gbps, several_gbps=fitted.gbps, engines=1, strided=self.base.copies.strided)
+        return self._with_several(copies)
 
     def _with_several(self, copies: CopyEngines) -> CopyEngines:
         found = [sample for sample in self.samples if sample.what == "several"]

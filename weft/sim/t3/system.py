@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft import codec
+from weft import codec, settings
 from weft.machine import numbers
 
 PROFILE = Path(__file__).with_name("system.json")
@@ -158,23 +158,8 @@ def changed(system: System, path: str, value: str | float) -> System:
     Raises ValueError that names the path and says which there are, or what the value must be.
     """
     known = dict.fromkeys(name for name, _ in numbers(system))
-    if path not in known:
-        raise ValueError(f"{path!r} is no number of system {system.name}; it has {', '.join(known)}")
-    data = codec.dump(system)
-    *parents, last = path.split(".")
-    at: Any = data
-    for key in parents:
-        at = at[key]
-    at[last] = _parsed(path, value) if isinstance(value, str) else value
-    made: System = codec.load(System, data)
-    return made
-
-
-def _parsed(path: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is {text!r}; it must be a number, or a list such as [30, 10, 5]") from None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return settings.changed(system, path, text, known=known, what=f"system {system.name}")
 
 
 def scaled(system: System, path: str, factor: float) -> System:
