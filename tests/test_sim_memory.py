@@ -52,9 +52,7 @@ def test_lanes_beside_the_compute_lane_start_after_the_fork() -> None:
     assert ends(simulate(of_one_rank(*lanes), machine), "copy") == [3.0, 12.0]
 
 
-@pytest.mark.parametrize(
-    ("cols", "by", "end"), [((0, 8), "kernel", 2.0), ((0, 4), "kernel", 6.5), ((0, 4), "engine", 2.0)]
-)
+@pytest.mark.parametrize(("cols", "by", "end"), [((0, 8), "kernel", 2.0), ((0, 4), "kernel", 6.5), ((0, 4), "engine", 2.0)])
 def test_a_strided_copy_waits_for_the_sms_of_a_gemm(cols: tuple[int, int], by: str, end: float) -> None:
     """The GEMM ends at 4.5: a copy of whole rows does not care, one of some columns does where it is a kernel."""
     part = Part(Region("a", 0, (0, 8), (0, 8)), Region("out", 0, (0, 8), (0, 4)))

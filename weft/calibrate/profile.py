@@ -136,7 +136,9 @@ class Profile:
         copy_us = round(max(_LEAST_US, statistics.median(many)), 3) if many else fitted.fixed_us
         self._say("copies.copy_us", "of several in a row, less their bytes" if many else "fitted to copies by size", pushes)
         self._say("copies.gbps", "fitted to copies by size, all ranks at once", pushes)
-        copies = CopyEngines(copy_us=copy_us, gbps=fitted.gbps, several_gbps=fitted.gbps, engines=1, strided=self.base.copies.strided)
+        copies = CopyEngines(
+            copy_us=copy_us, gbps=fitted.gbps, several_gbps=fitted.gbps, engines=1, strided=self.base.copies.strided
+        )
         return self._with_several(copies)
 
     def _with_several(self, copies: CopyEngines) -> CopyEngines:
