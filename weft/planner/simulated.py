@@ -19,7 +19,7 @@ WAITING = ("wait", "signal")
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """A lane of one rank in a call. busy_us: in steps that work, with what a kernel waits at its gates; waiting_us: in waits."""
+    """A lane of one rank in a call. busy_us: in steps that work, gates of a kernel included; waiting_us: in waits."""
 
     rank: int
     lane: str

@@ -93,7 +93,7 @@ def _attributes(node: Node, rank: int) -> Iterator[tuple[str, str, int | bool]]:
 
 def _framed(message: Message) -> bytes:
     """A message behind its length, seven bits a byte, the lowest first."""
-    data = message.SerializeToString()
+    data: bytes = message.SerializeToString()
     length, left = b"", len(data)
     while left > 127:
         length, left = length + bytes((left & 127 | 128,)), left >> 7
