@@ -33,7 +33,7 @@ def command(
             help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236).",
         ),
     ],
-    settings: Annotated[
+    changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the system, such as hbm.gbps=2000. Repeatable."),
     ] = None,
@@ -52,7 +52,7 @@ def command(
         raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}")
     output.require_folder(report, "--report")
     simulate = _ficco if study == "ficco" else _t3
-    done = simulate(settings or [], scenarios or [], sensitivity)
+    done = simulate(changes or [], scenarios or [], sensitivity)
     if as_json:
         print(json.dumps(done.record(), indent=2, allow_nan=False))
     else:
@@ -63,20 +63,20 @@ def command(
             print(f"wrote {path}")
 
 
-def _t3(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
     from weft.report.t3 import write_t3_report
-    from weft.sim.settings import assigned
     from weft.sim.t3 import sensitivity as sensitivities
     from weft.sim.t3 import study, tables
     from weft.sim.t3.paper import figures
     from weft.sim.t3.record import record
-    from weft.sim.t3.system import load
+    from weft.sim.t3.system import changed, load
 
     if scenarios:
         raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, t3 simulates all of its sub-layers")
     system = load()
-    for setting in settings:
-        system = assigned(system, setting)
+    for given in changes:
+        system = changed(system, *settings.parse(given, "hbm.gbps=2000"))
     with progress_bar() as progress:
         done = study.run(system, progress)
         rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
@@ -94,18 +94,18 @@ def _t3(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) ->
     return Done(record=lambda: record(done, rows), show=show, write=lambda folder: write_t3_report(done, rows, folder))
 
 
-def _ficco(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
     from weft.models.gemms import FICCO_GEMMS, ficco_gemm
     from weft.report.ficco import write_ficco_report
     from weft.sim.ficco import sensitivity as sensitivities
     from weft.sim.ficco import study, tables
     from weft.sim.ficco.paper import figures
     from weft.sim.ficco.record import record
-    from weft.sim.settings import assigned
 
     machine = study.load()
-    for setting in settings:
-        machine = assigned(machine, setting)
+    for given in changes:
+        machine = study.changed(machine, *settings.parse(given, "links.gbps=64"))
     cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
     with progress_bar() as progress:
         done = study.run(machine, cases, progress=progress)

@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.machine import Machine
+from weft import settings
+from weft.machine import Machine, numbers
 from weft.machine import load as load_machine
 from weft.models.gemms import FICCO_GEMMS, GemmCase
 from weft.planner.signature import Signature, signature
@@ -94,6 +95,15 @@ class Study:
 def load() -> Machine:
     """The full mesh that FiCCO was evaluated on."""
     return load_machine(MACHINE)
+
+
+def changed(machine: Machine, path: str, text: str) -> Machine:
+    """`machine` with the number, or the row of numbers, at `path` replaced by `text`, read as JSON.
+
+    Raises ValueError that names the path and says which there are, or what the value must be.
+    """
+    known = dict.fromkeys(name for name, _ in numbers(machine))
+    return settings.changed(machine, path, text, known=known, what=f"machine {machine.name}")
 
 
 def behind_switch(machine: Machine) -> Machine:
