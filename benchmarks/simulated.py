@@ -7,8 +7,8 @@
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
 Protocol: lines.py reads the lines, and says which it leaves out. Vendor GEMMs, lookups and collectives alone are held to their
-formulas (weft.sim.cost), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs as
-the line had. What the profile's numbers were fitted to is no test of them: the collectives alone (`communication`) are listed,
+formulas (weft.sim.cost), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs
+as the line had. What the profile's numbers were fitted to is no test of them: collectives alone (`communication`) are listed,
 and left out of the sums.
 """
 

@@ -46,10 +46,11 @@ def test_copies_within_a_gpu_share_its_memory() -> None:
     assert ends(simulate(of_one_rank(one, two), machine), "copy") == [6.0, 6.0]
 
 
-def test_lanes_beside_the_compute_lane_start_after_the_fork() -> None:
+def test_lanes_beside_the_compute_lane_fork_and_join() -> None:
+    """A copy of 2 us begins at 10, and is back 10 us after its end."""
     lanes = Lane("compute", "compute", (within(0),)), Lane("copy", "copy", (within(4),))
     machine = dataclasses.replace(tiny(), fork_us=10.0, sources=tiny().sources | {"fork_us": "made up"})
-    assert ends(simulate(of_one_rank(*lanes), machine), "copy") == [3.0, 12.0]
+    assert ends(simulate(of_one_rank(*lanes), machine), "copy") == [3.0, 22.0]
 
 
 @pytest.mark.parametrize(("cols", "by", "end"), [((0, 8), "kernel", 2.0), ((0, 4), "kernel", 6.5), ((0, 4), "engine", 2.0)])

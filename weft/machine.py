@@ -148,9 +148,9 @@ class Machine:
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
     a stream to the start of the next one's work. flag_us: a stream's wait or signal. fork_us: of a call on several lanes,
-    to start those beside the compute lane and to come back, where that was measured. collectives: vendor's, by name;
-    all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
-    all_gather.
+    to start those beside the compute lane, and from a copy lane to come back, where that was measured. collectives: vendor's,
+    by name; all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and
+    an all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
     simulator does not use it. network: between several such hosts, if known.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated

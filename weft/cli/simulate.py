@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from weft.cli import options, output
 from weft.cli.progress import progress_bar
 from weft.cli.simulate_schedule import Outputs, simulate_schedule
+from weft.span import Span
 
-if TYPE_CHECKING:
-    from weft.sim.t3.sensitivity import Sensitivity
-    from weft.sim.t3.study import Study
-    from weft.sim.t3.system import System
+STUDIES = ("t3", "ficco")
 
-STUDIES = ("t3",)
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A study that was simulated: as data, on the console, as a page in a folder whose path it returns, as spans by call."""
+
+    record: Callable[[], dict[str, Any]]
+    show: Callable[[], None]
+    write: Callable[[Path], Path]
+    calls: Callable[[], dict[str, tuple[Span, ...]]]
 
 
 def command(
@@ -26,21 +33,26 @@ def command(
         str,
         typer.Argument(
             metavar="STUDY|FILE",
-            help="t3: track and trigger (arXiv 2401.16677). A JSON file: a schedule, as weft plan --save has it.",
+            help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236). "
+            "A JSON file: a schedule, as weft plan --save has it.",
         ),
     ],
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Of a schedule: a name from weft machines, or a JSON file. Default: h200x8."),
     ] = None,
-    settings: Annotated[
+    changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set", metavar="KEY=VALUE", help="Change a number of the system or machine, such as hbm.gbps=2000. Repeatable."
         ),
     ] = None,
+    scenarios: Annotated[
+        list[str] | None,
+        typer.Option("--scenario", metavar="NAME", help="ficco: of its GEMMs this one, such as g5. Repeatable. Default: all."),
+    ] = None,
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: half a minute.")
+        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: a minute or two.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
@@ -49,72 +61,110 @@ def command(
         Path | None, typer.Option(metavar="DIR", help="Of a schedule: write Chakra traces, and ASTRA-sim's other files.")
     ] = None,
 ) -> None:
-    """Simulate a published system on hardware that does not exist, and compare with what was published; or a schedule on a
-    machine."""
+    """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
+    schedule on one machine."""
+    outputs = Outputs(as_json=as_json, report=report, trace=trace, chakra=chakra)
     if study not in STUDIES and (study.endswith(".json") or Path(study).is_file()):
-        if sensitivity:
-            raise ValueError("--sensitivity is for studies; a schedule takes --set")
-        outputs = Outputs(as_json=as_json, report=report, trace=trace, chakra=chakra)
-        simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, settings or [], outputs)
+        if sensitivity or scenarios:
+            raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
+        simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)
         return
     if study not in STUDIES:
         raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
-    if machine is not None or chakra is not None:
-        raise ValueError(
-            f"{'--machine' if machine is not None else '--chakra'} is for a schedule in a JSON file, not for {study}"
-        )
-    system = _system(settings or [])
-    output.require_folder(report, "--report")
-    output.require_file(trace, "--trace")
-    from weft.sim.t3 import sensitivity as sensitivities
-    from weft.sim.t3.record import record
-    from weft.sim.t3.study import run
-
-    with progress_bar() as progress:
-        done = run(system, progress)
-        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    for name, value in (("--machine", machine), ("--chakra", chakra)):
+        if value is not None:
+            raise ValueError(f"{name} is for a schedule in a JSON file, not for {study}")
+    outputs.require()
+    simulate = _ficco if study == "ficco" else _t3
+    done = simulate(changes or [], scenarios or [], sensitivity)
     if as_json:
-        print(json.dumps(record(done, rows), indent=2, allow_nan=False))
+        print(json.dumps(done.record(), indent=2, allow_nan=False))
     else:
-        _show(done, rows)
+        done.show()
     if report is not None:
-        from weft.report.t3 import write_t3_report
-
-        path = write_t3_report(done, rows, report)
+        path = done.write(report)
         if not as_json:
             print(f"wrote {path}")
     if trace is not None:
         from weft.report.trace import write_calls
-        from weft.sim.t3.record import calls
 
-        write_calls(calls(done), trace, about=done.system.words)
+        write_calls(done.calls(), trace, about=study)
         if not as_json:
             print(f"wrote {trace}")
 
 
-def _system(settings: Sequence[str]) -> System:
-    from weft.settings import parse
+def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
+    from weft.report.t3 import write_t3_report
+    from weft.sim.t3 import sensitivity as sensitivities
+    from weft.sim.t3 import study, tables
+    from weft.sim.t3.paper import figures
+    from weft.sim.t3.record import calls, record
     from weft.sim.t3.system import changed, load
 
+    if scenarios:
+        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, t3 simulates all of its sub-layers")
     system = load()
-    for setting in settings:
-        system = changed(system, *parse(setting, "hbm.gbps=2000"))
-    return system
+    for given in changes:
+        system = changed(system, *settings.parse(given, "hbm.gbps=2000"))
+    with progress_bar() as progress:
+        done = study.run(system, progress)
+        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+
+    def show() -> None:
+        out = output.console()
+        out.print(f"{system.words}; {system.peak_tflops:.0f} TFLOP/s, {system.hbm.gbps:g} GB/s of memory")
+        _print(tables.sublayers_table((*done.sublayers, *done.large)))
+        _print(tables.figures_table(done))
+        _verdict([figure.ok for figure in figures(done)])
+        _print(tables.mappings_table(done))
+        if rows:
+            _print(tables.sensitivity_table(rows))
+
+    return Done(
+        record=lambda: record(done, rows),
+        show=show,
+        write=lambda folder: write_t3_report(done, rows, folder),
+        calls=lambda: calls(done),
+    )
 
 
-def _show(study: Study, rows: Sequence[Sensitivity]) -> None:
-    from weft.sim.t3 import tables
-    from weft.sim.t3.paper import figures
+def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
+    from weft.models.gemms import FICCO_GEMMS, ficco_gemm
+    from weft.report.ficco import write_ficco_report
+    from weft.sim.ficco import sensitivity as sensitivities
+    from weft.sim.ficco import study, tables
+    from weft.sim.ficco.paper import figures
+    from weft.sim.ficco.record import record
 
-    out = output.console()
-    out.print(f"{study.system.words}; {study.system.peak_tflops:.0f} TFLOP/s, {study.system.hbm.gbps:g} GB/s of memory")
-    _print(tables.sublayers_table((*study.sublayers, *study.large)))
-    _print(tables.figures_table(study))
-    good = [figure.ok for figure in figures(study)]
-    out.print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
-    _print(tables.mappings_table(study))
-    if rows:
-        _print(tables.sensitivity_table(rows))
+    machine = study.load()
+    for given in changes:
+        machine = study.changed(machine, *settings.parse(given, "links.gbps=64"))
+    cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
+    with progress_bar() as progress:
+        done = study.run(machine, cases, progress=progress)
+        rows = tuple(sensitivities.sensitivity(machine, progress)) if sensitivity else ()
+
+    def show() -> None:
+        output.console().print(str(machine))
+        for made in (tables.scenarios_table(done.mesh), tables.topologies_table(done), tables.correlations_table(done)):
+            _print(made)
+        _print(tables.figures_table(done))
+        _verdict([figure.ok for figure in figures(done)])
+        if rows:
+            _print(tables.sensitivity_table(rows))
+
+    return Done(
+        record=lambda: record(done, rows),
+        show=show,
+        write=lambda folder: write_ficco_report(done, rows, folder),
+        calls=lambda: study.calls(done),
+    )
+
+
+def _verdict(good: Sequence[bool]) -> None:
+    output.console().print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
 
 
 def _print(rows: Sequence[tuple[str, ...]]) -> None:

@@ -13,7 +13,7 @@ flags and collectives, or tiles and memory. So waits and orders stay as they are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,8 +106,18 @@ def _over(beside_us: float, alone_us: float) -> float | None:
     return beside_us / alone_us if alone_us > FREE_US else None
 
 
+def apart(machine: Machine) -> Machine:
+    """`machine`, whose kernels and copies do not slow each other."""
+    sources, spreads = (
+        {path: value for path, value in known.items() if not path.startswith("contention.")}
+        for known in (machine.sources, machine.spreads)
+    )
+    return dataclasses.replace(machine, contention={}, sources=sources, spreads=spreads)  # type: ignore[arg-type]
+
+
 def without_communication(machine: Machine) -> Machine:
     """`machine`, whose copies, stores, links, flags and collectives cost nothing."""
+    machine = apart(machine)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
     # Numbers of a model have other paths than a table's, and every number needs a source.
     gone = ("collectives.", "fork_us")
@@ -130,6 +140,7 @@ def without_communication(machine: Machine) -> Machine:
 
 def without_computation(machine: Machine) -> Machine:
     """`machine`, whose tiles and memory cost nothing. Launches stay: a collective pays one, too."""
+    machine = apart(machine)
     gpu = machine.gpu
     tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
     fast = dataclasses.replace(
@@ -138,9 +149,12 @@ def without_computation(machine: Machine) -> Machine:
     return dataclasses.replace(machine, gpu=fast)
 
 
-def correlations(signatures: Sequence[Signature], machine: Machine) -> dict[Feature, float]:
-    """Spearman's rank correlation of the loss with each static size; 0 of fewer than three different values."""
-    losses = [found.loss for found in signatures]
+def correlations(
+    signatures: Sequence[Signature], machine: Machine, of: Callable[[Signature], float] = lambda found: found.loss
+) -> dict[Feature, float]:
+    """Spearman's rank correlation of a loss (default: the whole one) with each static size; 0 of fewer than three different
+    values."""
+    losses = [of(found) for found in signatures]
     known = [sizes(found.problem, machine) for found in signatures]
     return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in STATIC}
 

@@ -44,11 +44,22 @@ BURST_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class GemmCost:
-    """One kernel: tiles of each group of rows, what a tile takes, on how many SMs."""
+    """One kernel: tiles of each group of rows, on how many SMs, and what a tile takes: math_us on its SM, or memory_us for its
+    part of the traffic, if that is longer."""
 
     tiles: tuple[int, ...]
-    tile_us: float
     sms: int
+    math_us: float
+    memory_us: float
+
+    @property
+    def tile_us(self) -> float:
+        return max(self.math_us, self.memory_us)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of a tile's time, what its SM takes and what its traffic takes: the longer one is 1."""
+        return self.math_us / self.tile_us, self.memory_us / self.tile_us
 
     @property
     def busy_us(self) -> float:
@@ -83,8 +94,7 @@ def gemm_cost(
     for tile in machine.gpu.tiles:
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) for r in rows)
         waves = max(1, -(-sum(counts) // sms))
-        tile_us = max(_tile_us(machine, tile, k, dtype, speed, extra), hbm_us(machine, traffic) / waves)
-        cost = GemmCost(counts, tile_us, sms)
+        cost = GemmCost(counts, sms, _tile_us(machine, tile, k, dtype, speed, extra), hbm_us(machine, traffic) / waves)
         if best is None or cost.busy_us < best.busy_us:
             best = cost
     assert best is not None

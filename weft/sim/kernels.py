@@ -9,13 +9,14 @@ All tiles of a kernel take the same time, so tile j starts when tile j - SMs has
 Hence one gated kernel pays one ragged last wave, where a kernel for each part pays one each. Stores to a peer leave while
 later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`. A tile that adds is multiplied
 before it waits, and then reads what it adds, at the share of memory bandwidth that tiles which run together leave it. A tile
-with inner gates takes its time slice by slice, each no sooner than its gate is open; its SM waits with it.
+with inner gates takes its time slice by slice, each no sooner than its gate is open; its SM waits with it. Times of tiles
+are a kernel's own, which copies slow (weft.sim.contention).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import simpy
 
 from weft.schedule import Gemm, Part, Reduce, Sum
+from weft.sim.contention import Time
 from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
@@ -99,23 +101,32 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
     cost = _cost(world, rank, step, groups)
-    blocks = Blocks(cost.sms, world.now)
+    with world.network.contention.kernel(rank, cost.shares) as time:
+        slower = yield from _tiles(world, rank, groups, cost, time)
+    ended.succeed()
+    added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
+    world.kernels[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
+
+
+def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time) -> Generator[simpy.Event, Any, float]:
+    """All tiles and stores. Returns how many times as long they took as in the kernel's own time."""
+    start, own = world.now, time.now
+    blocks = Blocks(cost.sms, own)
     stores: list[simpy.Event] = []
-    end = ready = world.now
+    end = ready = own
     # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
-    opening = [world.env.process(_opened(world, group.parts[0])) for group in groups]
+    opening = [world.env.process(_opened(world, group.parts[0], time)) for group in groups]
     for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
         now, *inner = yield opened
         ready = max(ready, now)
         first, last = blocks.take(tiles, _ends(world, rank, group, tiles, cost, (ready, *inner)))
         end = max(end, last)
-        stores += _finish(world, rank, group, cost.sms, first, last)
-    yield world.env.timeout(max(0, end - world.now))
+        stores += _finish(world, rank, group, cost.sms, time, first, last)
+    yield time.until(end)
+    slower = (world.now - start) / (time.now - own) if time.now > own else 1.0
     if stores:
         yield world.env.all_of(stores)
-    ended.succeed()
-    added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
-    world.kernels[rank] += ns(world.machine.launch_us + cost.busy_us + added)
+    return slower
 
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
@@ -133,14 +144,14 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     )
 
 
-def _opened(world: World, part: Part) -> Generator[simpy.Event, Any, tuple[int, ...]]:
+def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any, tuple[int, ...]]:
     """When a part's gates are open, and then each of its inner gates."""
     for gate in part.gates:
         yield from world.wait(gate)
-    times = [world.now]
+    times = [time.now]
     for _, gate in part.inner:
         yield from world.wait(gate)
-        times.append(world.now)
+        times.append(time.now)
     return tuple(times)
 
 
@@ -185,20 +196,20 @@ def _added_bytes(world: World, part: Part) -> int:
     return sum(region_bytes(world.schedule, add) for add in part.adds)
 
 
-def _finish(world: World, rank: int, group: _Group, sms: int, first: int, last: int) -> list[simpy.Event]:
+def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first: int, last: int) -> list[simpy.Event]:
     """Have the group's data moved and its count raised. first, last: when its tiles end. Returns what the kernel waits for."""
     part = group.parts[0]
     moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
     if not moves:
         if part.count is not None:
-            world.post(rank, part.count, after_ns=max(0, last - world.now))
+            world.post(rank, part.count, after=time.until(last))
         return []
 
     def follow() -> Process:
-        yield world.env.timeout(max(0, first - world.now))
+        yield time.until(first)
         paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst)) for region, src, dst in moves]
         yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
-        yield world.env.timeout(max(0, last - world.now))
+        yield time.until(last)
         if part.count is not None:
             world.post(rank, part.count)
 

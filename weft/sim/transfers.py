@@ -38,7 +38,7 @@ def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, siz
         yield from world.local(rank, 2 * size)
     else:
         if kind == "copy":
-            path = (("engine", rank), *world.network.path(step.src.rank, step.dst.rank))
+            path = world.network.copy_path(rank, step.src.rank, step.dst.rank)
         else:
             sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)

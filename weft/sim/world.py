@@ -139,9 +139,13 @@ class World:
         beside_us = 0.0 if kind == "compute" else self.machine.fork_us or 0.0
         return beside_us + (self.machine.launch_us if kind == "blocks" else 0.0)
 
-    def post(self, rank: int, flag: Flag, *, after_ns: int = 0) -> None:
-        """Rank `rank` advances `flag` in `after_ns`; a peer sees it a link's latency later."""
-        delay = after_ns + self.network.latency_ns(rank, flag.rank)
+    def post(self, rank: int, flag: Flag, *, after: simpy.Event | None = None) -> None:
+        """Rank `rank` advances `flag`, now or at an event to come; a peer sees it a link's latency later."""
+        if after is not None:
+            assert after.callbacks is not None
+            after.callbacks.append(lambda _: self.post(rank, flag))
+            return
+        delay = self.network.latency_ns(rank, flag.rank)
         if not delay:
             self.flags.advance(flag)
             return

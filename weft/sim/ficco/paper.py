@@ -1,0 +1,94 @@
+"""Paper: the figures that FiCCO publishes, and the same ones of a Study, side by side.
+
+What counts as reproduced is a range around each, set before the comparison. No constant of the machine was set for a scenario.
+Source of all published values: FiCCO, arXiv 2512.10236: abstract, and for what peer to peer and a wrong choice lose, its
+evaluation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.sim.ficco.study import Scenario, Study, chosen_exactly, wrong_costs
+
+Unit = Literal["times", "percent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A published number and ours. low, high: what is accepted, both included. percent: all are shares of 1."""
+
+    name: str
+    published: float
+    ours: float
+    low: float
+    high: float
+    unit: Unit
+
+    @property
+    def ok(self) -> bool:
+        return self.low <= self.ours <= self.high
+
+    def text(self, value: float) -> str:
+        """A value in the figure's unit.
+
+        >>> Figure(name="x", published=1.6, ours=1.55, low=1.45, high=1.7, unit="times").text(1.55)
+        '1.55x'
+        """
+        return f"{100 * value:.1f} %" if self.unit == "percent" else f"{value:.2f}x"
+
+
+def figures(study: Study) -> tuple[Figure, ...]:
+    """Every published number that the Study has, too."""
+    mesh = study.mesh
+    return (
+        _times("peer to peer, slower than sequential, max", 3.9, max(one.p2p_loss for one in mesh), 3.0, 4.5),
+        _times("ideal, speed-up, max", 1.7, max(one.ideal for one in mesh), 1.6, 1.8),
+        _times("best of FiCCO's four, speed-up, max", 1.6, max(one.speedup(one.bespoke) for one in mesh), 1.45, 1.7),
+        _percent("heuristic chooses the best of unseen scenarios", 0.81, chosen_exactly(study.unseen), 0.81, 1.0),
+        _percent("a wrong choice costs", 0.14, wrong_costs(study.unseen), 0.0, 0.14),
+    )
+
+
+def _times(name: str, published: float, ours: float, low: float, high: float) -> Figure:
+    return Figure(name=name, published=published, ours=ours, low=low, high=high, unit="times")
+
+
+def _percent(name: str, published: float, ours: float, low: float, high: float) -> Figure:
+    return Figure(name=name, published=published, ours=ours, low=low, high=high, unit="percent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What a topology does: geometric means and maxima over scenarios. p2p_loss: times sequential's. bespoke: speed-up of the
+    best of FiCCO's four; over_p2p: its speed-up over peer to peer, and of what sequential takes more than the ideal, realised:
+    the share that the best of FiCCO's four saves."""
+
+    name: str
+    p2p_loss: tuple[float, float]
+    bespoke: tuple[float, float]
+    over_p2p: tuple[float, float]
+    realised: float
+
+
+def topologies(study: Study) -> Iterator[Topology]:
+    """The mesh, and the same behind a switch."""
+    for name, found in (("full mesh", study.mesh), ("switch", study.switch)):
+        yield Topology(
+            name=name,
+            p2p_loss=_mean_and_most([one.p2p_loss for one in found]),
+            bespoke=_mean_and_most([one.speedup(one.bespoke) for one in found]),
+            over_p2p=_mean_and_most([one.us["shard_p2p"] / one.us[one.bespoke] for one in found]),
+            realised=statistics.fmean(map(_realised, found)),
+        )
+
+
+def _mean_and_most(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.geometric_mean(values), max(values)
+
+
+def _realised(one: Scenario) -> float:
+    return (one.speedup(one.bespoke) - 1) / (one.ideal - 1)
