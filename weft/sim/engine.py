@@ -12,8 +12,8 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
 Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
 latency later. Of a lane's fused steps only the first is launched, and flags among them cost that latency alone. A lane of
-communication blocks takes stores.sms SMs from the kernels that start while it runs, one of a network network.sms. Transfers do
-not slow kernels through the GPU's memory, nor kernels transfers.
+communication blocks takes stores.sms SMs from the kernels that start while it runs, one of a network network.sms. Copies and
+kernels slow each other as the machine's contention says (weft.sim.contention); without, they do not.
 """
 
 from __future__ import annotations
