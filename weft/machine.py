@@ -151,8 +151,8 @@ class Machine:
     to start those beside the compute lane, and from a copy lane to come back, where that was measured. collectives: vendor's,
     by name; all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and
     an all_gather.
-    contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
-    simulator does not use it. network: between several such hosts, if known.
+    contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
+    simulator uses that of gemm and copy, of copies at the full rate. network: between several such hosts, if known.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
     measurements differ: half of what lies between their quartiles, as a share of the median.
     """
