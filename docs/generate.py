@@ -10,10 +10,14 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
     ```text dma MODE              dma.jsonl there: collectives alone
     ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
+    ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
+    ```text ficco WHAT            figures, scenarios, switch, topologies, losses, correlations, sensitivity or machine of
+                                  `weft simulate ficco`
 
-tests/test_docs.py holds that nothing is out of date. The sensitivity table takes half a minute to make, so that its numbers
-lie in docs/t3_sensitivity.json; `python docs/generate.py sensitivity` writes that file.
+tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity table in
+docs/t3_sensitivity.json, which `python docs/generate.py sensitivity` writes in half a minute, and FiCCO's evaluation in
+docs/ficco.json, which `python docs/generate.py ficco` writes in two or three.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProb
 from weft.rules import TERMS, Weights, estimates, heuristic
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.ficco import sensitivity as ficco_sensitivity
+from weft.sim.ficco import study as ficco_study
+from weft.sim.ficco import tables as ficco_tables
 from weft.sim.t3 import tables
 from weft.sim.t3.sensitivity import Sensitivity, sensitivity
 from weft.sim.t3.study import Study, run
@@ -47,6 +54,7 @@ DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
+FICCO = ROOT / "docs" / "ficco.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
@@ -55,7 +63,8 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|t3) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL
+    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|simulated|t3|ficco) ([^\n]*)\n.*?^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -258,6 +267,52 @@ def _stored() -> Sequence[Sensitivity]:
     return codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
 
 
+@functools.cache
+def kept() -> tuple[ficco_study.Study, Sequence[ficco_sensitivity.Sensitivity]]:
+    """FiCCO's evaluation and what its assumed numbers do, as they were kept."""
+    data = json.loads(FICCO.read_text(encoding="utf-8"))
+    rows = codec.load(tuple[ficco_sensitivity.Sensitivity, ...], data["sensitivity"])
+    return codec.load(ficco_study.Study, data["study"]), rows
+
+
+def keep_ficco() -> None:
+    """Simulate it, and keep it."""
+    where = ficco_study.load()
+    data = {"study": ficco_study.run(where), "sensitivity": tuple(ficco_sensitivity.sensitivity(where))}
+    FICCO.write_text(codec.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def ficco(what: str) -> str:
+    """A table of the simulated FiCCO."""
+    found, rows = kept()
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: ficco_tables.figures_table(found),
+        "scenarios": lambda: ficco_tables.scenarios_table(found.mesh),
+        "switch": lambda: ficco_tables.scenarios_table(found.switch),
+        "topologies": lambda: ficco_tables.topologies_table(found),
+        "losses": lambda: ficco_tables.losses_table(found),
+        "correlations": lambda: ficco_tables.correlations_table(found),
+        "sensitivity": lambda: ficco_tables.sensitivity_table(rows),
+        "machine": lambda: [row[:2] for row in ficco_tables.machine_table(found)],
+    }
+    return _table(makers[what]())
+
+
+@functools.cache
+def _compared() -> tuple[Any, tuple[Any, ...]]:
+    """The benchmark, which is in no package, and what it finds."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    import simulated
+
+    return simulated, simulated.compared(machine.load(simulated.MACHINE))
+
+
+def errors(by: str) -> str:
+    """How far predictions are from measurements, on every line that there is."""
+    benchmark, found = _compared()
+    return _table(benchmark.rows(found, by))
+
+
 MAKERS: dict[str, Callable[..., str]] = {
     "timeline": timeline,
     "counts": counts,
@@ -267,7 +322,9 @@ MAKERS: dict[str, Callable[..., str]] = {
     "beside": beside,
     "dma": dma,
     "rules": decisions,
+    "simulated": errors,
     "t3": t3,
+    "ficco": ficco,
 }
 
 
@@ -284,6 +341,8 @@ def rewritten(text: str) -> str:
 def main() -> None:
     if sys.argv[1:] == ["sensitivity"]:
         SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
+    if sys.argv[1:] == ["ficco"]:
+        keep_ficco()
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weft.sim.settings import changed
-from weft.sim.t3.system import System, load
+from weft.sim.t3.system import System, changed, load
 from weft.sim.t3.work import Gemm
 
 TINY = {

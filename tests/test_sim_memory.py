@@ -21,7 +21,7 @@ LOOKUP = LookupProblem.of(batch=4, dims=((16,), (16,)))
 
 
 def with_memory(gbps: float, **changes: object) -> Machine:
-    machine = tiny()
+    machine = tiny(strided="kernel")
     return dataclasses.replace(machine, gpu=dataclasses.replace(machine.gpu, hbm_gbps=gbps), **changes)  # type: ignore[arg-type]
 
 
@@ -46,26 +46,27 @@ def test_copies_within_a_gpu_share_its_memory() -> None:
     assert ends(simulate(of_one_rank(one, two), machine), "copy") == [6.0, 6.0]
 
 
-def test_lanes_beside_the_compute_lane_start_after_the_fork() -> None:
+def test_lanes_beside_the_compute_lane_fork_and_join() -> None:
+    """A copy of 2 us begins at 10, and is back 10 us after its end."""
     lanes = Lane("compute", "compute", (within(0),)), Lane("copy", "copy", (within(4),))
     machine = dataclasses.replace(tiny(), fork_us=10.0, sources=tiny().sources | {"fork_us": "made up"})
-    assert ends(simulate(of_one_rank(*lanes), machine), "copy") == [3.0, 12.0]
+    assert ends(simulate(of_one_rank(*lanes), machine), "copy") == [3.0, 22.0]
 
 
-@pytest.mark.parametrize(("cols", "end"), [((0, 8), 2.0), ((0, 4), 6.5)])
-def test_a_strided_copy_waits_for_the_sms_of_a_gemm(cols: tuple[int, int], end: float) -> None:
-    """The GEMM ends at 4.5: a copy of whole rows does not care, one of some columns is a kernel."""
+@pytest.mark.parametrize(("cols", "by", "end"), [((0, 8), "kernel", 2.0), ((0, 4), "kernel", 6.5), ((0, 4), "engine", 2.0)])
+def test_a_strided_copy_waits_for_the_sms_of_a_gemm(cols: tuple[int, int], by: str, end: float) -> None:
+    """The GEMM ends at 4.5: a copy of whole rows does not care, one of some columns does where it is a kernel."""
     part = Part(Region("a", 0, (0, 8), (0, 8)), Region("out", 0, (0, 8), (0, 4)))
     gemm = Gemm(Region("b", 0, (0, 8), (0, 4)), (part,))
     lanes = Lane("compute", "compute", (gemm,)), Lane("copy", "copy", (within(0, cols),))
-    spans = simulate(of_one_rank(*lanes), tiny())
+    spans = simulate(of_one_rank(*lanes), tiny(strided=by))
     assert (ends(spans, "gemm"), ends(spans, "copy")) == ([4.5], [end])
 
 
 def test_a_lookup_goes_at_the_pace_of_its_stores() -> None:
     """Launched at 3.5, behind a wait. The peer's 128 bytes take 2 us on the way, gathering them less; the way there and back is
     half a us. Where gathering is longer, half of the 2 us comes on top of it; the own part is written, too."""
-    (end,) = ends(simulate(build(LOOKUP, "direct_store", 1), tiny()), "lookup")
+    (end,) = ends(simulate(build(LOOKUP, "direct_store", 1), with_memory(1e6)), "lookup")
     assert end == 0.5 + 3 + 2 + 0.5
     gathered = gathered_bytes(LOOKUP, 32)
     (end,) = ends(simulate(build(LOOKUP, "direct_store", 1), with_memory(0.032)), "lookup")

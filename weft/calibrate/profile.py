@@ -69,11 +69,11 @@ class Profile:
             "links": self._links(),
             "launch_us": self._single("launch_us", "launch"),
             "flag_us": self._single("flag_us", "flag"),
+            "fork_us": self.base.fork_us,
             "collectives": {op: self._collective(op) for op in COLLECTIVES},
             "contention": self._contention(),
             "network": self.base.network,
             "wake_us": self._wake_us(),
-            "fork_us": self.base.fork_us,
             "stages": self.base.stages,
             "device": device,
         }
@@ -140,7 +140,9 @@ class Profile:
         copy_us = round(max(_LEAST_US, statistics.median(many)), 3) if many else fitted.fixed_us
         self._say("copies.copy_us", "of several in a row, less their bytes" if many else "fitted to copies by size", pushes)
         self._say("copies.gbps", "fitted to copies by size, all ranks at once", pushes)
-        return self._with_several(CopyEngines(copy_us=copy_us, gbps=fitted.gbps, several_gbps=fitted.gbps, engines=1))
+        rates = {"copy_us": copy_us, "gbps": fitted.gbps, "several_gbps": fitted.gbps}
+        copies = dataclasses.replace(self.base.copies, **rates, engines=1)  # type: ignore[arg-type]
+        return self._with_several(copies)
 
     def _with_several(self, copies: CopyEngines) -> CopyEngines:
         found = [sample for sample in self.samples if sample.what == "several"]

@@ -1,4 +1,4 @@
-"""weft simulate: a published evaluation, simulated, with its figures beside ours."""
+"""weft simulate: a published evaluation, simulated, with its figures beside ours; or one schedule on one machine."""
 
 from __future__ import annotations
 
@@ -10,32 +10,42 @@ from typing import Annotated, Any
 
 import typer
 
-from weft.cli import output
+from weft.cli import options, output
 from weft.cli.progress import progress_bar
+from weft.cli.simulate_schedule import Outputs, simulate_schedule
+from weft.span import Span
 
 STUDIES = ("t3", "ficco")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """A study that was simulated: as data, on the console, as a page in a folder whose path it returns."""
+    """A study that was simulated: as data, on the console, as a page in a folder whose path it returns, as spans by call."""
 
     record: Callable[[], dict[str, Any]]
     show: Callable[[], None]
     write: Callable[[Path], Path]
+    calls: Callable[[], dict[str, tuple[Span, ...]]]
 
 
 def command(
     study: Annotated[
         str,
         typer.Argument(
-            metavar="STUDY",
-            help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236).",
+            metavar="STUDY|FILE",
+            help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236). "
+            "A JSON file: a schedule, as weft plan --save has it.",
         ),
     ],
-    settings: Annotated[
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a schedule: a name from weft machines, or a JSON file. Default: h200x8."),
+    ] = None,
+    changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the system, such as hbm.gbps=2000. Repeatable."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a number of the system or machine, such as hbm.gbps=2000. Repeatable."
+        ),
     ] = None,
     scenarios: Annotated[
         list[str] | None,
@@ -46,13 +56,27 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    chakra: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of a schedule: write Chakra traces, and ASTRA-sim's other files.")
+    ] = None,
 ) -> None:
-    """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published."""
+    """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
+    schedule on one machine."""
+    outputs = Outputs(as_json=as_json, report=report, trace=trace, chakra=chakra)
+    if study not in STUDIES and (study.endswith(".json") or Path(study).is_file()):
+        if sensitivity or scenarios:
+            raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
+        simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)
+        return
     if study not in STUDIES:
-        raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}")
-    output.require_folder(report, "--report")
+        raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
+    for name, value in (("--machine", machine), ("--chakra", chakra)):
+        if value is not None:
+            raise ValueError(f"{name} is for a schedule in a JSON file, not for {study}")
+    outputs.require()
     simulate = _ficco if study == "ficco" else _t3
-    done = simulate(settings or [], scenarios or [], sensitivity)
+    done = simulate(changes or [], scenarios or [], sensitivity)
     if as_json:
         print(json.dumps(done.record(), indent=2, allow_nan=False))
     else:
@@ -61,22 +85,28 @@ def command(
         path = done.write(report)
         if not as_json:
             print(f"wrote {path}")
+    if trace is not None:
+        from weft.report.trace import write_calls
+
+        write_calls(done.calls(), trace, about=study)
+        if not as_json:
+            print(f"wrote {trace}")
 
 
-def _t3(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
     from weft.report.t3 import write_t3_report
-    from weft.sim.settings import assigned
     from weft.sim.t3 import sensitivity as sensitivities
     from weft.sim.t3 import study, tables
     from weft.sim.t3.paper import figures
-    from weft.sim.t3.record import record
-    from weft.sim.t3.system import load
+    from weft.sim.t3.record import calls, record
+    from weft.sim.t3.system import changed, load
 
     if scenarios:
         raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, t3 simulates all of its sub-layers")
     system = load()
-    for setting in settings:
-        system = assigned(system, setting)
+    for given in changes:
+        system = changed(system, *settings.parse(given, "hbm.gbps=2000"))
     with progress_bar() as progress:
         done = study.run(system, progress)
         rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
@@ -91,21 +121,26 @@ def _t3(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) ->
         if rows:
             _print(tables.sensitivity_table(rows))
 
-    return Done(record=lambda: record(done, rows), show=show, write=lambda folder: write_t3_report(done, rows, folder))
+    return Done(
+        record=lambda: record(done, rows),
+        show=show,
+        write=lambda folder: write_t3_report(done, rows, folder),
+        calls=lambda: calls(done),
+    )
 
 
-def _ficco(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
     from weft.models.gemms import FICCO_GEMMS, ficco_gemm
     from weft.report.ficco import write_ficco_report
     from weft.sim.ficco import sensitivity as sensitivities
     from weft.sim.ficco import study, tables
     from weft.sim.ficco.paper import figures
     from weft.sim.ficco.record import record
-    from weft.sim.settings import assigned
 
     machine = study.load()
-    for setting in settings:
-        machine = assigned(machine, setting)
+    for given in changes:
+        machine = study.changed(machine, *settings.parse(given, "links.gbps=64"))
     cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
     with progress_bar() as progress:
         done = study.run(machine, cases, progress=progress)
@@ -120,7 +155,12 @@ def _ficco(settings: Sequence[str], scenarios: Sequence[str], sensitivity: bool)
         if rows:
             _print(tables.sensitivity_table(rows))
 
-    return Done(record=lambda: record(done, rows), show=show, write=lambda folder: write_ficco_report(done, rows, folder))
+    return Done(
+        record=lambda: record(done, rows),
+        show=show,
+        write=lambda folder: write_ficco_report(done, rows, folder),
+        calls=lambda: study.calls(done),
+    )
 
 
 def _verdict(good: Sequence[bool]) -> None:

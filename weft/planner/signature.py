@@ -120,7 +120,8 @@ def without_communication(machine: Machine) -> Machine:
     machine = apart(machine)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
     # Numbers of a model have other paths than a table's, and every number needs a source.
-    sources = {path: source for path, source in machine.sources.items() if not path.startswith("collectives.")}
+    gone = ("collectives.", "fork_us")
+    sources = {path: source for path, source in machine.sources.items() if not path.startswith(gone)}
     spreads = {path: spread for path, spread in machine.spreads.items() if path in sources}
     for op in machine.collectives:
         sources |= dict.fromkeys((f"collectives.{op}.{name}" for name in ("fixed_us", "step_us", "gbps")), "assumed, nothing")
@@ -131,6 +132,7 @@ def without_communication(machine: Machine) -> Machine:
         links=dataclasses.replace(machine.links, gbps=FREE_GBPS, latency_us=FREE_US, host_gbps=host_gbps),
         flag_us=FREE_US,
         wake_us=machine.wake_us and FREE_US,
+        fork_us=None,
         collectives=dict.fromkeys(machine.collectives, AlphaBeta(fixed_us=FREE_US, step_us=FREE_US, gbps=FREE_GBPS)),
         sources=sources,
         spreads=spreads,

@@ -10,11 +10,11 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
     copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
                           \\ shares ports and links with every other transfer (weft.sim.network)
 
-Costs: a lane beside the compute lane starts fork_us late, which stands for its way back, too; a kernel pays launch_us, a copy
-copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps only
-the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs from
-kernels that start while it runs, one of a network network.sms. Copies within a GPU, sums and lookups share its memory's rate;
-GEMMs and transfers between GPUs do not slow each other through it.
+Costs: a lane beside the compute lane starts fork_us late, and a copy lane takes as long to come back; a kernel pays launch_us,
+a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps
+only the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs
+from kernels that start while it runs, one of a network network.sms. Copies within a GPU, sums and lookups share its memory's
+rate; GEMMs and copies to peers slow each other where the profile says by how much (weft.sim.contention).
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
         start = world.now
         inside = any(low < position < high for low, high in lane.fused)
         yield from _step(inner if inside else world, rank, lane, step)
+        if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
+            yield world.env.timeout(ns(world.machine.fork_us))
         record(step, start)
     world.free_sms[rank] += taken
     at.pop((rank, lane.name), None)

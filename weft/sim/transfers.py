@@ -1,8 +1,8 @@
 """Copies and collectives, simulated.
 
 A lane of a copy engine runs its copies one after the other. Lanes of one rank share its engines: a copy waits until one is
-free, then shares ports and links with all other transfers. A copy of rows that do not lie together is a kernel, whatever its
-lane: it waits for the SMs of the lookup or vendor's GEMM that runs on its rank.
+free, then shares ports and links with all other transfers. Where a copy of rows that do not lie together is a kernel, it waits
+for the SMs of the lookup or vendor's GEMM that runs on its rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
-    if rank in world.filled and strided(world.schedule, step):
+    if machine.copies.strided == "kernel" and rank in world.filled and strided(world.schedule, step):
         yield world.filled[rank]
     yield world.env.timeout(ns(fixed))
     if step.src.rank == step.dst.rank:

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft import codec
-from weft.machine import Machine
+from weft.machine import Machine, numbers
 from weft.models.gemms import FICCO_GEMMS, GemmCase
-from weft.sim.ficco.study import CHOSEN_FROM, Progress, chosen_exactly, scenario
-from weft.sim.settings import changed, scaled
+from weft.sim.ficco.study import CHOSEN_FROM, Progress, changed, chosen_exactly, scenario
 
 STEP = 0.25
 TILES = "gpu.tiles"
@@ -52,7 +51,8 @@ def headline(
 def varied(machine: Machine, path: str, factor: float) -> Machine:
     """`machine` with the number at `path` times `factor`: see the module's text."""
     if path != TILES:
-        return scaled(machine, path, factor)
+        (value,) = (number for name, number in numbers(machine) if name == path)
+        return changed(machine, path, repr(value * factor))
     tiles = [codec.dump(tile) | {"efficiency": min(1.0, factor * tile.efficiency)} for tile in machine.gpu.tiles]
     return changed(machine, path, codec.dumps(tuple(tiles)))
 

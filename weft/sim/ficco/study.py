@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.machine import Machine
+from weft import settings
+from weft.machine import Machine, numbers
 from weft.machine import load as load_machine
 from weft.models.gemms import FICCO_GEMMS, GemmCase
 from weft.planner.signature import Signature, signature
@@ -24,6 +25,7 @@ from weft.sim import engine
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 from weft.sim.ficco.scenarios import unseen
 from weft.sim.ficco.score import BESPOKE, pick
+from weft.span import Span
 
 MACHINE = "mi300x8"
 COMPARED = ("sequential", "shard_p2p", *BESPOKE, "flag_gated")
@@ -96,6 +98,15 @@ def load() -> Machine:
     return load_machine(MACHINE)
 
 
+def changed(machine: Machine, path: str, text: str) -> Machine:
+    """`machine` with the number, or the row of numbers, at `path` replaced by `text`, read as JSON.
+
+    Raises ValueError that names the path and says which there are, or what the value must be.
+    """
+    known = dict.fromkeys(name for name, _ in numbers(machine))
+    return settings.changed(machine, path, text, known=known, what=f"machine {machine.name}")
+
+
 def behind_switch(machine: Machine) -> Machine:
     """A mesh's GPUs, whose links all lead to a switch: one peer, too, gets what all of them carry. The collectives stay."""
     gbps = (machine.world_size - 1) * machine.links.gbps
@@ -148,6 +159,17 @@ def scenario(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) 
         us={name: engine.run(schedule, machine).total_us for name, schedule in schedules.items()},
         scored=pick(problem, machine),
     )
+
+
+def calls(study: Study) -> dict[str, tuple[Span, ...]]:
+    """Every scenario of the mesh as sequential and the fastest of FiCCO's four run it, as spans: by title."""
+    found: dict[str, tuple[Span, ...]] = {}
+    for one in study.mesh:
+        problem = one.case.problem(study.machine.world_size)
+        for name in ("sequential", one.bespoke):
+            schedule = build(problem, name, fan_out=study.machine.fans_out)
+            found[f"{one.case.name} {name}"] = engine.simulate(schedule, study.machine)
+    return found
 
 
 def signatures(machine: Machine, case: GemmCase) -> tuple[Signature, ...]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from weft.sim.settings import scaled
 from weft.sim.t3.paper import geomean
 from weft.sim.t3.study import run_sublayers
-from weft.sim.t3.system import System
+from weft.sim.t3.system import System, scaled
 from weft.sim.t3.work import SUBLAYERS
 
 STEP = 0.25

@@ -1,19 +1,22 @@
 """System: the simulated GPU of T3, as numbers, each with its source. One value serves every sub-layer and configuration.
 
 Contract: as weft.machine's profiles: a System that exists is complete, every number is above zero, and `sources` says of
-each where it is from. `weft.sim.settings` replaces one.
+each where it is from. `changed` gives a System with one number replaced, by the path that `numbers` names it with.
 
 Times are whole nanoseconds, rates 1e9 bytes/s, which is bytes a nanosecond.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from weft import codec
+from weft import codec, settings
 from weft.machine import numbers
 
 PROFILE = Path(__file__).with_name("system.json")
@@ -147,3 +150,23 @@ class System:
 def load() -> System:
     """The shipped profile: T3, arXiv 2401.16677, section 5."""
     return codec.read(System, PROFILE)
+
+
+def changed(system: System, path: str, value: str | float) -> System:
+    """`system` with one number, or one row of numbers, replaced; value: as JSON text or as the number.
+
+    Raises ValueError that names the path and says which there are, or what the value must be.
+    """
+    known = dict.fromkeys(name for name, _ in numbers(system))
+    text = value if isinstance(value, str) else json.dumps(value)
+    return settings.changed(system, path, text, known=known, what=f"system {system.name}")
+
+
+def scaled(system: System, path: str, factor: float) -> System:
+    """`system` with the number at `path` times `factor`; whole numbers are rounded."""
+    values = [value for name, value in numbers(system) if name == path]
+    made = [round(value * factor) if isinstance(value, int) else value * factor for value in values]
+    at: Any = dataclasses.asdict(system)
+    for key in path.split("."):
+        at = at[key]
+    return changed(system, path, codec.dumps(tuple(made)) if isinstance(at, tuple) else made[0])
