@@ -183,12 +183,12 @@ class Machine:
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
     a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on
     of a copy lane that waited for it, None for nothing. fork_us: of a call on several lanes, to start those beside the compute
-    lane, and from a copy lane to come back, where that was measured. stages: whether vendors' matmuls and collectives are called
-    through torch, with what that does around them (weft.sim.staging). collectives: vendor's, by name; all_to_all may be missing,
-    and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
+    lane, and from a copy lane to come back, where that was measured. stages: whether vendors' matmuls and collectives are
+    called through torch, with what that does around them (weft.sim.staging). collectives: vendor's, by name; all_to_all may be
+    missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
-    simulator uses that of gemm and copy, of copies at the full rate. network: between several such hosts, if known. device: what
-    its numbers were measured on, as its driver names it; empty where they are of several sources.
+    simulator uses that of gemm and copy, of copies at the full rate. network: between several such hosts, if known. device:
+    what its numbers were measured on, as its driver names it; empty where they are of several sources.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
     measurements differ: half of what lies between their quartiles, as a share of the median.
     """
