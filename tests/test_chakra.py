@@ -86,11 +86,17 @@ def test_collectives_have_their_type_and_size(op: Any, number: int, tmp_path: Pa
 
 
 def test_the_network_is_the_machines(tmp_path: Path) -> None:
-    written = write_astra(SCHEDULE, load("mi300x8"), tmp_path)
+    machine = load("mi300x8")
+    written = write_astra(SCHEDULE, machine, tmp_path)
     assert [path.name for path in written[3:]] == ["network.yml", "system.json", "memory.json"]
     lines = (tmp_path / "network.yml").read_text(encoding="utf-8").splitlines()
-    assert lines == ["topology: [ FullyConnected ]", "npus_count: [ 3 ]", "bandwidth: [ 64.0 ]", "latency: [ 1500.0 ]"]
-    assert json.loads((tmp_path / "system.json").read_text(encoding="utf-8"))["local-mem-bw"] == 4200.0
+    assert lines == [
+        "topology: [ FullyConnected ]",
+        "npus_count: [ 3 ]",
+        f"bandwidth: [ {machine.links.gbps} ]",
+        "latency: [ 1500.0 ]",
+    ]
+    assert json.loads((tmp_path / "system.json").read_text(encoding="utf-8"))["local-mem-bw"] == machine.gpu.hbm_gbps
     assert json.loads((tmp_path / "memory.json").read_text(encoding="utf-8")) == {"memory-type": "NO_MEMORY_EXPANSION"}
 
 

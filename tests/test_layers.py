@@ -20,7 +20,7 @@ OUTER = 7
 
 LAYERS: dict[str, int] = {
     **dict.fromkeys(["codec", "errors", "machine", "problem", "settings", "span", "version"], 0),
-    **dict.fromkeys(["between", "cache", "checker", "rules", "schedule", "schedules", "timelines", "work"], 1),
+    **dict.fromkeys(["between", "cache", "checker", "rules", "schedule", "schedules", "timelines", "together", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
     **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
     **dict.fromkeys(["controls", "transports"], 4),

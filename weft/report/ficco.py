@@ -103,7 +103,7 @@ def _losses(study: Study, charts: Charts) -> Html:
         name = f"loss{position}"
         charts[name] = _loss_chart(study, loss)
         panels += [tag("h3", loss), chart_panel(name, f"Points: {loss} against static sizes; the table has the numbers")]
-    whole = _listed("Losses of each of FiCCO's four", losses_table(study), (0, 4))
+    whole = _listed("DIL and CIL of each of FiCCO's four", losses_table(study))
     known = _listed("Rank correlations with static sizes", correlations_table(study), (0, 1))
     return _section("Losses against static sizes", *panels, known, whole)
 

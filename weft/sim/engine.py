@@ -29,6 +29,7 @@ from weft.sim import kernels, lookups, messages, transfers
 from weft.sim.network import Resource, Usage
 from weft.sim.world import Process, Recorder, World, ns
 from weft.span import Span
+from weft.together import riding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +84,12 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
-    inner = world.within_a_kernel() if lane.fused else world
+    along = riding(lane)
+    inner = world.within_a_kernel() if along else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
-        inside = any(low < position < high for low, high in lane.fused)
-        yield from _step(inner if inside else world, rank, lane, step)
+        yield from _step(inner if position in along else world, rank, lane, step)
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
         record(step, start)

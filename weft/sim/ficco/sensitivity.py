@@ -6,12 +6,13 @@ Of tiles the efficiency is varied, not their size. A contention below 1 is taken
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft import codec
 from weft.machine import Machine, numbers
 from weft.models.gemms import FICCO_GEMMS, GemmCase
-from weft.sim.ficco.study import CHOSEN_FROM, Progress, changed, chosen_exactly, scenario
+from weft.sim.ficco.score import pick
+from weft.sim.ficco.study import CHOSEN_FROM, Progress, Scenario, changed, chosen_exactly, scenario
 
 STEP = 0.25
 TILES = "gpu.tiles"
@@ -22,7 +23,8 @@ UNUSED = ("stores.", "gpu.flag_efficiency", "collectives.reduce_scatter.")
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
     """The headline with one number changed; path: None for none. Maxima over the scenarios: p2p_loss, times sequential's that
-    peer to peer takes; ideal, bespoke, speed-ups. exact: share of scenarios whose best the heuristic chooses."""
+    peer to peer takes; ideal, bespoke, speed-ups. exact: share of scenarios whose best the heuristic chooses; untold: the same
+    where it goes by the machine as it was, and does not know of the change."""
 
     path: str | None
     factor: float
@@ -30,6 +32,7 @@ class Sensitivity:
     ideal: float
     bespoke: float
     exact: float
+    untold: float
 
 
 def headline(
@@ -45,7 +48,12 @@ def headline(
         ideal=max(one.ideal for one in found),
         bespoke=max(one.speedup(one.bespoke) for one in found),
         exact=chosen_exactly(found),
+        untold=chosen_exactly([_chosen_by(machine, one) for one in found]),
     )
+
+
+def _chosen_by(machine: Machine, one: Scenario) -> Scenario:
+    return replace(one, scored=pick(one.case.problem(machine.world_size), machine))
 
 
 def varied(machine: Machine, path: str, factor: float) -> Machine:

@@ -73,17 +73,23 @@ def _pair(values: tuple[float, float]) -> str:
 
 
 def losses_table(study: Study) -> list[Row]:
-    """DIL and CIL of each scenario and each of FiCCO's four."""
-    return [("GEMM", "op/byte", "MiB", "M/K", "schedule", *LOSSES), *_losses(study)]
+    """Of each scenario and each of FiCCO's four: DIL and CIL of the GEMM, then of the communication."""
+    heads = (f"{SHORT[name]} {half}" for half in ("GEMM", "comm.") for name in BESPOKE)
+    return [("GEMM", "op/byte", "MiB", "M/K", *heads), *(_losses(study, one) for one in study.mesh)]
 
 
-def _losses(study: Study) -> Iterator[Row]:
-    names = {one.case.problem(study.machine.world_size): one.case.name for one in study.mesh}
-    for found in study.signatures:
-        known = sizes(found.problem, study.machine)
-        static = (f"{FEATURES[name](known):.4g}" for name in SIZES)
-        family = found.spec.partition(":")[0]
-        yield (names[found.problem], *static, family, *(f"{of(found):.2f}" for of in LOSSES.values()))
+def _losses(study: Study, one: Scenario) -> Row:
+    problem = one.case.problem(study.machine.world_size)
+    known = sizes(problem, study.machine)
+    static = (
+        f"{FEATURES['op_to_byte'](known):.0f}",
+        f"{FEATURES['traffic_mib'](known):.0f}",
+        f"{FEATURES['m_over_k'](known):.3g}",
+    )
+    by_family = {found.spec.partition(":")[0]: found for found in study.signatures if found.problem == problem}
+    dil_and_cil = ((LOSSES[f"{half} DIL"], LOSSES[f"{half} CIL"]) for half in ("GEMM", "comm."))
+    cells = (f"{dil(by_family[name]):.2f} {cil(by_family[name]):.2f}" for dil, cil in dil_and_cil for name in BESPOKE)
+    return (one.case.name, *static, *cells)
 
 
 def correlations_table(study: Study) -> list[Row]:
@@ -102,14 +108,14 @@ def _correlations(study: Study) -> Iterator[Row]:
 def sensitivity_table(rows: Sequence[Sensitivity]) -> list[Row]:
     """The headline by assumed number and factor."""
     return [
-        ("assumed number", "times", "p2p loss, max", "ideal, max", "best of four, max", "heuristic exact"),
+        ("assumed number", "times", "p2p loss, max", "ideal, max", "best of four, max", "heuristic exact", "untold"),
         *map(_headline, rows),
     ]
 
 
 def _headline(row: Sensitivity) -> Row:
     values = (f"{value:.2f}x" for value in (row.p2p_loss, row.ideal, row.bespoke))
-    return (row.path or "as it is", f"{row.factor:g}", *values, f"{row.exact:.0%}")
+    return (row.path or "as it is", f"{row.factor:g}", *values, f"{row.exact:.0%}", f"{row.untold:.0%}")
 
 
 def machine_table(study: Study) -> list[Row]:
