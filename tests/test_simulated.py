@@ -18,7 +18,7 @@ import simulated  # noqa: E402
 
 from weft.machine import load  # noqa: E402
 
-P95_SO_FAR = 0.23
+P95_SO_FAR = 0.25
 """Above the goal, which is 0.20: docs/simulator.md says what is left."""
 
 
