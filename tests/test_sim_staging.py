@@ -67,8 +67,8 @@ def test_rows_apart_are_staged_where_torch_calls_the_vendor() -> None:
     """A step's product has rows of two ranks: two kernels put them in their places."""
     staged = dataclasses.replace(tiny(), stages=True)
     plain = [one.duration_us for one in spans(GATHER, "uniform_fused_1d", tiny(), "gemm", 2)]
-    assert plain == [4.5, 4.5]
-    assert [one.duration_us for one in spans(GATHER, "uniform_fused_1d", staged, "gemm", 2)] == [10.5, 10.5]
+    assert plain == pytest.approx([4.5, 4.5])
+    assert [one.duration_us for one in spans(GATHER, "uniform_fused_1d", staged, "gemm", 2)] == pytest.approx([10.5, 10.5])
     # One of weft's kernels, and a matmul whose rows lie together, need nothing.
     for name in ("flag_gated", "shard_p2p", "sequential"):
         assert run(build(GATHER, name), staged).total_us == run(build(GATHER, name), tiny()).total_us
@@ -85,10 +85,10 @@ def test_uneven_shards_are_padded_around_the_vendors_collective(problem: Problem
 def test_a_copy_lane_that_waited_wakes_late() -> None:
     slow = with_numbers(tiny(), "wake_us", wake_us=7.0)
     early, late = (spans(SCATTER, "shard_p2p", machine, "copy")[0].start_us for machine in (tiny(), slow))
-    assert late == early + 7.0
+    assert late == pytest.approx(early + 7.0)
     # Its flag is up when it comes to it: nothing wakes.
     early, late = (spans(GATHER, "shard_p2p", machine, "copy")[0].start_us for machine in (tiny(), slow))
-    assert late == early
+    assert late == pytest.approx(early)
 
 
 def test_copies_in_turns_take_longer() -> None:

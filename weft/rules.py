@@ -63,8 +63,8 @@ MARGIN = 0.01
 """An overlap must be estimated to take less than the sequential program by more than this, as in a trial."""
 _MIB = 1 << 20
 _TILE = 128 * 256
-_TILES = ((128, 256, 1.0), (128, 128, 0.975), (64, 128, 0.785))
-"""Rows, columns and rate, relative to the profile's first tile."""
+_TILES = ((128, 256, 128 * 256), (128, 128, 128 * 128 / 0.975), (64, 128, 64 * 128 / 0.785))
+"""Rows, columns, and elements over the tile's rate, relative to that of the profile's first tile."""
 _FOLDER = Path(__file__).with_name("decisions")
 _FILES: dict[Topology, str] = {"switch": "switch", "pcie": "switch", "ring": "ring", "mesh": "mesh"}
 """A host's shared bridge is nearest to a switch: any pair, through ports that all traffic shares."""
@@ -164,9 +164,9 @@ def _matmul_us(found: Sizes, pieces: int) -> float:
     gpu = machine.gpu
     rows = -(-found.rows // pieces)
     element_us = 2 * inner * gpu.sms / (machine.tflops(found.problem.dtype) * 1e6 * gpu.tiles[0].efficiency)
+    sms, tile_us = gpu.sms, gpu.tile_us
     best_us = min(
-        -(-(-(-rows // high) * -(-cols // wide)) // gpu.sms) * (high * wide * element_us / rate + gpu.tile_us)
-        for high, wide, rate in _TILES
+        [-(-(-(-rows // high) * -(-cols // wide)) // sms) * (area * element_us + tile_us) for high, wide, area in _TILES]
     )
     traffic = (rows * inner + inner * cols + rows * cols) * found.problem.itemsize
     return pieces * (max(best_us, traffic / (gpu.hbm_gbps * 1e3)) + machine.launch_us)
