@@ -19,7 +19,7 @@ import simulated  # noqa: E402
 from weft.machine import load  # noqa: E402
 
 P95_SO_FAR, OP_SO_FAR = 0.25, 0.09
-"""Above the goal, which is 0.20: docs/simulator.md says what is left."""
+"""Above the goal, which is 0.20, and for a few rows of matmul_all_reduce 0.08: docs/simulator.md says what is left."""
 
 
 @pytest.fixture(scope="module")
