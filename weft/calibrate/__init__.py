@@ -70,6 +70,7 @@ def probes(device: str) -> tuple[Probe, ...]:
     if on_gpu:
         found += [Probe(name=f"copies, {way}", work=own.copies, arguments=(way,)) for way in ("push", "pull")]
         found += [Probe(name="copies to all", work=own.several), Probe(name="stores", work=own.stores)]
+        found.append(Probe(name="matmuls in a row", work=own.power))
     else:
         found.append(Probe(name="copies", work=own.copies))
     return tuple(found)

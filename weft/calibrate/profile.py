@@ -95,7 +95,17 @@ class Profile:
         (nbytes,) = copied[0].key
         self._say("gpu.hbm_gbps", f"a copy of {nbytes >> 20} MiB, read and write", copied)
         gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(2e-3 * nbytes / copied[0].median_us, 1))
-        return self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu)))
+        return self._with_power(self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu))))
+
+    def _with_power(self, gpu: Gpu) -> Gpu:
+        """What matmuls in a row reach of the rate of one after a pause, where the base says from when on."""
+        found = sorted((sample for sample in self.samples if sample.what == "power"), key=lambda sample: sample.key)
+        if len(found) < 2 or gpu.burst_us is None:
+            return gpu
+        one, many = found
+        more_us = (many.key[0] * many.median_us - one.median_us) / (many.key[0] - 1)
+        self._say("gpu.sustained", f"one matmul after a pause over one of {many.key[0]} in a row", found)
+        return dataclasses.replace(gpu, sustained=round(min(1.0, one.median_us / more_us), 4))
 
     def _tflops(self, gpu: Gpu) -> dict[str, float]:
         """The base's peak by dtype, but never less than was reached."""
@@ -150,12 +160,25 @@ class Profile:
             self._sources["copies.several_gbps"] = self._sources["copies.gbps"]
             self._sources["copies.engines"] = f"measured {self._when}: one stream was all there was to try"
             return copies
+        copies = self._with_turns(copies, found)
         one, more = sorted(found, key=lambda sample: sample.key[1])
         self._say("copies.several_gbps", f"to every peer, on {more.key[1]} streams", [more])
         self._say("copies.engines", "the faster of one stream and one for each peer", found)
         several_gbps = (self.world_size - 1) * more.key[0] / more.median_us / 1e3
         faster = more.median_us < 0.95 * one.median_us
         return dataclasses.replace(copies, several_gbps=round(several_gbps, 2), engines=more.key[1] if faster else 1)
+
+    def _with_turns(self, copies: CopyEngines, several: Sequence[Sample]) -> CopyEngines:
+        """By how much copies to all peers in turns take longer than whole ones, less the fixed cost of there being more."""
+        turns = [sample for sample in self.samples if sample.what == "turns"]
+        if not turns:
+            return copies
+        one, (nbytes, rounds) = min(several, key=lambda sample: sample.key[1]), turns[0].key
+        pushes = self.world_size - 1
+        whole_us = one.median_us - pushes * copies.copy_us
+        longer = (turns[0].median_us - pushes * rounds * copies.copy_us) / max(_LEAST_US, whole_us) - 1
+        self._say("copies.turning", f"to every peer, {nbytes >> 20} MiB in {rounds} rounds", turns)
+        return dataclasses.replace(copies, turning=round(max(0.001, longer / (1 - 1 / rounds)), 3))
 
     def _stores(self) -> Stores:
         found = sorted((s for s in self.samples if s.what == "stores"), key=lambda sample: sample.key[1])
