@@ -18,7 +18,7 @@ from weft.report.ficco import ficco_page
 from weft.schedules import build
 from weft.sim import engine
 from weft.sim.ficco import study as studies
-from weft.sim.ficco.paper import figures, topologies
+from weft.sim.ficco.paper import choosers, figures, topologies
 from weft.sim.ficco.record import record
 from weft.sim.ficco.scenarios import FORWARD_TOKENS, GRADIENT_TOKENS, unseen
 from weft.sim.ficco.score import BESPOKE, pick, scores
@@ -153,6 +153,17 @@ def test_a_wrong_choice_is_told(study: Study) -> None:
     assert wrong.wrong_by == pytest.approx(right.speedup(right.bespoke) - 1)
     assert studies.chosen_exactly((right, wrong)) == 0.5
     assert studies.wrong_costs((right, wrong)) == wrong.wrong_by
+
+
+def test_ways_to_choose_are_held_to_the_same(stored: Study) -> None:
+    """Closed forms before fitted weights before always the same schedule."""
+    forms, weights, always = choosers(stored)
+    assert forms.exact == studies.chosen_exactly(stored.unseen) >= 0.81
+    assert 0.5 < weights.exact <= forms.exact
+    assert weights.near > 0.9
+    assert always.exact < weights.exact
+    assert always.costs > weights.costs > 0
+    assert always.most >= always.costs
 
 
 def test_unseen_scenarios_are_others_and_always_the_same() -> None:
