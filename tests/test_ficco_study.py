@@ -92,7 +92,8 @@ def test_published_figures(study: Study, stored: Study) -> None:
     found = {figure.name: figure for figure in figures(stored)}
     assert len(found) == 5
     assert {name for name, figure in found.items() if not figure.ok} == {"ideal, speed-up, max"}
-    assert found["peer to peer, slower than sequential, max"].ours == study.mesh[2].p2p_loss
+    most = found["peer to peer, slower than sequential, max"].ours
+    assert 0.9 * most < study.mesh[2].p2p_loss <= most
     assert found["best of FiCCO's four, speed-up, max"].ours == study.mesh[0].speedup("hetero_fused_1d")
 
 
