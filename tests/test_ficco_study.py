@@ -112,7 +112,7 @@ def test_a_switch_takes_peer_to_peers_loss_away(study: Study) -> None:
 
 
 def test_which_way_to_cut_follows_m_and_k(study: Study) -> None:
-    """FiCCO's rule: where K is larger than M, columns are cut, else rows; and one GEMM a chunk never is the best here."""
+    """Where K is far larger than M, columns are cut, as FiCCO's rule has it, and rows where M is."""
     for one in study.mesh:
         assert (one.bespoke == "uniform_fused_2d") == (one.case.k > one.case.m)
 
