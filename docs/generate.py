@@ -12,8 +12,8 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
     ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
-    ```text ficco WHAT            figures, scenarios, switch, topologies, losses, correlations, sensitivity or machine of
-                                  `weft simulate ficco`
+    ```text ficco WHAT            figures, choosers, scenarios, switch, topologies, losses, correlations, sensitivity or machine
+                                  of `weft simulate ficco`
 
 tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity table in
 docs/t3_sensitivity.json, which `python docs/generate.py sensitivity` writes in half a minute, and FiCCO's evaluation in
@@ -289,6 +289,7 @@ def ficco(what: str) -> str:
         "figures": lambda: ficco_tables.figures_table(found),
         "scenarios": lambda: ficco_tables.scenarios_table(found.mesh),
         "switch": lambda: ficco_tables.scenarios_table(found.switch),
+        "choosers": lambda: ficco_tables.choosers_table(found),
         "topologies": lambda: ficco_tables.topologies_table(found),
         "losses": lambda: ficco_tables.losses_table(found),
         "correlations": lambda: ficco_tables.correlations_table(found),

@@ -18,7 +18,7 @@ from weft.report.ficco import ficco_page
 from weft.schedules import build
 from weft.sim import engine
 from weft.sim.ficco import study as studies
-from weft.sim.ficco.paper import figures, topologies
+from weft.sim.ficco.paper import choosers, figures, topologies
 from weft.sim.ficco.record import record
 from weft.sim.ficco.scenarios import FORWARD_TOKENS, GRADIENT_TOKENS, unseen
 from weft.sim.ficco.score import BESPOKE, pick, scores
@@ -92,7 +92,8 @@ def test_published_figures(study: Study, stored: Study) -> None:
     found = {figure.name: figure for figure in figures(stored)}
     assert len(found) == 5
     assert {name for name, figure in found.items() if not figure.ok} == {"ideal, speed-up, max"}
-    assert found["peer to peer, slower than sequential, max"].ours == study.mesh[2].p2p_loss
+    most = found["peer to peer, slower than sequential, max"].ours
+    assert 0.9 * most < study.mesh[2].p2p_loss <= most
     assert found["best of FiCCO's four, speed-up, max"].ours == study.mesh[0].speedup("hetero_fused_1d")
 
 
@@ -111,7 +112,7 @@ def test_a_switch_takes_peer_to_peers_loss_away(study: Study) -> None:
 
 
 def test_which_way_to_cut_follows_m_and_k(study: Study) -> None:
-    """FiCCO's rule: where K is larger than M, columns are cut, else rows; and one GEMM a chunk never is the best here."""
+    """Where K is far larger than M, columns are cut, as FiCCO's rule has it, and rows where M is."""
     for one in study.mesh:
         assert (one.bespoke == "uniform_fused_2d") == (one.case.k > one.case.m)
 
@@ -153,6 +154,17 @@ def test_a_wrong_choice_is_told(study: Study) -> None:
     assert wrong.wrong_by == pytest.approx(right.speedup(right.bespoke) - 1)
     assert studies.chosen_exactly((right, wrong)) == 0.5
     assert studies.wrong_costs((right, wrong)) == wrong.wrong_by
+
+
+def test_ways_to_choose_are_held_to_the_same(stored: Study) -> None:
+    """Closed forms before fitted weights before always the same schedule."""
+    forms, weights, always = choosers(stored)
+    assert forms.exact == studies.chosen_exactly(stored.unseen) >= 0.81
+    assert 0.5 < weights.exact <= forms.exact
+    assert weights.near > 0.9
+    assert always.exact < weights.exact
+    assert always.costs > weights.costs > 0
+    assert always.most >= always.costs
 
 
 def test_unseen_scenarios_are_others_and_always_the_same() -> None:

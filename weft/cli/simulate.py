@@ -148,8 +148,9 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
 
     def show() -> None:
         output.console().print(str(machine))
-        for made in (tables.scenarios_table(done.mesh), tables.topologies_table(done), tables.correlations_table(done)):
-            _print(made)
+        _print(tables.scenarios_table(done.mesh))
+        for made in (tables.topologies_table, tables.correlations_table, tables.choosers_table):
+            _print(made(done))
         _print(tables.figures_table(done))
         _verdict([figure.ok for figure in figures(done)])
         if rows:

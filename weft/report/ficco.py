@@ -25,6 +25,7 @@ from weft.sim.ficco.tables import (
     LOSSES,
     SIZES,
     Row,
+    choosers_table,
     correlations_table,
     figures_table,
     losses_table,
@@ -50,6 +51,7 @@ def ficco_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
         _section(
             "Published and simulated", _listed("FiCCO, arXiv 2512.10236, and this simulation", figures_table(study), (0, 4))
         ),
+        _section("Choices", _listed("Of unseen scenarios, among sequential and FiCCO's four", choosers_table(study))),
         _speedups("Speed-up on the full mesh", "mesh", study.mesh, charts),
         _speedups("Speed-up behind a switch", "switch", study.switch, charts),
         _section("Mesh and switch", _listed("Geometric means and maxima", topologies_table(study), (0, 1, 2, 3))),

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.sim.ficco.study import Scenario, Study, chosen_exactly, wrong_costs
+from weft.machine import Machine
+from weft.rules import choice, estimates
+from weft.schedules import FAMILIES, spec
+from weft.sim.ficco.study import CHOSEN_FROM, Scenario, Study, chosen_exactly, wrong_costs
 
 Unit = Literal["times", "percent"]
+NEAR = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,3 +96,42 @@ def _mean_and_most(values: Sequence[float]) -> tuple[float, float]:
 
 def _realised(one: Scenario) -> float:
     return (one.speedup(one.bespoke) - 1) / (one.ideal - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chooser:
+    """A way to choose among sequential and FiCCO's four, over unseen scenarios. exact: share with the best; near: within NEAR
+    of it. costs: what a choice that is not the best loses on average; most: at most."""
+
+    name: str
+    exact: float
+    near: float
+    costs: float
+    most: float
+
+
+def choosers(study: Study) -> Iterator[Chooser]:
+    """This study's closed forms; the weights that `weft.planner.heuristic` goes by; and always the same schedule."""
+    yield _chooser("closed forms (this study)", study.unseen)
+    by_weights = [replace(one, scored=_by_weights(one, study.machine)) for one in study.unseen]
+    yield _chooser("weights (weft.planner.heuristic)", by_weights)
+    fixed = {name: [replace(one, scored=name) for one in study.unseen] for name in CHOSEN_FROM}
+    best = min(fixed, key=lambda name: sum(one.wrong_by for one in fixed[name]))
+    yield _chooser(f"always {best}", fixed[best])
+
+
+def _chooser(name: str, found: Sequence[Scenario]) -> Chooser:
+    return Chooser(
+        name=name,
+        exact=chosen_exactly(found),
+        near=statistics.fmean(one.wrong_by <= NEAR for one in found),
+        costs=wrong_costs(found),
+        most=max(one.wrong_by for one in found),
+    )
+
+
+def _by_weights(one: Scenario, machine: Machine) -> str:
+    """The least estimate among the same schedules, with a chunk a rank and shard."""
+    problem = one.case.problem(machine.world_size)
+    us = estimates(machine.links.topology).us(problem, machine)
+    return choice({name: us[spec(name, machine.world_size if FAMILIES[name].chunked else 1)] for name in CHOSEN_FROM})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft import codec
-from weft.sim.ficco.paper import figures, topologies
+from weft.sim.ficco.paper import choosers, figures, topologies
 from weft.sim.ficco.sensitivity import Sensitivity
 from weft.sim.ficco.study import Scenario, Study
 from weft.sim.ficco.tables import LOSSES
@@ -19,6 +19,7 @@ def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, A
         "machine": codec.dump(study.machine),
         "figures": [codec.dump(figure) | {"ok": figure.ok} for figure in figures(study)],
         "topologies": [codec.dump(row) for row in topologies(study)],
+        "choosers": [codec.dump(row) for row in choosers(study)],
         "mesh": [_scenario(one) for one in study.mesh],
         "switch": [_scenario(one) for one in study.switch],
         "unseen": [_scenario(one) for one in study.unseen],

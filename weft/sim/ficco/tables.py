@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from weft.machine import numbers
 from weft.planner.signature import Signature, correlations
 from weft.rules import FEATURES, Feature, sizes
-from weft.sim.ficco.paper import figures, topologies
+from weft.sim.ficco.paper import choosers, figures, topologies
 from weft.sim.ficco.score import BESPOKE
 from weft.sim.ficco.sensitivity import Sensitivity
 from weft.sim.ficco.study import COMPARED, Scenario, Study
@@ -70,6 +70,12 @@ def topologies_table(study: Study) -> list[Row]:
 
 def _pair(values: tuple[float, float]) -> str:
     return f"{values[0]:.2f}, max {values[1]:.2f}"
+
+
+def choosers_table(study: Study) -> list[Row]:
+    """How well ways to choose do on unseen scenarios."""
+    rows = ((one.name, *(f"{share:.1%}" for share in (one.exact, one.near, one.costs, one.most))) for one in choosers(study))
+    return [("chosen by", "exact", "within 5%", "a wrong choice costs", "at most"), *rows]
 
 
 def losses_table(study: Study) -> list[Row]:
