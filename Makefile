@@ -14,7 +14,7 @@ define install
 	touch $@
 endef
 
-.PHONY: run test lint types docs clean
+.PHONY: run test lint types docs site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -33,6 +33,16 @@ types: $(VENV)/.set-up-dev
 docs: $(VENV)/.set-up-run
 	$(BIN)/python docs/generate.py
 
+# The documentation as a site, in out/site: nothing is fetched when it is read.
+site: $(VENV)/.set-up-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Known faults of what is installed (where the registry tells them), secrets in the tree, and a wheel that can be built.
+audit: $(VENV)/.set-up-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off 2>&1 | tail -n 3
+	$(BIN)/detect-secrets-hook $$(git ls-files -- ':!*.png' ':!*.jsonl')
+	$(BIN)/python -m build --no-isolation --outdir out/dist . >out/build.log
+
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -46,3 +56,9 @@ $(VENV)/.set-up-test: pyproject.toml constraints.txt
 
 $(VENV)/.set-up-dev: pyproject.toml constraints.txt
 	$(call install,".[dev]")
+
+$(VENV)/.set-up-docs: pyproject.toml constraints.txt
+	$(call install,".[docs]")
+
+$(VENV)/.set-up-audit: pyproject.toml constraints.txt
+	$(call install,".[audit]")

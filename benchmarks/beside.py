@@ -35,7 +35,7 @@ import weft
 from weft.beside import Collective
 from weft.planner.ways import Load, candidates, share_of_ideal
 
-ROUNDS, REPEAT = 5, 3
+ROUNDS, REPEAT = 7, 3
 ALARM_S = 40
 MIB = 1 << 20
 MORE = "vendor+priority+ctas=4,vendor+priority+ctas=12,vendor+late+priority+ctas=16"

@@ -6,7 +6,7 @@ all_gather ends with, what each rank gives to the others.
     NCCL ...                  its ways (collectives.py)
     copy_engine:C             weft.collectives, C pieces a part, sums on 32 SMs
     copy_engine:2, N SMs      the same with sums on N SMs
-    copy_engine_pull:C        all_gather alone: peers pull
+    copy_engine_pull:C        all_gather and all_reduce: peers pull
     copy_engine:C, straight   the result lies in collectives.empty: nothing is staged, or copied on arrival
 
 Protocol: measure.py's; graphs; every first result is compared with torch.distributed's, exactly where nothing is summed. gbps
@@ -101,7 +101,7 @@ def methods(op: str, given: torch.Tensor, found: Sequence[Way]) -> dict[str, Wor
     """By name."""
     works = {f"NCCL {way.name}": theirs(op, given, way) for way in found if way.runs(op)}
     works |= {f"copy_engine:{chunks}": ours(op, given, f"copy_engine:{chunks}") for chunks in CHUNKS}
-    if op == "all_gather":
+    if op in ("all_gather", "all_reduce"):
         works |= {f"copy_engine_pull:{c}": ours(op, given, f"copy_engine_pull:{c}") for c in CHUNKS[:2]}
     if op != "reduce_scatter":
         works["copy_engine:2, straight"] = ours(op, given, "copy_engine:2", straight=True)

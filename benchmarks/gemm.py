@@ -70,7 +70,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
             source=lambda part: int(split and part.a.rows[0] > 0),
             gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
             count_address=lambda flag: words.data_ptr() + 4 * (flag.index + 32),
-            out_address=None,
+            stored_at=None,
             need=lambda _: (0, 1),
         )
         return lambda: gemm(sources, b, out, plan, status, epoch=0, sms=sms)

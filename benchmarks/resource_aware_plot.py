@@ -1,9 +1,11 @@
 """What residency and priority do to the time of a GEMM beside a collective: charts of resource_aware.py's JSON lines.
 
-One chart a workload and tile: an iteration's time against the GEMM's blocks an SM, with and without communication priority,
-beside the sequential program and the ideal (the longer of GEMM and collective alone). One HTML file that loads nothing.
+One chart a workload and tile: an iteration's time over the sequential one's (the paper's TimeRatio) against the GEMM's blocks
+an SM, with and without communication priority, beside the plain overlap and the ideal. One HTML file that loads nothing; the
+picture in docs/ is taken of it:
 
     python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
+    python docs/picture.py out/resource_aware.html resource_aware docs/resource_aware.png
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from plotly.subplots import make_subplots
 
 Line = Mapping[str, Any]
 COLOURS = {False: "#c2410c", True: "#1d4ed8"}
+WIDTH, HEIGHT = 960, 560
+NAME = "resource_aware"
+RANGE = (0.4, 1.25)
+"""Of the ratios shown: with one block an SM a GEMM takes longer than both one after the other."""
 
 
 def read(path: Path) -> list[Line]:
@@ -43,12 +49,22 @@ def figure(lines: Sequence[Line]) -> go.Figure:
     ops, tiles = (list(dict.fromkeys(names)) for names in zip(*map(_chart, lines), strict=True))
     titles = [f"{op}, tile {tile}" for tile in tiles for op in ops]
     made = make_subplots(
-        rows=len(tiles), cols=len(ops), subplot_titles=titles, x_title="blocks an SM", y_title="ms an iteration"
+        rows=len(tiles),
+        cols=len(ops),
+        subplot_titles=titles,
+        x_title="blocks an SM",
+        y_title="time over sequential",
+        shared_yaxes="all",
+        vertical_spacing=0.16,
     )
     for op, tile in dict.fromkeys(map(_chart, lines)):
         of = sorted((line for line in lines if _chart(line) == (op, tile)), key=lambda line: line["blocks_per_sm"])
         _draw(made, of, row=tiles.index(tile) + 1, col=ops.index(op) + 1)
-    return made.update_layout(template="plotly_white", title=f"GEMM beside a collective, {lines[0]['machine']}")
+    title = f"GEMM beside a collective, {lines[0]['machine']}, commit {lines[0]['commit']}"
+    legend, margin = {"orientation": "h", "y": 1.15, "x": 1, "xanchor": "right"}, {"l": 80, "r": 20, "t": 90, "b": 60}
+    made.update_xaxes(dtick=1)
+    made.update_yaxes(range=RANGE)
+    return made.update_layout(template="plotly_white", title=title, width=WIDTH, height=HEIGHT, legend=legend, margin=margin)
 
 
 def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None:
@@ -57,7 +73,7 @@ def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None
         name = f"communication priority {'on' if priority else 'off'}"
         made.add_scatter(
             x=[line["blocks_per_sm"] for line in of],
-            y=[line["overlapped_us"] / 1e3 for line in of],
+            y=[line["time_ratio"] for line in of],
             name=name,
             legendgroup=name,
             showlegend=row == col == 1,
@@ -66,9 +82,11 @@ def _draw(made: go.Figure, lines: Sequence[Line], *, row: int, col: int) -> None
             row=row,
             col=col,
         )
-    for key, dash in (("sequential_us", "dash"), ("ideal_us", "dot")):
-        label = key.removesuffix("_us")
-        made.add_hline(y=lines[0][key] / 1e3, line_dash=dash, line_width=1, annotation_text=label, row=row, col=col)
+    plain = next(line["time_ratio"] for line in lines if not line["capped"] and not line["priority"])
+    ideal = lines[0]["ideal_us"] / lines[0]["sequential_us"]
+    for label, ratio, dash, place in (("plain", plain, "dash", "top right"), ("ideal", ideal, "dot", "bottom right")):
+        options = {"line_dash": dash, "line_width": 1, "annotation_text": label, "annotation_position": place}
+        made.add_hline(y=ratio, **options, row=row, col=col)
 
 
 def main() -> None:
@@ -77,7 +95,8 @@ def main() -> None:
     options.add_argument("html", type=Path, help="the file to write")
     arguments = options.parse_args()
     arguments.html.parent.mkdir(parents=True, exist_ok=True)
-    figure(read(arguments.lines)).write_html(arguments.html, include_plotlyjs=True)
+    made = figure(read(arguments.lines))
+    made.write_html(arguments.html, include_plotlyjs=True, div_id=NAME, config={"displayModeBar": False})
 
 
 if __name__ == "__main__":

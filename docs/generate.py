@@ -8,16 +8,21 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
+    ```text conccl MODE           conccl.jsonl there: the 30 pairs of its part conccl
     ```text dma MODE              dma.jsonl there: collectives alone
+    ```text resident MODE         resource_aware.jsonl there: what residency and priority gain
+    ```text training MODE         data_parallel.jsonl there: steps of a GPT
     ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
     ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
     ```text ficco WHAT            figures, choosers, scenarios, switch, topologies, losses, correlations, sensitivity or machine
                                   of `weft simulate ficco`
+    ```text dlrm WHAT             figures, iteration, nodes, two_nodes, slices, sensitivity or system of `weft simulate dlrm`
 
-tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity table in
-docs/t3_sensitivity.json, which `python docs/generate.py sensitivity` writes in half a minute, and FiCCO's evaluation in
-docs/ficco.json, which `python docs/generate.py ficco` writes in two or three.
+tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity, and what DLRM's
+study has beside its published case, in docs/t3_sensitivity.json and docs/dlrm_study.json, which `python docs/generate.py
+sensitivity` writes in half a minute; FiCCO's evaluation in docs/ficco.json, which `python docs/generate.py ficco` writes in two
+or three.
 """
 
 from __future__ import annotations
@@ -25,12 +30,13 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import weft
 from weft import codec, machine
@@ -41,20 +47,31 @@ from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProb
 from weft.rules import TERMS, Weights, estimates, heuristic
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
+from weft.sim.dlrm import study as dlrm_study
+from weft.sim.dlrm import system as dlrm_system
+from weft.sim.dlrm import tables as dlrm_tables
+from weft.sim.dlrm.paper import figures as dlrm_figures
+from weft.sim.dlrm.sensitivity import Sensitivity as AtScaleSensitivity
+from weft.sim.dlrm.sensitivity import sensitivity as dlrm_sensitivity
 from weft.sim.ficco import sensitivity as ficco_sensitivity
 from weft.sim.ficco import study as ficco_study
 from weft.sim.ficco import tables as ficco_tables
+from weft.sim.published import figures_table, numbers_table
 from weft.sim.t3 import tables
+from weft.sim.t3.paper import figures
 from weft.sim.t3.sensitivity import Sensitivity, sensitivity
 from weft.sim.t3.study import Study, run
 from weft.sim.t3.system import load
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    *("README.md", "docs/collectives.md", "docs/measured.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+    *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
+    *("docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 FICCO = ROOT / "docs" / "ficco.json"
+AT_SCALE = ROOT / "docs" / "dlrm_study.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
 EXAMPLE_CHUNKS = 2
@@ -63,7 +80,8 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|dma|rules|simulated|t3|ficco) ([^\n]*)\n.*?^```$",
+    r"^```text (timeline|counts|chart|results|fused|beside|conccl|dma|resident|training|rules|simulated|t3|ficco|dlrm)"
+    r" ([^\n]*)\n.*?^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -219,6 +237,22 @@ def _beside(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["case"], *times, f"{share[0]:.2f}", best, f"{share[1]:.2f}")
 
 
+def conccl(mode: str) -> str:
+    """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
+    rows = [row for row in _lines("conccl") if row["mode"] == mode]
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
+    shares = ("auto", "vendor")
+    means = (f"{statistics.fmean(row['share'][way] for row in rows):.2f}" for way in shares)
+    table = [heads, *map(_conccl, rows), ("mean", *[""] * (len(heads) - 1 - len(shares)), *means)]
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _conccl(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["two_streams"], row["overlapped_us"])]
+    return (row["case"], *times, row["schedule"], f"{row['share']['auto']:.2f}", f"{row['share']['vendor']:.2f}")
+
+
 def dma(mode: str) -> str:
     """Collectives alone, as benchmarks/dma.py measured them. Times in us."""
     rows = [row for row in _lines("dma") if row["mode"] == mode]
@@ -233,6 +267,42 @@ def _dma(row: dict[str, Any]) -> tuple[str, ...]:
     times = ["-" if us is None else f"{us:.0f}" for us in (*nccl, ours[best])]
     gain = min(us for us in nccl if us is not None) / ours[best]
     return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
+
+
+def resident(mode: str) -> str:
+    """The best point of each workload and tile of benchmarks/resource_aware.py, beside the plain overlap. Times in ms."""
+    rows = [row for row in _lines("resource_aware") if row["mode"] == mode]
+    heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
+    table = [(*heads, "normalised", "overlap", "hidden")]
+    for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in rows):
+        table.append(_resident([row for row in rows if (row["op"], tuple(row["tile"])) == workload]))
+    return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    best = min(points, key=lambda point: point["overlapped_us"])
+    plain = next(point for point in points if not point["capped"] and not point["priority"])
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us / 1e3:.2f}" for us in (*(best[name] for name in names), plain["overlapped_us"], best["overlapped_us"])]
+    tile, point = "x".join(map(str, best["tile"])), (str(best["blocks_per_sm"]), "high" if best["priority"] else "-")
+    shares = (f"{best[name]:.2f}" for name in ("time_ratio", "normalised", "overlap_rate", "hidden"))
+    return (f"{best['op']} {tile}", *times, *point, *shares)
+
+
+def training(mode: str) -> str:
+    """Training steps as benchmarks/data_parallel.py measured them, in ms. stock: the faster of PyTorch's two runs."""
+    rows = [row for row in _lines("data_parallel") if row["mode"] == mode]
+    heads = ("model", "computation", "stock", "best way", "its step", "auto took", "auto", "over stock")
+    return f"{_table([heads, *map(_training, rows)])}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
+
+
+def _training(row: dict[str, Any]) -> tuple[str, ...]:
+    stock = row["peers"]["stock"]
+    ways = {way: us for way, us in row["candidates"].items() if way not in ("computation", "stock", "stock again", "auto")}
+    best = min(ways, key=lambda way: ways[way])
+    computation, *times = (f"{us / 1e3:.1f}" for us in (row["computation_us"], stock, ways[best], row["overlapped_us"]))
+    over = f"{stock / row['overlapped_us']:.3f}x"
+    return (f"{row['op']} {row['case']}", computation, times[0], best, times[1], row["schedule"], times[2], over)
 
 
 def _lines(bench: str) -> list[dict[str, Any]]:
@@ -254,11 +324,11 @@ def study() -> Study:
 def t3(what: str) -> str:
     """A table of the simulated T3."""
     makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
-        "figures": lambda: tables.figures_table(study()),
+        "figures": lambda: figures_table(figures(study())),
         "sublayers": lambda: tables.sublayers_table((*study().sublayers, *study().large)),
         "mappings": lambda: tables.mappings_table(study()),
         "sensitivity": lambda: tables.sensitivity_table(_stored()),
-        "system": lambda: tables.system_table(load()),
+        "system": lambda: numbers_table(load()),
     }
     return _table(makers[what]())
 
@@ -299,6 +369,21 @@ def ficco(what: str) -> str:
     return _table(makers[what]())
 
 
+def dlrm(what: str) -> str:
+    """A table of the simulated DLRM. The published case and two nodes are made anew."""
+    system = dlrm_system.load()
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: figures_table(dlrm_figures(at_scale())),
+        "iteration": lambda: dlrm_tables.iteration_table(at_scale().unfused, at_scale().fused),
+        "nodes": lambda: dlrm_tables.cases_table(at_scale().cases),
+        "two_nodes": lambda: dlrm_tables.operators_table(at_scale().operators),
+        "slices": lambda: dlrm_tables.sliced_table(at_scale().sliced),
+        "sensitivity": lambda: dlrm_tables.sensitivity_table(_stored_at_scale("sensitivity", AtScaleSensitivity)),
+        "system": lambda: numbers_table(system),
+    }
+    return _table(makers[what]())
+
+
 @functools.cache
 def _compared() -> tuple[Any, tuple[Any, ...]]:
     """The benchmark, which is in no package, and what it finds."""
@@ -314,6 +399,36 @@ def errors(by: str) -> str:
     return _table(benchmark.rows(found, by))
 
 
+@functools.cache
+def at_scale() -> dlrm_study.Study:
+    """DLRM's study: node counts and slices as they are kept, the rest made anew."""
+    system = dlrm_system.load()
+    unfused, fused = dlrm_study.runs(system, *dlrm_study.PUBLISHED)
+    return dlrm_study.Study(
+        system=system,
+        unfused=unfused,
+        fused=fused,
+        cases=_stored_at_scale("cases", dlrm_study.Case),
+        operators=tuple(dlrm_study.two_nodes(system)),
+        sliced=_stored_at_scale("sliced", dlrm_study.Sliced),
+    )
+
+
+def _stored_at_scale(name: str, kind: type[T]) -> tuple[T, ...]:
+    made: tuple[T, ...] = codec.load(tuple[kind, ...], json.loads(AT_SCALE.read_text(encoding="utf-8"))[name])  # type: ignore[valid-type]
+    return made
+
+
+def store() -> None:
+    """Write what takes long to make."""
+    SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
+    system = dlrm_system.load()
+    done = dlrm_study.run(system)
+    rows = tuple(dlrm_sensitivity(system))
+    kept = codec.dumps({"cases": done.cases, "sliced": done.sliced, "sensitivity": rows}, indent=1)
+    AT_SCALE.write_text(kept + "\n", encoding="utf-8")
+
+
 MAKERS: dict[str, Callable[..., str]] = {
     "timeline": timeline,
     "counts": counts,
@@ -321,11 +436,15 @@ MAKERS: dict[str, Callable[..., str]] = {
     "results": results,
     "fused": fused,
     "beside": beside,
+    "conccl": conccl,
     "dma": dma,
+    "resident": resident,
+    "training": training,
     "rules": decisions,
     "simulated": errors,
     "t3": t3,
     "ficco": ficco,
+    "dlrm": dlrm,
 }
 
 
@@ -341,7 +460,7 @@ def rewritten(text: str) -> str:
 
 def main() -> None:
     if sys.argv[1:] == ["sensitivity"]:
-        SENSITIVITY.write_text(codec.dumps(tuple(sensitivity(load())), indent=1) + "\n", encoding="utf-8")
+        store()
     if sys.argv[1:] == ["ficco"]:
         keep_ficco()
     for name in DOCUMENTS:

@@ -14,4 +14,4 @@ def of_one_node(op: Op) -> list[str]:
 PAIRS = [(op, name) for op in OPS for name in of_one_node(op)]
 TP_OPS: tuple[Op, Op] = ("all_gather_matmul", "matmul_reduce_scatter")
 TP_NAMES = tuple(of_one_node("all_gather_matmul"))
-"""Those of either: matmul_reduce_scatter has none that all_gather_matmul lacks."""
+"""Those of all_gather_matmul. matmul_reduce_scatter has one more, one_shot (tests/test_scatter_kernel.py)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weft.sim.t3.system import System, changed, load
+from weft.sim.profile import changed
+from weft.sim.t3.system import System, load
 from weft.sim.t3.work import Gemm
 
 TINY = {

@@ -162,7 +162,7 @@ def _without_meeting(one_hop: bool) -> None:
     problem = Problem(op="matmul_all_reduce", m=2, n=8, k=8 * size, world_size=size, dtype="float16")
     received = kernel.received
     device = torch.device("cpu")
-    layout = kernel.plan(problem, rank, split(8, size), one_hop=one_hop, multiply=True, device=device, sms=1)
+    layout = kernel.plan(problem, rank, split(8, size), hops="one" if one_hop else "two", multiply=True, device=device, sms=1)
     team = Team(dist.group.WORLD)  # type: ignore[arg-type]
     segments = team.allocate(layout.mailbox_bytes)
     memory = kernel.mailbox([segment.address for segment in segments], 1, device)
@@ -214,7 +214,12 @@ def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
     from weft.kernels import all_reduce as kernel
 
     problem = Problem(op="matmul_all_reduce", m=rows, n=8192, k=4 * 3584, world_size=4)
-    options: dict[str, Any] = {"one_hop": one_hop, "multiply": True, "device": torch.device("cuda"), "sms": 132}
+    options: dict[str, Any] = {
+        "hops": "one" if one_hop else "two",
+        "multiply": True,
+        "device": torch.device("cuda"),
+        "sms": 132,
+    }
     layout = kernel.plan(problem, 0, split(8192, 4), **options)
     constants = {**kernel._constants(layout, False, False), "stride_bk": 1}
     names = kernel._all_reduce_kernel.arg_names
@@ -347,9 +352,9 @@ def _mistakes() -> None:
     for change, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             weft.matmul_all_reduce(**{"a": torch.ones(5, 4), "b": torch.ones(4, 2), **change})
-    with pytest.raises(ValueError, match="schedule is 'one_shot', which is for matmul_all_reduce alone; "):
-        weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="one_shot")
-    check_all_reduce(4, 6, 8, torch.float32, "one_shot", 1)
+    with pytest.raises(ValueError, match="schedule is 'two_shot', which is for matmul_all_reduce alone; "):
+        weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="two_shot")
+    check_all_reduce(4, 6, 8, torch.float32, "two_shot", 1)
 
 
 @pytest.mark.ranks

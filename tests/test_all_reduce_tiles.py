@@ -47,7 +47,12 @@ def _layout(m: int, one_hop: bool, tile: Tile, blocks: int) -> Any:
 
     size = dist.get_world_size()
     problem = Problem(op="matmul_all_reduce", m=m, n=N, k=K_EACH * size, world_size=size, dtype="float16")
-    options: dict[str, Any] = {"one_hop": one_hop, "multiply": True, "device": torch.device("cpu"), "sms": blocks}
+    options: dict[str, Any] = {
+        "hops": "one" if one_hop else "two",
+        "multiply": True,
+        "device": torch.device("cpu"),
+        "sms": blocks,
+    }
     layout = plan(problem, dist.get_rank(), split(N, size), **options)
     rows, cols, step = tile
     return dataclasses.replace(layout, tiling=Tiling(m=rows, n=cols, k=step, warps=4, stages=1))
@@ -136,6 +141,6 @@ def test_tiles_under_way_fit_shared_memory(rows: int, world_size: int, dtype: st
         problem = Problem(op="matmul_all_reduce", m=rows, n=n, k=n, world_size=world_size, dtype=dtype)
         options: dict[str, Any] = {"multiply": True, "device": torch.device("cuda"), "sms": 132}
         for one_hop in (True, False):
-            tile = plan(problem, 0, split(n, world_size), one_hop=one_hop, **options).tiling
+            tile = plan(problem, 0, split(n, world_size), hops="one" if one_hop else "two", **options).tiling
             assert tile.stages >= 2
             assert (tile.m + tile.n) * tile.k * problem.itemsize * tile.stages <= SHARED_BYTES, tile

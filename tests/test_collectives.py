@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from collective_work import GATHERS, SPECS, Case, in_place, moves, straight, sums
+from collective_work import GATHERS, Case, in_place, moves, straight, sums
 from conftest import RankFixture
 
 import weft
@@ -31,7 +31,7 @@ def _every_schedule() -> None:
             moves(Case(elements=elements, dtype=torch.int16, seed=seed), spec)
             if seed:
                 in_place(Case(elements=elements, dtype=torch.float32, seed=seed), spec)
-        for spec in SPECS:
+        for spec in GATHERS:
             sums(Case(elements=elements, dtype=SUMMED[seed], seed=seed), spec, op)
 
 
@@ -67,12 +67,13 @@ def _in_turns() -> int:
             for spec in ("copy_engine:1", "copy_engine_pull:1"):
                 moves(case, spec)
                 in_place(case, spec)
-            sums(case, "copy_engine:1")
+            for spec in ("copy_engine:1", "copy_engine_pull:1"):
+                sums(case, spec)
     finally:
         Bindings.pieces = pieces  # type: ignore[method-assign]
     state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     mine = [program for program in state._programs if getattr(program.schedule.problem, "staging_bytes", 0) == LEAST]
-    assert len(mine) == 5
+    assert len(mine) == 6
     assert all(program.layout.staging <= LEAST + 2 * 256 for program in mine)
     return max(sum(1 for _ in program.schedule) for program in mine)
 
@@ -220,7 +221,7 @@ def _mistakes() -> list[str]:
         lambda: collectives.all_reduce(torch.zeros(4, 4).t()),
         lambda: collectives.all_reduce(x.int()),
         lambda: collectives.all_reduce(x, "max"),
-        lambda: collectives.all_reduce(x, schedule="copy_engine_pull"),
+        lambda: collectives.reduce_scatter(x, schedule="copy_engine_pull"),
         lambda: collectives.all_reduce(x, staging_bytes=7),
         lambda: collectives.all_reduce(x, sms=0),
         lambda: collectives.reduce_scatter(torch.zeros(3)),
@@ -244,7 +245,7 @@ def test_mistakes_are_named(ranks: RankFixture) -> None:
         "tensor is [4, 4] with strides (1, 4); it must be contiguous",
         "tensor is torch.int32; all_reduce sums bfloat16, float16, float32",
         "op is 'max'; use 'sum' or 'avg'",
-        "schedule is 'copy_engine_pull', which is for all_gather alone",
+        "schedule is 'copy_engine_pull', which is for all_gather, all_reduce alone",
         "staging_bytes is 7; it must be a whole number of at least 65536",
         "sms is 0; it must be a whole number of at least 1",
         "x is [3]; its first dimension must be a multiple of world_size, 2",

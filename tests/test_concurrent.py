@@ -31,7 +31,7 @@ def _every_way() -> int:
     turn = 0
     for op in OPS:
         exchange, products = Exchange(op, CPU), Products(CPU)
-        for way in WAYS:
+        for way in (*WAYS, *(["copy_engine+pull", "copy_engine+late+pull"] if exchange.collective.pulls else [])):
             for delayed in range(3):
                 turn += 1
                 exchange.fill(turn)
@@ -50,7 +50,7 @@ def _every_way() -> int:
 
 
 def test_every_way_is_right(ranks: RankFixture) -> None:
-    assert ranks(3).run(_every_way) == [60] * 3
+    assert ranks(3).run(_every_way) == [72] * 3
 
 
 Told = list[tuple[str, str, dict[str, float]]]
@@ -117,7 +117,7 @@ def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: b
         sites.HostDevice = plain  # type: ignore[misc]
 
 
-FAIR, LACKING = "copy_engine+priority+ctas=16", "vendor+priority+ctas=16+left=16"
+FAIR, LACKING = "copy_engine+priority+ctas=32", "vendor+priority+ctas=8+left=8"
 
 
 def _contrary(way: str, rank: int, use: int) -> float:
@@ -164,6 +164,47 @@ def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> Non
     for told, *_ in ranks(2).run(_scripted, _drifting, 1, True):
         ((_, way, us),) = told
         assert (way, us["sequential"]) == ("sequential", 300.0)
+
+
+class Moving(Scripted):
+    """The same, on which ways run as they are."""
+
+    def running(self, way: Way, collectives: Sequence[Any]) -> Any:
+        self.last = str(way)
+        return HostDevice.running(self, way, collectives)
+
+
+def _left_bound(fastest: str) -> list[str]:
+    """The schedules that are bound after a trial which a way has won; one of them had been bound before."""
+    from weft.beside import sites
+    from weft.execute.groups import GROUPS
+
+    weft.close()
+    plain, abilities = sites.HostDevice, Abilities(copy_engine=True, pull=True)
+    sites.HostDevice = lambda device: Moving(lambda way, *_: 100.0 if way == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
+    exchange, products = Exchange("all_reduce", CPU), Products(CPU)
+    try:
+        weft.concurrent(products, weft.AllReduce(torch.zeros(8)), way="copy_engine")
+        for turn in range(3):
+            exchange.fill(turn)
+            products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
+            exchange.check(turn)
+        assert [way for _, way, _ in _told()] == [fastest]
+        state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.schedules()]
+    finally:
+        weft.close()
+        sites.HostDevice = plain  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fastest", "kept"),
+    [("vendor", []), ("copy_engine+ctas=64", ["copy_engine"]), ("copy_engine+pull+ctas=32", ["copy_engine_pull"])],
+)
+def test_what_lost_keeps_no_memory(ranks: RankFixture, fastest: str, kept: list[str]) -> None:
+    for first, *others in ranks(2).run(_left_bound, fastest):
+        assert first == "copy_engine of 8"
+        assert [name.split()[0] for name in others] == kept
 
 
 def _lacking(way: str, rank: int, use: int) -> float:
@@ -384,6 +425,7 @@ def _refused() -> list[str]:
         lambda: weft.SendReceive(send=flat),
         lambda: weft.SendReceive(send=flat, to=rank),
         lambda: weft.concurrent(Products(CPU), weft.SendReceive(send=flat, to=1 - rank), way="copy_engine"),
+        lambda: weft.concurrent(Products(CPU), weft.ReduceScatter(flat, torch.zeros(8 * size)), way="copy_engine+pull"),
     ]
     told = []
     for mistake in mistakes:
@@ -424,6 +466,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "send and to belong together; to is None",
         "to is ",
         "way has copy_engine, which does not run send_receive",
+        "way has pull, which does not run reduce_scatter",
     ]
     for told in ranks(2).run(_refused):
         assert len(told) == len(expected)

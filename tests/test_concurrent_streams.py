@@ -57,8 +57,8 @@ class Fake:
             raise RuntimeError("no link")
         self.log.append(f"collective on {self.log.current}" + ("" if group is self.ranks else f", {group}"))
 
-    def move(self, sms: int) -> None:
-        self.log.append(f"copies on {self.log.current}, {sms} SMs")
+    def move(self, sms: int, *, pull: bool) -> None:
+        self.log.append(f"{'pulls' if pull else 'copies'} on {self.log.current}, {sms} SMs")
 
 
 @pytest.fixture
@@ -139,6 +139,7 @@ def test_budgets_and_blocks(log: Log) -> None:
     assert found[-2:] == ["main waits for high 1", "all SMs"]
     assert "collective on high 1, 16 blocks" in found
     assert "copies on high 1, 8 SMs" in run(log, device, "copy_engine+priority+ctas=8")
+    assert "pulls on high 1, 0 SMs" in run(log, device, "copy_engine+priority+pull")
     with pytest.raises(ValueError, match="left=132; this device has 132 SMs"):
         device.prepare(parse("vendor+left=132"), [])
 
@@ -165,6 +166,35 @@ def test_uses_within_uses_have_streams_of_their_own(log: Log) -> None:
         log.append("computation")
     joins = [text for text in log if text.startswith("main waits")]
     assert joins == ["main waits for normal 2", "main waits for normal 1"]
+
+
+def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[str] = []
+    monkeypatch.setattr(controls, "give_back", lambda stream: returned.append(stream.name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: returned.append("idle"))
+    device, fake = CudaDevice(GPU), cast(Collective, Fake(log))
+    for way in ("vendor", "vendor+priority", "vendor"):
+        with device.running(parse(way), [fake]), device.running(parse(way), [fake]):
+            pass
+    device.close(broken=True)
+    assert returned == []
+    device.close(broken=False)
+    assert returned[0] == "idle"
+    assert sorted(returned[1:]) == ["high 3", "high 4", "normal 1", "normal 2"]
+    device.close(broken=False)
+    assert len(returned) == 6
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_communicators_of_lost_peers_are_aborted(log: Log, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(controls, "give_back", lambda stream: None)
+    monkeypatch.setattr(cuda, "_abort_process_group", lambda group: log.append(f"{group} aborted"))
+    monkeypatch.setattr(cuda.dist, "destroy_process_group", lambda group: log.append(f"{group} destroyed"))
+    device = CudaDevice(GPU)
+    run(log, device, "vendor+priority+ctas=16")
+    device.close(broken=broken)
+    assert log == ["16 blocks aborted" if broken else "16 blocks destroyed"]
 
 
 def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from weft.controls import (
     budget,
     comm_stream,
     device,
+    give_back,
     lane_priority,
     launch_order,
     nccl,
@@ -25,18 +26,55 @@ from weft.controls import (
     sm_partition,
     this_device,
 )
+from weft.controls import streams as control_streams
 from weft.controls.streams import current_lane_priority, priority_number
+from weft.errors import WeftError
 
 SMS = 132
 
 
 class Stream:
-    def __init__(self, device: object = None, priority: int = 0) -> None:
-        self.device, self.priority = device, priority
+    """torch's name for a stream that the driver has made."""
+
+    def __init__(self, cuda_stream: int, device: int) -> None:
+        self.cuda_stream, self.device = cuda_stream, torch.device("cuda", device)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
         return 0, -3
+
+
+class StreamDriver:
+    """The driver calls that make a stream: they need a context, and must not disturb a capture."""
+
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+
+    def __init__(self) -> None:
+        self.mode, self.contexts = "global", list[int]()
+        self.made: list[tuple[int, int]] = []
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: str) -> tuple[int, str]:
+        self.mode, before = mode, self.mode
+        return 0, before
+
+    def cuDeviceGet(self, index: int) -> tuple[int, int]:
+        return 0, 100 + index
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        return 0, device
+
+    def cuCtxPushCurrent(self, context: int) -> tuple[int]:
+        self.contexts.append(context)
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> tuple[int, int]:
+        return 0, self.contexts.pop()
+
+    def cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int, int]:
+        assert (self.mode, flags) == ("relaxed", 1)
+        self.made.append((self.contexts[-1], priority))
+        return 0, 5000 + len(self.made)
 
 
 class Blas:
@@ -115,10 +153,44 @@ def test_without_a_gpu_controls_say_so() -> None:
             control()
 
 
+@pytest.fixture
+def streams(blas: Blas, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamDriver]:
+    driver = StreamDriver()
+    control_streams._streams_of.cache_clear()
+    monkeypatch.setattr(control_streams, "driver_api", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    yield driver
+    assert (driver.mode, driver.contexts) == ("global", [])
+    control_streams._streams_of.cache_clear()
+
+
 @pytest.mark.parametrize(("priority", "number"), [("high", -3), ("normal", 0), (-2, -2)])
-def test_streams_are_made_with_their_priority(blas: Blas, priority: Any, number: int) -> None:
-    stream = comm_stream(priority=priority, device=1)
-    assert (stream.priority, stream.device) == (number, 1)
+def test_streams_are_made_with_their_priority(streams: StreamDriver, priority: Any, number: int) -> None:
+    for where in (1, torch.device("cuda", 1)):
+        assert comm_stream(priority=priority, device=where).device.index == 1
+    comm_stream(priority=priority)
+    assert streams.made == [(101, number), (101, number), (100, number)]
+
+
+def test_every_stream_has_one_user(streams: StreamDriver) -> None:
+    """More than the 32 that torch has, and as many as are in use at once."""
+    for _ in range(3):
+        taken = [comm_stream(priority=priority) for priority in (-1, "high") for _ in range(40)]
+        assert len({stream.cuda_stream for stream in taken}) == len(streams.made) == 80
+        for stream in taken:
+            give_back(stream)
+    with pytest.raises(ValueError, match="which comm_stream has not made, or was given back"):
+        give_back(taken[0])
+    with pytest.raises(ValueError, match="which comm_stream has not made"):
+        give_back(cast(torch.cuda.Stream, Stream(7, 0)))
+
+
+def test_a_stream_that_the_driver_refuses_leaves_the_thread_as_it_was(
+    streams: StreamDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "cuStreamCreateWithPriority", lambda flags, priority: (2, None))
+    with pytest.raises(WeftError, match="CUDA driver: 2"):
+        comm_stream()
 
 
 @pytest.mark.parametrize("priority", [1, -4, "urgent", 0.5])
@@ -262,12 +334,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_a_group_with_its_own_blocks_and_priority(world: list[dict[str, Any]]) -> None:
     nccl_group(min_ctas=4, max_ctas=8, high_priority=True)
     nccl_group([1, 3], max_ctas=2)  # type: ignore[arg-type]
-    whole, part = world
+    nccl_group(min_ctas=16)
+    whole, part, _ = world
     assert (whole["ranks"], whole["backend"], whole["use_local_synchronization"]) == (None, "nccl", False)
     assert (part["ranks"], part["use_local_synchronization"]) == ([1, 3], True)
     options = [call["pg_options"] for call in world]
-    assert [vars(o.config) for o in options] == [{"min_ctas": 4, "max_ctas": 8}, {"min_ctas": -1, "max_ctas": 2}]
-    assert [o.is_high_priority_stream for o in options] == [True, False]
+    limits = [{"min_ctas": 4, "max_ctas": 8}, {"min_ctas": -1, "max_ctas": 2}, {"min_ctas": 16, "max_ctas": 64}]
+    assert [vars(o.config) for o in options] == limits
+    assert [o.is_high_priority_stream for o in options] == [True, False, False]
 
 
 @pytest.mark.parametrize(

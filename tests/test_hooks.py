@@ -73,6 +73,33 @@ def test_training_is_as_pytorchs(ranks: RankFixture, kind: str, ways: list[str],
             assert mine == pytest.approx(plain, rel=1e-5)
 
 
+def _first_steps() -> list[list[tuple[str, int]]]:
+    """Of each of three steps the ways, and elements, of its buckets."""
+    weft.close()
+    model = _model("ddp")
+    trial = _hooked("ddp", model, way="copy_engine")
+    steps: list[list[tuple[str, int]]] = []
+    model.register_forward_hook(lambda *_: steps.append([]))
+    future = trial.device.future
+
+    def noting(way: Any, collective: Any, result: torch.Tensor) -> Any:
+        steps[-1].append((str(way), result.numel()))
+        return future(way, collective, result)
+
+    trial.device.future = noting  # type: ignore[method-assign]
+    _losses(model, 3)
+    weft.close()
+    return steps
+
+
+def test_the_bucket_of_all_gradients_is_the_vendors(ranks: RankFixture) -> None:
+    for first, *others in ranks(2).run(_first_steps):
+        assert {way for way, _ in first} == {"vendor"}
+        for step in others:
+            assert {way for way, _ in step} == {"copy_engine"}
+            assert sum(elements for _, elements in step) == sum(elements for _, elements in first)
+
+
 def _tried(slow: str) -> tuple[list[str], list[tuple[str, str, dict[str, float]]]]:
     """The way of every step, and what was chosen, on a clock by which `slow` takes twice as long."""
     weft.close()

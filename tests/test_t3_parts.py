@@ -9,12 +9,13 @@ import pytest
 import simpy
 from t3_tiny import product, tiny, with_numbers
 
+from weft.sim.profile import changed
 from weft.sim.t3.configurations import fused
 from weft.sim.t3.grid import Chunks, Grid, chunk_at
 from weft.sim.t3.llc import hit_rate, input_reads
 from weft.sim.t3.mapping import mapping
 from weft.sim.t3.memory import Memory, Policy
-from weft.sim.t3.system import changed, load
+from weft.sim.t3.system import load
 from weft.sim.t3.tracker import Tracker
 from weft.sim.t3.work import SUBLAYERS, SubLayer
 

@@ -11,14 +11,16 @@ import pytest
 from weft import codec
 from weft.cli import main
 from weft.report.t3 import t3_page
+from weft.sim.profile import changed, scaled
+from weft.sim.published import geomean
 from weft.sim.t3 import study as studies
 from weft.sim.t3.configurations import CONFIGURATIONS
 from weft.sim.t3.layers import other_ns
-from weft.sim.t3.paper import figures, geomean
+from weft.sim.t3.paper import figures
 from weft.sim.t3.record import record
 from weft.sim.t3.sensitivity import Sensitivity, headline
 from weft.sim.t3.study import Study, concurrent, run_sublayers
-from weft.sim.t3.system import changed, load, scaled
+from weft.sim.t3.system import load
 from weft.sim.t3.work import MEGA_GPT2, SUBLAYERS, T_NLG
 
 STORED = Path(__file__).parents[1] / "docs" / "t3_sensitivity.json"

@@ -99,6 +99,23 @@ def test_sequential_wins_ties(others: dict[str, float], winner: str) -> None:
     assert leader([Trial(spec=text, us=us) for text, us in times.items()]).spec == winner
 
 
+@pytest.mark.parametrize(
+    ("overlaps", "winner"),
+    [
+        ({"shard_p2p": (80.0, 101.0)}, "sequential"),
+        ({"shard_p2p": (101.0, 80.0)}, "sequential"),
+        ({"shard_p2p": (100.0, 98.0)}, "shard_p2p"),
+        ({"shard_p2p": (98.0, 100.0)}, "shard_p2p"),
+        ({"shard_p2p": (99.5, 99.5)}, "sequential"),
+        ({"shard_p2p": (70.0, 101.0), "flag_gated:1": (95.0, 95.0)}, "flag_gated:1"),
+        ({"shard_p2p": (80.0, 90.0), "flag_gated:1": (85.0, 75.0)}, "flag_gated:1"),
+    ],
+)
+def test_an_overlap_is_slower_by_no_clock(overlaps: dict[str, tuple[float, float]], winner: str) -> None:
+    times = {"sequential": (100.0, 100.0), **overlaps}
+    assert leader([Trial(spec=text, us=us, queued_us=queued) for text, (us, queued) in times.items()]).spec == winner
+
+
 @pytest.mark.parametrize(("call_us", "calls"), [(0, 20), (100, 20), (500, 10), (1000, 5), (1700, 3), (90_000, 3)])
 def test_a_run_is_bounded(call_us: int, calls: int) -> None:
     assert calls_of_a_run(1000 * call_us) == calls
@@ -118,7 +135,8 @@ class Fake:
 class Ring:
     """A contest of fakes on one rank; `others` is what the peers say in each meeting.
 
-    times: us a call, by spec; one that is missing cannot be bound. bound: every program made. most: bound at once.
+    times: us a call, by spec; one that is missing cannot be bound. queued: where the host is ahead. bound: every program
+    made. most: bound at once.
     """
 
     def __init__(self, times: dict[str, Iterator[float] | float], others: Callable[[str, int], int] | None = None) -> None:
@@ -126,6 +144,7 @@ class Ring:
         self.bound: list[Fake] = []
         self.meetings: list[str] = []
         self.most = 0
+        self.queued: dict[str, float] = {}
 
     def bind(self, text: str) -> BoundProgram:
         if text not in self.times:
@@ -150,12 +169,24 @@ class Ring:
         us = self.times[self.called]
         return round(1e3 * (us if isinstance(us, float) else next(us)))
 
+    def queued_timer(self, call: Callable[[], object], calls: int) -> int:
+        for _ in range(2 + calls):
+            call()
+        return round(1e3 * self.queued[self.called])
+
     def meet(self, text: str, mine: int) -> tuple[int, ...]:
         self.meetings.append(text)
         return (mine, self.others(text, mine)) if self.others else (mine,)
 
     def fastest(self, specs: Sequence[str]) -> tuple[str, dict[str, float]]:
-        contest = Contest(bind=self.bind, drop=self.drop, call=self.call, timer=self.timer, meet=self.meet)
+        contest = Contest(
+            bind=self.bind,
+            drop=self.drop,
+            call=self.call,
+            timer=self.timer,
+            queued=self.queued_timer if self.queued else None,
+            meet=self.meet,
+        )
         program, trials = contest.fastest(specs)
         assert [p for p in self.bound if p.open] == [program]
         return cast(Fake, program).spec, {trial.spec: trial.us for trial in trials}
@@ -197,6 +228,21 @@ def test_close_rivals_are_measured_again_in_turns() -> None:
     assert ring.most == 2
     final = [text for text in ring.meetings if text.startswith("final")]
     assert final[:3] == ["final of shard_p2p: run 0", "final of flag_gated:1: run 0", "final of flag_gated:1: run 1"]
+
+
+def test_what_loses_where_the_host_is_ahead_is_not_chosen() -> None:
+    """shard_p2p is faster from Python, and slower in a graph; direct_store:1 wins both, by less."""
+    for direct_us, winner in ((92.0, "direct_store:1"), (96.0, "sequential")):
+        ring = Ring({"sequential": 100.0, "shard_p2p": 70.0, "flag_gated:1": 99.8, "direct_store:1": 90.0})
+        ring.queued = {"sequential": 95.0, "shard_p2p": 97.0, "flag_gated:1": 94.8, "direct_store:1": direct_us}
+        assert ring.fastest(SPECS)[0] == winner
+        assert any(text.startswith("final of sequential") for text in ring.meetings)
+
+
+def test_long_calls_are_timed_by_one_clock() -> None:
+    ring = Ring({"sequential": 301.0, "shard_p2p": 250.0})
+    ring.queued = {"sequential": 1.0, "shard_p2p": 2.0}
+    assert ring.fastest(SPECS[:2])[0] == "shard_p2p"
 
 
 def test_sequential_wins_a_close_final() -> None:

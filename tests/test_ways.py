@@ -21,7 +21,7 @@ from weft.planner.ways import (
 )
 
 H200 = machine.load("h200x8")
-ALL = Abilities(priority=True, ctas=True, left=True, copy_engine=True, residents=(2, 1))
+ALL = Abilities(priority=True, ctas=True, left=True, copy_engine=True, pull=True, residents=(2, 1))
 GEMMS = Load(compute_us=4231.0, communication_us=2645.0, reduces=True)
 
 
@@ -47,6 +47,9 @@ def test_sequential_has_nothing_beside_it() -> None:
         parse("sequential+left=8")
     with pytest.raises(ValueError, match="ctas is -1; it must be 0"):
         Way(ctas=-1)
+    for spec in ("sequential+pull", "vendor+pull"):
+        with pytest.raises(ValueError, match="has pull; only copy_engine pulls"):
+            parse(spec)
 
 
 def test_only_what_the_device_has_is_a_candidate() -> None:
@@ -56,6 +59,8 @@ def test_only_what_the_device_has_is_a_candidate() -> None:
     for spec in ("vendor+priority", "vendor+ctas=8", "vendor+left=8", "copy_engine", "vendor+resident=1"):
         assert not possible(parse(spec), Abilities())
     assert possible(parse("copy_engine+ctas=8"), Abilities(copy_engine=True))
+    assert not possible(parse("copy_engine+pull"), Abilities(copy_engine=True))
+    assert possible(parse("copy_engine+pull"), Abilities(copy_engine=True, pull=True))
 
 
 def test_predictions_lie_between_ideal_and_sequential() -> None:

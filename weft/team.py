@@ -310,7 +310,7 @@ class Team:
             return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, _TEXT_BYTES)}"
         if state != _CLOSED and peer not in self.near:
             return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
-        return f"rank {peer} {'has left the group' if state == _CLOSED else f'(process {self.pids[peer]}) died'}"
+        return f"rank {peer} has left the group" if state == _CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""

@@ -358,7 +358,7 @@ def _trained(kind: str, ways: list[str]) -> Told:
 @pytest.mark.parametrize(
     ("kind", "ways"),
     [
-        ("ddp", ["auto", "sequential", "vendor+priority+ctas=8", "copy_engine+priority+ctas=8"]),
+        ("ddp", ["auto", "sequential", "vendor+priority+ctas=8", "copy_engine+priority+ctas=8", "copy_engine+pull+ctas=8"]),
         ("fsdp", ["auto", "vendor+ctas=8", "copy_engine+ctas=8"]),
     ],
 )

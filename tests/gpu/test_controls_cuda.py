@@ -336,23 +336,34 @@ def test_lanes_have_the_priority_of_their_context(pool: Ranks) -> None:
 
 def _lanes() -> bool:
     import weft
-    from weft.execute import cuda_space
+    from weft.execute.groups import GROUPS
 
     faulthandler.dump_traceback_later(40, exit=True)
-    made: list[int] = []
-
-    def noting(**options: Any) -> torch.cuda.Stream:
-        stream = comm_stream(**options)
-        made.append(stream.priority)
-        return stream
-
-    cuda_space.comm_stream = noting
-    try:
-        a, b = (torch.randn(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        with controls.lane_priority(-2):
-            weft.all_gather_matmul(a, b, schedule="shard_p2p")
-        torch.cuda.synchronize()
-    finally:
-        cuda_space.comm_stream = comm_stream
+    weft.close()
+    device = torch.device("cuda", torch.cuda.current_device())
+    a, b = (torch.randn(128, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    with controls.lane_priority(-2):
+        weft.all_gather_matmul(a, b, schedule="shard_p2p")
+    torch.cuda.synchronize()
+    lanes = GROUPS.state(dist.group.WORLD.group_name)._space(device)._streams  # type: ignore[union-attr]
+    found = {stream.priority for stream in lanes.values()}
+    weft.close()
     faulthandler.cancel_dump_traceback_later()
-    return set(made) == {-2}
+    return found == {-2}
+
+
+def test_streams_have_one_user_and_come_back() -> None:
+    """More than torch has; each runs, and is found by what the driver knows of it."""
+    api, x = driver_api(), torch.zeros(80, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(3):
+        taken = [comm_stream(priority=priority) for priority in (-1, "high") for _ in range(40)]
+        assert len({stream.cuda_stream for stream in taken}) == 80
+        assert {int(checked(api.cuStreamGetPriority(stream.cuda_stream))) for stream in taken[:40]} == {-1}
+        for number, stream in enumerate(taken):
+            with torch.cuda.stream(stream):
+                x[number] += number
+        torch.cuda.synchronize()
+        for stream in taken:
+            controls.give_back(stream)
+    assert x.tolist() == [3.0 * number for number in range(80)]

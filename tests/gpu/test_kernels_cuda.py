@@ -61,7 +61,7 @@ def test_gemm(shape: int, kind: str, transposed: bool, halved: bool) -> None:
         source=lambda part: int(part.a.rows[0] > 0),
         gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
         count_address=lambda flag: words.data_ptr() + 4 * (32 + flag.index),
-        out_address=(lambda part, row: out[part.out.rows[0] + row :].data_ptr()) if kind == "stored by address" else None,
+        stored_at=(lambda part, row: out[part.out.rows[0] + row :]) if kind == "stored by address" else None,
         need=lambda _: (0, 1),
     )
     tiles = plan.rows.shape[0] * -(-N // blocks.n)
@@ -88,7 +88,7 @@ def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
         source=lambda part: 0,
         gate_address=lambda flag: words.data_ptr() + 4 * flag.index,
         count_address=lambda flag: 0,
-        out_address=None,
+        stored_at=None,
         need=lambda _: (0, 1),
     )
     gemm((a,), b, torch.empty(M, N, device=GPU, dtype=torch.bfloat16), plan, status, epoch=0, tries=1000, sms=7)

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from weft import collectives as by_copy_engine
 from weft.ops.checks import DTYPES
 
-COPY_ENGINE = "copy_engine"
-"""The schedule of weft.collectives."""
+COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
+"""The schedules of weft.collectives."""
 Reduction = Literal["sum", "avg"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 # The names that these two have from torch 2.13 on; the older ones warn there.
@@ -94,10 +94,19 @@ class Collective(ABC):
         """Whether weft.collectives has it: sums only of the dtypes that weft adds."""
         return not self.reduces or self.tensors[0].dtype in DTYPES
 
+    @property
+    def pulls(self) -> bool:
+        """Whether weft.collectives has it with copy engines that pull."""
+        return False
+
     @abstractmethod
-    def move(self, sms: int) -> None:
-        """The same by copy engines, on CUDA on torch's current stream. sms: what sums take, 0 for their own choice. Raises
-        ValueError where copy engines cannot."""
+    def move(self, sms: int, *, pull: bool = False) -> None:
+        """The same by copy engines, on CUDA on torch's current stream. sms: what sums take, 0 for their own choice. pull: by
+        those of the receivers. Raises ValueError where copy engines cannot."""
+
+    def _pushes(self, pull: bool) -> None:
+        if pull:
+            raise ValueError(f"way has pull, which does not run {self.op}; leave it out")
 
     @contextmanager
     def rehearsed(self) -> Iterator[Collective]:
@@ -164,8 +173,13 @@ class AllReduce(Collective):
         work: dist.Work | None = dist.all_reduce(self.tensor, op, group=group, async_op=async_op)
         return work
 
-    def move(self, sms: int) -> None:
-        by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None)
+    @property
+    def pulls(self) -> bool:
+        return True
+
+    def move(self, sms: int, *, pull: bool = False) -> None:
+        schedule = PULL if pull else COPY_ENGINE
+        by_copy_engine.all_reduce(self.tensor, self.reduction, group=self.group, schedule=schedule, sms=sms or None)
 
     @contextmanager
     def rehearsed(self) -> Iterator[Collective]:
@@ -216,8 +230,13 @@ class AllGather(_Moving):
         work: dist.Work | None = vendor_all_gather(self.output, self.input, group=group, async_op=async_op)
         return work
 
-    def move(self, sms: int) -> None:
-        by_copy_engine.all_gather_into_tensor(self.output, self.input, group=self.group, schedule=COPY_ENGINE)
+    @property
+    def pulls(self) -> bool:
+        return True
+
+    def move(self, sms: int, *, pull: bool = False) -> None:
+        schedule = PULL if pull else COPY_ENGINE
+        by_copy_engine.all_gather_into_tensor(self.output, self.input, group=self.group, schedule=schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +261,8 @@ class ReduceScatter(_Moving):
         work: dist.Work | None = vendor_reduce_scatter(self.output, self.input, op=op, group=group, async_op=async_op)
         return work
 
-    def move(self, sms: int) -> None:
+    def move(self, sms: int, *, pull: bool = False) -> None:
+        self._pushes(pull)
         by_copy_engine.reduce_scatter_tensor(
             self.output, self.input, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None
         )
@@ -275,7 +295,8 @@ class AllToAll(_Moving):
         )
         return work
 
-    def move(self, sms: int) -> None:
+    def move(self, sms: int, *, pull: bool = False) -> None:
+        self._pushes(pull)
         by_copy_engine.all_to_all_single(self.output, self.input, group=self.group, schedule=COPY_ENGINE)
 
 
@@ -326,7 +347,7 @@ class SendReceive(Collective):
     def moves(self) -> bool:
         return False
 
-    def move(self, sms: int) -> None:
+    def move(self, sms: int, *, pull: bool = False) -> None:
         raise ValueError(f"way has copy_engine, which does not run {self.op}; use vendor")
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from weft import controls
 from weft.beside.collectives import Collective, SendReceive
@@ -22,7 +23,8 @@ from weft.planner.ways import Abilities, Way
 
 
 class Streams:
-    """Streams of one device that nobody enqueues on now, by whether they have priority."""
+    """Streams of one device that nobody enqueues on now, by whether they have priority. What was enqueued on them may be under
+    way still: `close` gives them to others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,6 +39,12 @@ class Streams:
             yield stream
         finally:
             free.append(stream)
+
+    def close(self) -> None:
+        """After the device has ended what they have."""
+        for free in self._free.values():
+            while free:
+                controls.give_back(free.pop())
 
 
 class CudaDevice(Device):
@@ -56,6 +64,7 @@ class CudaDevice(Device):
             ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
             left=hasattr(torch._C, "_set_sm_carveout_experimental"),
             copy_engine=all(collective.moves and _on_one_node(collective.ranks) for collective in collectives),
+            pull=all(collective.pulls for collective in collectives),
         )
 
     def mark(self) -> torch.cuda.Event:
@@ -113,7 +122,7 @@ class CudaDevice(Device):
 
     def enqueue(self, way: Way, collective: Collective) -> None:
         if way.transport == "copy_engine":
-            collective.move(way.ctas)
+            collective.move(way.ctas, pull=way.pull)
         else:
             collective.enqueue(self.group(collective.ranks, way.ctas), async_op=False)
 
@@ -145,12 +154,17 @@ class CudaDevice(Device):
             known = self._groups[group.group_name, ctas] = group, controls.nccl_group(group, max_ctas=ctas)
         return known[1]
 
-    def close(self) -> None:
+    def close(self, *, broken: bool) -> None:
         groups, self._groups = self._groups, {}
+        end = _abort_process_group if broken else dist.destroy_process_group
         for _, group in groups.values():
             # Where the default group has been destroyed, so have all others.
             with suppress(ValueError, AssertionError):
-                dist.destroy_process_group(group)
+                end(group)
+        if not broken:
+            torch.cuda.synchronize(self.device)
+            self._streams.close()
+            self._lasting.close()
 
 
 def _on_one_node(group: dist.ProcessGroup) -> bool:

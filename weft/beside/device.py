@@ -97,5 +97,6 @@ class Device(ABC):
         """A context at whose end the collectives have been joined."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Give back what ways have taken. Collective."""
+    def close(self, *, broken: bool) -> None:
+        """Give back what ways have taken. Collective, unless `broken`: then peers are lost, and what is under way may never
+        end."""

@@ -77,8 +77,8 @@ def concurrent(
     The same on every rank; default: where compute is defined. repeatable: compute may be run many times, with no other effect
     than one run: then the first use finds the way. Else uses take ways in turn, until some 23 of them tell which is fastest
     (weft.beside.trials). way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late,
-    +priority, +ctas=N, +left=N, +resident=N (weft.planner.ways). kernels: those of the computation whose residency may be
-    capped; compute gets them, or capped ones, as arguments, a context has them as `kernels`; residents: blocks an SM to try,
+    +priority, +pull, +ctas=N, +left=N, +resident=N (weft.planner.ways). kernels: those of the computation whose residency may
+    be capped; compute gets them, or capped ones, as arguments, a context has them as `kernels`; residents: blocks an SM to try,
     default: one less than fit, and half. group: the ranks that agree on the way; default: the collectives' group, the default
     group where they have several.
 

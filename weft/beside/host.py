@@ -82,7 +82,7 @@ class HostDevice(Device):
 
     def enqueue(self, way: Way, collective: Collective) -> None:
         if way.transport == "copy_engine":
-            collective.move(way.ctas)
+            collective.move(way.ctas, pull=way.pull)
         else:
             collective.enqueue(collective.ranks, async_op=False)
 
@@ -95,5 +95,5 @@ class HostDevice(Device):
         made.set_result(result)
         return made
 
-    def close(self) -> None:
+    def close(self, *, broken: bool) -> None:
         pass

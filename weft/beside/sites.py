@@ -149,7 +149,7 @@ class Sites:
         for kernels in self._kernels.values():
             kernels.close()
         for device in self._devices.values():
-            device.close()
+            device.close(broken=self.team.broken is not None)
         for kept in (self._sites, self._kernels, self._devices, self._recorded):
             kept.clear()
 

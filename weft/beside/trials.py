@@ -2,7 +2,7 @@
 
 One go (`contest`). Computation and collectives are timed alone, which says which ways are worth measuring; weft.execute.trial
 measures them, and the best of them and sequential once more, in turns. What the collectives read is kept, and put back at the
-end, where they would change it.
+end, where they would change it. What copy engines were bound to meanwhile goes, and its memory with it.
 
 A use at a time (`rotation`). Every use is one the caller asked for, and runs once:
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +27,16 @@ from typing import Any
 from weft.beside.collectives import Collective
 from weft.beside.device import Device
 from weft.errors import WeftError
+from weft.execute.bound import BoundProgram
 from weft.execute.choose import machine_for
+from weft.execute.groups import GROUPS, GroupState
 from weft.execute.trial import BASE, Contest, Trial, calls_of_a_run, leader
 from weft.machine import Machine, load
 from weft.planner.ways import SEQUENTIAL, Abilities, Load, Way, parse, share_of_ideal, shortlist
 from weft.team import Team
 
-SOUNDINGS, ROUNDS, FINAL_TURNS = 3, 3, 5
+SOUNDINGS, ROUNDS, FINAL_RUNS, FINAL_TURNS = 3, 3, 11, 5
+"""In the final: a way's times differ by 7% from run to run, as its blocks come before a GEMM's or behind them."""
 IN_ROTATION = 5
 """Ways that uses take in turn."""
 
@@ -124,14 +127,18 @@ class Judge:
             communication_us=self._alone_us("collectives", communicate),
             reduces=any(collective.reduces for collective in collectives),
         )
-        specs = self.ready(shortlist(self._abilities(collectives), found, self._machine), collectives)
+        abilities, bound = self._abilities(collectives), _bound(collectives)
+        specs = self.ready(shortlist(abilities, found, self._machine), collectives)
         if len(specs) == 1:
             return Settled(key=self.key, way=specs[0], load=found)
-        contest = Contest(bind=parse, drop=lambda way: None, call=run, timer=self.device.time_ns, meet=self._meet)
+        contest = Contest(
+            bind=parse, drop=lambda way: None, call=run, timer=self.device.time_ns, meet=self._meet, final_runs=FINAL_RUNS
+        )
         way, trials = contest.fastest(specs)
         again = self._in_turns((SEQUENTIAL, way), run, trials) if way.beside else {}
         trials = tuple(Trial(spec=trial.spec, us=again.get(trial.spec, trial.us)) for trial in trials)
         chosen = leader([trial for trial in trials if trial.spec in (BASE, str(way))])
+        _forget_since(bound, collectives)
         return Settled(key=self.key, way=chosen.spec, load=found, trials=trials)
 
     def _in_turns(self, ways: Sequence[Way], run: Callable[[Way], object], trials: Sequence[Trial]) -> dict[str, float]:
@@ -231,3 +238,15 @@ class Judge:
     def _ns(self, begin: Any, end: Any) -> int:
         self.team.until(lambda: self.device.passed(end), lambda: f"concurrent {self.key}: the device did not come to its end")
         return self.device.between_ns(begin, end)
+
+
+def _bound(collectives: Sequence[Collective]) -> dict[GroupState, set[BoundProgram]]:
+    """The programs of the collectives' groups."""
+    states = (GROUPS.known(collective.ranks.group_name) for collective in collectives)
+    return {state: state.programs() for state in states if state}
+
+
+def _forget_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[Collective]) -> None:
+    """Give back what has been bound since, also that of the way that won: a use sums where its rehearsal took means."""
+    for state, programs in _bound(collectives).items():
+        state.forget(programs.difference(bound.get(state, ())))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.calibrate.samples import Sample
+from weft.controls.streams import comm_stream, give_back
 from weft.execute.replay import capture_stream
 
 ROUNDS = 7
@@ -40,7 +41,7 @@ class Clock:
         On GPUs alone. The others must last until the work has ended, and the work be enqueued before they end.
         """
         assert self.device.type == "cuda", "on a CPU there is no stream"
-        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side = comm_stream(priority="normal", device=self.device)
         work()
         other()
         times: list[float] = []
@@ -51,6 +52,7 @@ class Clock:
                     other()
             times.append(self._events(lambda: [work() for _ in range(repeat)]) / repeat)
             torch.cuda.synchronize(self.device)
+        give_back(side)
         return self.slowest(what, (), times)
 
     def slowest(self, what: str, key: tuple[int, ...], mine_us: list[float]) -> Sample:

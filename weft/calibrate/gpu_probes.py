@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.calibrate.clock import Clock
 from weft.calibrate.samples import Sample
+from weft.controls.streams import comm_stream, give_back
 from weft.execute.driver import Driver, Word
 from weft.kernels.push import push, push_tables
 from weft.memory import gpu_symmetric
@@ -127,9 +128,12 @@ def several(device: str) -> list[Sample]:
     area = peers(clock, size * nbytes)
     found = []
     for streams in dict.fromkeys((1, size - 1)):
-        lanes = [torch.cuda.Stream(clock.device) for _ in range(streams - 1)]  # type: ignore[no-untyped-call]
+        lanes = [comm_stream(priority="normal", device=clock.device) for _ in range(streams - 1)]
         work = _push_to_all(area, nbytes, lanes)
         found.append(clock.sample("several", (nbytes, streams), work, repeat=2))
+        torch.cuda.synchronize(clock.device)
+        for lane in lanes:
+            give_back(lane)
     if size > 2:
         found.append(clock.sample("turns", (nbytes, _ROUNDS), _push_to_all(area, nbytes, [], rounds=_ROUNDS), repeat=2))
     return found

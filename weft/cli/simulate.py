@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from weft.cli.progress import progress_bar
 from weft.cli.simulate_schedule import Outputs, simulate_schedule
 from weft.span import Span
 
-STUDIES = ("t3", "ficco")
+STUDIES = ("t3", "ficco", "dlrm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Done:
     record: Callable[[], dict[str, Any]]
     show: Callable[[], None]
     write: Callable[[Path], Path]
-    calls: Callable[[], dict[str, tuple[Span, ...]]]
+    calls: Callable[[], dict[str, tuple[Span, ...]]] | None = None
 
 
 def command(
@@ -34,6 +34,7 @@ def command(
         typer.Argument(
             metavar="STUDY|FILE",
             help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236). "
+            "dlrm: DLRM at scale (arXiv 2305.06942). "
             "A JSON file: a schedule, as weft plan --save has it.",
         ),
     ],
@@ -74,8 +75,10 @@ def command(
     for name, value in (("--machine", machine), ("--chakra", chakra)):
         if value is not None:
             raise ValueError(f"{name} is for a schedule in a JSON file, not for {study}")
+    if trace is not None and study == "dlrm":
+        raise ValueError("--trace is for t3, ficco and schedules; dlrm's timelines are in its --report")
     outputs.require()
-    simulate = _ficco if study == "ficco" else _t3
+    simulate = {"t3": _t3, "ficco": _ficco, "dlrm": _dlrm}[study]
     done = simulate(changes or [], scenarios or [], sensitivity)
     if as_json:
         print(json.dumps(done.record(), indent=2, allow_nan=False))
@@ -85,7 +88,7 @@ def command(
         path = done.write(report)
         if not as_json:
             print(f"wrote {path}")
-    if trace is not None:
+    if trace is not None and done.calls is not None:
         from weft.report.trace import write_calls
 
         write_calls(done.calls(), trace, about=study)
@@ -96,37 +99,54 @@ def command(
 def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
     from weft import settings
     from weft.report.t3 import write_t3_report
+    from weft.sim.profile import changed
     from weft.sim.t3 import sensitivity as sensitivities
     from weft.sim.t3 import study, tables
-    from weft.sim.t3.paper import figures
     from weft.sim.t3.record import calls, record
-    from weft.sim.t3.system import changed, load
+    from weft.sim.t3.system import load
 
-    if scenarios:
-        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, t3 simulates all of its sub-layers")
+    _all("t3", scenarios, "sub-layers")
     system = load()
     for given in changes:
         system = changed(system, *settings.parse(given, "hbm.gbps=2000"))
     with progress_bar() as progress:
         done = study.run(system, progress)
         rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
-
-    def show() -> None:
-        out = output.console()
-        out.print(f"{system.words}; {system.peak_tflops:.0f} TFLOP/s, {system.hbm.gbps:g} GB/s of memory")
-        _print(tables.sublayers_table((*done.sublayers, *done.large)))
-        _print(tables.figures_table(done))
-        _verdict([figure.ok for figure in figures(done)])
-        _print(tables.mappings_table(done))
-        if rows:
-            _print(tables.sensitivity_table(rows))
-
     return Done(
         record=lambda: record(done, rows),
-        show=show,
+        show=lambda: _show(tables.shown(done, rows)),
         write=lambda folder: write_t3_report(done, rows, folder),
         calls=lambda: calls(done),
     )
+
+
+def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
+    from weft.report.dlrm import write_dlrm_report
+    from weft.sim.dlrm import sensitivity as sensitivities
+    from weft.sim.dlrm import study, tables
+    from weft.sim.dlrm.record import record
+    from weft.sim.dlrm.system import load
+    from weft.sim.profile import changed
+
+    _all("dlrm", scenarios, "fabrics")
+    system = load()
+    for given in changes:
+        system = changed(system, *settings.parse(given, "nodes=128"))
+    with progress_bar() as progress:
+        done = study.run(system, progress)
+        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    return Done(
+        record=lambda: record(done, rows),
+        show=lambda: _show(tables.shown(done, rows)),
+        write=lambda folder: write_dlrm_report(done, rows, folder),
+    )
+
+
+def _all(study: str, scenarios: Sequence[str], what: str) -> None:
+    """Raises ValueError if a part of a study was asked for that is simulated whole."""
+    if scenarios:
+        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, {study} simulates all of its {what}")
 
 
 def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
@@ -166,6 +186,15 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
 
 def _verdict(good: Sequence[bool]) -> None:
     output.console().print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
+
+
+def _show(parts: Iterable[str | list[tuple[str, ...]]]) -> None:
+    """Lines, and tables."""
+    for part in parts:
+        if isinstance(part, str):
+            output.console().print(part)
+        else:
+            _print(part)
 
 
 def _print(rows: Sequence[tuple[str, ...]]) -> None:

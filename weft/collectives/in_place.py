@@ -5,7 +5,7 @@ Every function takes, beside torch's arguments:
     schedule        "auto": the fastest of a short trial (on CPUs, for results above 1 GiB, and for those in tensors of
                     `empty`: what is predicted to be); or "sequential", which is the vendor's,
                     "copy_engine", "copy_engine_pull", with :CHUNKS for pieces a part; or a weft.Schedule
-    staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 256 MiB on a GPU, less
+    staging_bytes   symmetric memory that pieces pass through, a rank; default: WEFT_STAGING_BYTES, or 1 GiB on a GPU, less
                     where less is free, and 16 MiB on a CPU. More bytes go through it in turns
     sms             SMs that sum, default: twice the machine's `stores.sms`
     stream          with async_op=True on GPUs, where it runs; default: a stream of high priority

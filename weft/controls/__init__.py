@@ -3,7 +3,7 @@
 | control | what it does | on |
 | --- | --- | --- |
 | shape, occupancy | cap the residency of a compute kernel, so that communication blocks fit beside it | one kernel |
-| comm_stream, launch_order | let a collective's blocks be placed first | streams |
+| comm_stream, give_back, launch_order | let a collective's blocks be placed first | streams |
 | lane_priority | the same for the lanes of weft's own schedules | a group's lanes |
 | nccl_group | how many blocks NCCL's kernels have, and their streams' priority | a process group |
 | sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | vendor GEMMs; a stream |
@@ -19,7 +19,7 @@ from weft.controls.device import this_device
 from weft.controls.nccl import nccl_group
 from weft.controls.residency import DEVICES, Device, Occupancy, blocks_per_sm, padding_bytes
 from weft.controls.shaping import occupancy, shape
-from weft.controls.streams import Priority, comm_stream, lane_priority, launch_order
+from weft.controls.streams import Priority, comm_stream, give_back, lane_priority, launch_order
 
 __all__ = [
     "DEVICES",
@@ -29,6 +29,7 @@ __all__ = [
     "SmPartition",
     "blocks_per_sm",
     "comm_stream",
+    "give_back",
     "lane_priority",
     "launch_order",
     "nccl_group",

@@ -61,6 +61,9 @@ def _options(min_ctas: int | None, max_ctas: int | None, high_priority: bool) ->
     if not hasattr(dist, "ProcessGroupNCCL"):
         raise ValueError(f"group: torch {torch.__version__} is built without NCCL")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if min_ctas is not None and max_ctas is None:
+        # NCCL takes what is not set for the lowest number, which is then below the least.
+        max_ctas = _MOST
     for name, count in (("min_ctas", min_ctas), ("max_ctas", max_ctas)):
         if count is None:
             continue

@@ -5,6 +5,12 @@ stream of higher priority get it first; blocks that run are not stopped. So prio
 blocks of the compute kernel end, and a cap on that kernel's residency (weft.controls.shape) lets it start beside them.
 
 Numbers are CUDA's: 0 is every stream's usual priority, and lower ones come first. The same holds on ROCm, untested.
+
+All streams of weft's come from here, and have one user at a time. torch has 32 of each priority and hands them out in turn, so
+that two lanes may get one; then a lane that waits for a flag holds up the one that would raise it:
+
+    one stream, lanes of groups A and B      rank 0:  A waits for rank 1's A | B        neither A nor B ever ends: rank 1's A is
+                                             rank 1:  B waits for rank 0's B | A        behind a B that waits for rank 0's B
 """
 
 from __future__ import annotations
@@ -12,9 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
+
+from weft.driver import checked, driver_api
 
 Priority = Literal["normal", "high"] | int
 """normal: 0. high: the highest that the device has."""
@@ -22,14 +31,76 @@ Priority = Literal["normal", "high"] | int
 _LANES: ContextVar[Priority] = ContextVar("weft.controls.lane_priority", default=-1)
 
 
-def comm_stream(*, priority: Priority = "high", device: torch.device | int | None = None) -> torch.cuda.Stream:
-    """A stream of a priority; device: default, the current one. Raises ValueError for a priority that the device lacks.
+class StreamPool:
+    """The streams of weft's on one device. Made by the driver when they are needed, and never destroyed: torch remembers each
+    stream that memory was used on, and asks it later. What is given back is taken again."""
 
-    torch has 32 streams of each priority, and hands them out in turn: keep the one that you get.
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._free: dict[int, list[torch.cuda.Stream]] = {}
+        self._taken: dict[int, int] = {}
+
+    def take(self, priority: int) -> torch.cuda.Stream:
+        """priority: CUDA's number."""
+        free = self._free.setdefault(priority, [])
+        stream = free.pop() if free else self._made(priority)
+        self._taken[stream.cuda_stream] = priority
+        return stream
+
+    def give(self, stream: torch.cuda.Stream) -> None:
+        priority = self._taken.pop(stream.cuda_stream, None)
+        if priority is None:
+            raise ValueError(f"stream is {stream}, which comm_stream has not made, or was given back; pass one that is taken")
+        self._free[priority].append(stream)
+
+    def _made(self, priority: int) -> torch.cuda.Stream:
+        if torch.version.hip is not None:
+            return torch.cuda.Stream(self._index, priority=priority)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+        api = driver_api()
+        with _context(api, self._index):
+            stream = checked(api.cuStreamCreateWithPriority(int(api.CUstream_flags.CU_STREAM_NON_BLOCKING), priority))
+        return torch.cuda.ExternalStream(int(stream), device=self._index)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
+
+@contextmanager
+def _context(api: Any, index: int) -> Iterator[None]:
+    """A device's primary context is this thread's, and a graph that is captured now is not disturbed. The context is retained
+    once more, for as long as the process: so are its streams."""
+    mode = checked(api.cuThreadExchangeStreamCaptureMode(api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    checked(api.cuCtxPushCurrent(checked(api.cuDevicePrimaryCtxRetain(checked(api.cuDeviceGet(index))))))
+    try:
+        yield
+    finally:
+        checked(api.cuCtxPopCurrent())
+        checked(api.cuThreadExchangeStreamCaptureMode(mode))
+
+
+@cache
+def _streams_of(index: int) -> StreamPool:
+    return StreamPool(index)
+
+
+def comm_stream(*, priority: Priority = "high", device: torch.device | int | None = None) -> torch.cuda.Stream:
+    """A stream of a priority that nobody else has. device: default, the current one. Raises ValueError for a priority that the
+    device lacks.
+
+    Keep it, or give it back (`give_back`): it lives as long as the process.
     """
     number = priority_number(priority)
-    stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=number)  # type: ignore[no-untyped-call]
-    return stream
+    return _streams_of(_index(device)).take(number)
+
+
+def give_back(stream: torch.cuda.Stream) -> None:
+    """Let another user have a stream of comm_stream's. What was enqueued on it must not wait for anything any more.
+
+    Raises ValueError for another stream, and for one that was given back.
+    """
+    _streams_of(_index(stream.device)).give(stream)
+
+
+def _index(device: torch.device | int | None) -> int:
+    index = device if device is None or isinstance(device, int) else device.index
+    return torch.cuda.current_device() if index is None else index
 
 
 def priority_number(priority: Priority) -> int:

@@ -81,7 +81,9 @@ class CudaProgram(BoundProgram):
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
         self._replays = Replays(
-            capture_stream(space.device), lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs))
+            capture_stream(space.device),
+            lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs)),
+            self.driver,
         )
         self._vendors = {
             id(step): Vendor(self.team.group, step, schedule.problem, self.dtype, space.device)
@@ -272,7 +274,7 @@ class CudaProgram(BoundProgram):
         if self._last_stream not in (None, caller):
             self.space.after(caller, self._last_ticket)
         zero_us, watched = time.perf_counter_ns() / 1e3, self.spans is not None
-        ticket = self.space.begin(caller, self._stuck)
+        ticket = self.space.begin(caller, self._stuck, rehearses=self._silent)
         self._times = []
         if watched:
             self._timed(None, caller, lambda: None)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from weft.controls.streams import comm_stream, current_lane_priority
+from weft.controls.streams import comm_stream, current_lane_priority, give_back
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group
@@ -50,11 +50,13 @@ _IDLE_TICKS = 25
 
 @dataclass(kw_only=True)
 class Pending:
-    """A call under way. thread: who made it. stuck: what it waits for, in words. deadline: set once it has begun."""
+    """A call under way. thread: who made it. stuck: what it waits for, in words. rehearses: it waits for no flag, but perhaps
+    for compilers. deadline: set once it has begun."""
 
     ticket: int
     thread: int
     stuck: Callable[[], str]
+    rehearses: bool
     deadline: float = math.inf
 
 
@@ -144,8 +146,9 @@ class CudaSpace:
         tries, launched_by = self.tries, self._words_launcher
         return lambda stream: do_words(table, tries=tries, launched_by=launched_by, stream=stream)
 
-    def begin(self, stream: int, stuck: Callable[[], str]) -> int:
-        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued.
+    def begin(self, stream: int, stuck: Callable[[], str], *, rehearses: bool) -> int:
+        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued; one that
+        rehearses for lost peers alone.
 
         Waits, bounded, where so many calls are under way that its events still belong to one of them.
         """
@@ -154,7 +157,7 @@ class CudaSpace:
         if not self._reusable(ticket):
             self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck)
         self.driver.record(self._begun[ticket % _TICKETS], stream)
-        self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck))
+        self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck, rehearses=rehearses))
         return ticket
 
     def _reusable(self, ticket: int) -> bool:
@@ -204,7 +207,7 @@ class CudaSpace:
                 self._seen_done = self._pending.popleft().ticket
             first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
             self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
-            if first is not None:
+            if first is not None and not first.rehearses:
                 first.deadline = min(first.deadline, time.monotonic() + self.team.timeout_s)
                 if time.monotonic() > first.deadline and not self.done(first.ticket):
                     raise self.team.fail(WaitTimeout(f"{first.stuck()} after {self.team.timeout_s:g} s"))
@@ -237,6 +240,8 @@ class CudaSpace:
             self._watch.join()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
+        for stream in (self.rescue, *self._streams.values()):
+            give_back(stream)
         self._streams, self._releases = {}, {}
         self.pool.close()
         if self.wire:

@@ -33,6 +33,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.api = driver_api()
+        self._buffer_id = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
 
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
         """A function that enqueues these operations, in this order, on a stream. Every write here is as a signal."""
@@ -97,6 +98,25 @@ class Driver:
             return False
         checked((result,))
         return True
+
+    def memory_at(self, address: int) -> int | None:
+        """The number of the memory at an address of a GPU's. No other memory of this process ever has it, so it tells whether
+        memory was freed and other memory came to lie there. None where the driver has no number."""
+        error, number = self.api.cuPointerGetAttribute(self._buffer_id, address)
+        return None if error else int(number)
+
+    def memory_behind(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
+        """(an address, the number of the memory there) for all that lies behind nbytes: several where they were mapped piece
+        by piece, as torch's expandable segments are. None where the driver does not say."""
+        found, end = [], address + nbytes
+        while address < end:
+            number = self.memory_at(address)
+            error, base, size = self.api.cuMemGetAddressRange(address)
+            if error or number is None:
+                return None
+            found.append((address, number))
+            address = int(base) + int(size)
+        return found
 
     def relax_captures(self) -> None:
         """Let this thread ask for events while another one captures a graph."""

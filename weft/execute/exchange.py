@@ -1,7 +1,8 @@
-"""A lane's fused steps as one kernel, on any device whose memory has addresses: matmul_all_reduce's one_shot and two_shot.
+"""A lane's fused steps as one kernel, on any device whose memory has addresses: one_shot and two_shot.
 
-A range of fused steps runs so if it is one that `weft.schedules.matmul_all_reduce` makes: the kernel stands for those steps,
-tile by tile, and for no others. The buffers that nothing but such steps touch are not needed then: the kernel has a mailbox.
+A range of fused steps runs so if it is one that `weft.schedules.matmul_all_reduce` or `matmul_reduce_scatter` makes: the kernel
+stands for those steps, tile by tile, and for no others. The buffers that nothing but such steps touch are not needed then: the
+kernel has a mailbox.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ import torch
 
 from weft.errors import WaitTimeout
 from weft.execute.bindings import Bindings, Where
-from weft.kernels.all_reduce import COPIES, Mailbox, Plan, all_reduce, launcher, mailbox, plan
+from weft.kernels.all_reduce import COPIES, Hops, Mailbox, Plan, all_reduce, launcher, mailbox, plan
+from weft.problem import Op
 from weft.schedule import Gemm, Lane, Schedule, regions
+from weft.schedules import matmul_reduce_scatter as scatter
 from weft.schedules.matmul_all_reduce import one_shot, owned_columns, two_shot
+
+_KINDS: tuple[tuple[Op, Callable[..., Schedule], Hops], ...] = (
+    ("matmul_all_reduce", one_shot, "one"),
+    ("matmul_all_reduce", two_shot, "two"),
+    ("matmul_reduce_scatter", scatter.one_shot, "scatter"),
+)
+"""(operator, what builds such steps, how they exchange)."""
 
 
 class MailboxOwner(Protocol):
@@ -46,16 +56,16 @@ def unneeded(schedule: Schedule) -> frozenset[str]:
     return frozenset(b.name for b in schedule.buffers if b.kind in ("symmetric", "local") and b.name not in used)
 
 
-def _kind(schedule: Schedule, rank: int, lane: Lane, low: int, high: int) -> bool:
-    """Whether fused steps exchange in one hop. Raises ValueError if they are neither kind's."""
-    for build, one_hop in ((one_shot, True), (two_shot, False)):
-        if schedule.problem.op == "matmul_all_reduce" and low <= 1:
+def _kind(schedule: Schedule, rank: int, lane: Lane, low: int, high: int) -> Hops:
+    """How fused steps exchange. Raises ValueError if they are of no known kind."""
+    for op, build, hops in _KINDS:
+        if schedule.problem.op == op and low <= 1:
             (like,) = build(schedule.problem, schedule.name, first_fused=low).ranks[rank] or (None,)
             if like is not None and (like.name, like.steps, like.fused) == (lane.name, lane.steps, ((low, high),)):
-                return one_hop
+                return hops
     raise ValueError(
         f"schedule {schedule.name}: rank {rank}, lane {lane.name} has steps {low} to {high} as one kernel, and there is none "
-        "for them; leave `fused` empty, or build one_shot or two_shot of matmul_all_reduce"
+        "for them; leave `fused` empty, or build one_shot or two_shot"
     )
 
 
@@ -68,11 +78,12 @@ class FusedExchange:
         self.where, self.length = where, length
         lane = next(lane for lane in schedule.ranks[where.rank] if lane.name == where.lane)
         low = where.position
+        hops = _kind(schedule, where.rank, lane, low, low + length)
         self.plan: Plan = plan(
             schedule.problem,
             where.rank,
-            owned_columns(schedule.problem),
-            one_hop=_kind(schedule, where.rank, lane, low, low + length),
+            schedule.problem.shards if hops == "scatter" else owned_columns(schedule.problem),
+            hops=hops,
             multiply=isinstance(where.step, Gemm),
             device=device,
             sms=blocks,
@@ -126,7 +137,7 @@ class FusedExchange:
     def _expected(self) -> list[int]:
         """The regions of this rank that a call fills: of each tile all sources' pieces, and all owners' sums."""
         layout, size = self.plan, self.plan.problem.world_size
-        filled = size if layout.one_hop else 2 * size
+        filled = 2 * size if layout.hops == "two" else size
         return [tile * layout.regions + i for tile in range(layout.count) for i in range(filled)]
 
     def _whole(self, call: int) -> torch.Tensor:
@@ -135,11 +146,11 @@ class FusedExchange:
         words = (
             self._box.cpu()[: layout.mailbox_bytes]
             .view(torch.int32)
-            .view(COPIES, layout.count, layout.regions, layout.tiling.m, -1)
+            .view(COPIES, layout.count, layout.regions, layout.region_rows, -1)
         )
         tiles = torch.arange(layout.count)[:, None]
-        rows = tiles % layout.row_tiles * layout.tiling.m + torch.arange(layout.tiling.m)
-        travels = rows < layout.problem.m
+        rows = tiles % layout.row_tiles * layout.region_rows + torch.arange(layout.region_rows)
+        travels = rows < layout.received_rows
         return ((words[call % COPIES] != 0).all(-1) | ~travels[:, None]).all(-1).flatten()
 
     def _source(self, region: int) -> str:

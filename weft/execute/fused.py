@@ -185,11 +185,8 @@ class FusedGemm(FusedStep):
         return self._tables[1]
 
     def _lay_out(self, bindings: Bindings) -> Tables:
-        def out_address(part: Part, row: int) -> int:
-            if (part.out.buffer, part.out.rank) == self._out:
-                return 0
-            view = bindings.view(part.out)
-            return view.data_ptr() + row * view.stride(0) * view.element_size()
+        def stored_at(part: Part, row: int) -> torch.Tensor | None:
+            return None if (part.out.buffer, part.out.rank) == self._out else bindings.view(part.out)[row:]
 
         return tables(
             self.step,
@@ -197,7 +194,7 @@ class FusedGemm(FusedStep):
             source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
             gate_address=self._gate_address,
             count_address=self._flags.count_address,
-            out_address=out_address if self._elsewhere else None,
+            stored_at=stored_at if self._elsewhere else None,
             need=self._flags.gate_need,
         )
 

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft import codec, schedules
 from weft.checker import check
+from weft.controls.streams import comm_stream, give_back
 from weft.execute.bound import BoundProgram
 from weft.execute.calls import Call
 from weft.execute.choose import choose, contenders, effort, predicted
@@ -30,7 +31,7 @@ from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
 from weft.execute.kept import KeptPlans, Unproved
 from weft.execute.reach import Reach, Reachable
-from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, timer_for
+from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
 from weft.problem import Problem
 from weft.schedule import Schedule
 from weft.team import Team
@@ -252,6 +253,7 @@ class GroupState:
             drop=self._drop,
             call=lambda program: program.run(call.inputs),
             timer=timer,
+            queued=queued_timer_for(device),
             meet=self.team.enter,
         )
 
@@ -267,9 +269,21 @@ class GroupState:
 
     def _drop_oldest(self) -> None:
         if len(self._programs) > PROGRAMS_PER_GROUP:
-            oldest = next(iter(self._programs))
-            self._sites = {key: site for key, site in self._sites.items() if site.program is not oldest}
-            self._drop(oldest)
+            self._forget(next(iter(self._programs)))
+
+    def _forget(self, program: BoundProgram) -> None:
+        self._sites = {key: site for key, site in self._sites.items() if site.program is not program}
+        self._drop(program)
+
+    def programs(self) -> set[BoundProgram]:
+        """What is bound now."""
+        return set(self._programs)
+
+    def forget(self, programs: Collection[BoundProgram]) -> None:
+        """Give programs back, with their memory. Collective: the same on every rank. No graph may hold calls of theirs."""
+        with self.lock:
+            for program in [program for program in self._programs if program in programs]:
+                self._forget(program)
 
     def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
@@ -291,7 +305,7 @@ class GroupState:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
         that callers have without asking for one."""
         if device not in self._side:
-            self._side[device] = torch.cuda.Stream(device, priority=_SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+            self._side[device] = comm_stream(priority=_SIDE_PRIORITY, device=device)
         return self._side[device]
 
     def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
@@ -321,6 +335,8 @@ class GroupState:
             program.close()
         for space in self._spaces.values():
             space.close()
+        while self._side:
+            give_back(self._side.popitem()[1])
         self.reachable.close()
         if self._peers is not None:
             if self._peers.device.type == "cuda":

@@ -4,32 +4,50 @@ Enqueuing a call step by step costs the host some 5 us a step; a graph of the sa
 fixed, so a graph serves only calls whose tensors lie where they lay before. Allocators hand out the same addresses again in
 loops: a training step, a layer's weights. A set of addresses is captured when it comes for the second time; until then, and
 where addresses never repeat, calls are enqueued step by step.
+
+A graph's copies hold on to the memory that they were captured with, not to its address: where that was freed, as by
+torch.cuda.empty_cache(), and other memory has come to lie there, launching the graph ends the process (a segmentation fault
+within cuGraphLaunch, driver 580). So before each replay the driver is asked whether the memory is still the same.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
+from weft.controls.streams import comm_stream
 from weft.execute.bound import Inputs, Outputs
+from weft.execute.driver import Driver
 
 Addresses = tuple[int, ...]
 _KEPT = 256
 """Sets of addresses a program: as many as layers that share a shape."""
+_KERNELS_ALONE = ("b", "tables")
+"""Inputs that no copy touches. A kernel has no more than an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """graph: of one call. memory: where its copies found the caller's tensors, and what lay there (Driver.memory_behind)."""
+
+    graph: torch.cuda.CUDAGraph
+    memory: tuple[tuple[int, int], ...]
 
 
 class Replays:
     """Graphs of one program. stream: to capture on. enqueue: puts a call with these tensors on torch's current stream."""
 
-    def __init__(self, stream: torch.cuda.Stream, enqueue: Callable[[Inputs, Outputs], None]) -> None:
-        self._stream, self._enqueue = stream, enqueue
-        self._graphs: OrderedDict[Addresses, torch.cuda.CUDAGraph | None] = OrderedDict()
+    def __init__(self, stream: torch.cuda.Stream, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
+        self._stream, self._enqueue, self._driver = stream, enqueue, driver
+        self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
 
     def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
-        """The graph for a call with these tensors; None if they are here for the first time."""
+        """The graph for a call with these tensors; None if they are here for the first time, and where the driver does not
+        tell memory apart."""
         addresses = _addresses(inputs, outputs)
         if addresses not in self._graphs:
             self._graphs[addresses] = None
@@ -37,10 +55,22 @@ class Replays:
                 self._graphs.popitem(last=False)
             return None
         self._graphs.move_to_end(addresses)
-        graph = self._graphs[addresses]
-        if graph is None:
-            graph = self._graphs[addresses] = self._capture(inputs, outputs)
-        return graph
+        kept = self._graphs[addresses]
+        if kept is None or not self._still(kept.memory):
+            kept = self._graphs[addresses] = self._made(inputs, outputs)
+        return None if kept is None else kept.graph
+
+    def _still(self, memory: tuple[tuple[int, int], ...]) -> bool:
+        return all(self._driver.memory_at(address) == number for address, number in memory)
+
+    def _made(self, inputs: Inputs, outputs: Outputs) -> Kept | None:
+        memory: list[tuple[int, int]] = []
+        for tensor in _copied(inputs, outputs):
+            behind = self._driver.memory_behind(tensor.data_ptr(), tensor.nbytes)
+            if behind is None:
+                return None
+            memory += behind
+        return Kept(self._capture(inputs, outputs), tuple(memory))
 
     def _capture(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph:
         """Capturing runs nothing. Other threads may go on using CUDA meanwhile."""
@@ -64,12 +94,19 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     cuBLAS keeps a workspace of 32 MiB for each stream, for good. It is asked for here, outside of any capture: one of a capture
     would be the graph's, and go with it.
     """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = comm_stream(priority="normal", device=device)
     with torch.cuda.stream(stream):
         one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
         torch.mm(one, one)
     stream.synchronize()
-    return stream  # type: ignore[no-any-return, unused-ignore]
+    return stream
+
+
+def _copied(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
+    """The tensors that copies may touch. All are contiguous."""
+    for name, tensors in (*inputs.items(), *outputs.items()):
+        if name not in _KERNELS_ALONE:
+            yield from tensors
 
 
 def _addresses(inputs: Inputs, outputs: Outputs) -> Addresses:

@@ -5,6 +5,7 @@
     2 calls            the first rehearses, the second captures a graph
     2 calls            the second timed                                    its slowest time sets the calls of a run
     3 runs             a call, then 3 to 20 calls timed together           after each: its slowest time counts
+    3 runs, queued     the same behind a GPU that is held up               the same; where sequential takes under 0.3 ms
     the fastest so far stays bound, the other is given back
 
     final              specs within 10% of the fastest, at most 4: bound together, 5 runs each, in turns
@@ -14,16 +15,23 @@ The medians of the runs are compared: of the final's for those in it. One after 
 cooled while a kernel was compiled, decides between specs that are close (on 4 x H200 shard_p2p was chosen over flag_gated:1,
 6% faster in turns).
 
+Calls of some 0.1 ms are bound by the host when Python makes them, and by the GPU when a CUDA graph does: one schedule may be
+faster there and slower here. So such calls are timed both ways, and an overlap is chosen only if it is slower than sequential
+in neither.
+
 So a trial is at most `weft.planner.shortlist.AT_MOST` specs, and of each at most 67 calls, 16 where one takes 1.7 ms or more,
-and in the final 107 more, 22, besides planning, binding, and what Triton compiles once a machine.
+and in the final 107 more, 22, besides planning, binding, and what Triton compiles once a machine; about twice that where calls
+are timed both ways.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -44,15 +52,21 @@ _FIRST_CALLS = 2
 _RUNS, _FINAL_RUNS = 3, 5
 _FINALISTS, _CLOSE = 4, 0.1
 _RUN_NS = 5_000_000
+_HOST_BOUND_US = 300.0
+"""The host takes some 0.1 ms a call: what takes longer than this on the GPU takes as long in a CUDA graph."""
+_HELD_UP, _LONGEST_NS, _CYCLES_PER_NS = 1.5, 20_000_000, 2
+"""By how much more than the host needs to enqueue a run, at most how long; a GPU's clock, at most."""
 _FEWEST, _MOST = 3, 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What was measured of one schedule. us: a call's time on the slowest rank, the median of the runs."""
+    """What was measured of one schedule. us: a call's time on the slowest rank, the median of the runs; queued_us: the same
+    where the host is far ahead, as in a CUDA graph, None if that was not measured."""
 
     spec: str
     us: float
+    queued_us: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +98,29 @@ class Choice:
         return f"{self.problem}: {self.spec} ({', '.join(filter(None, (earlier, like, measured))) or 'not measured'})"
 
 
+def _ratios(trial: Trial, other: Trial) -> tuple[float, ...]:
+    """How long one takes over the other, by each clock that timed both."""
+    eager = trial.us / other.us
+    return (eager, trial.queued_us / other.queued_us) if trial.queued_us and other.queued_us else (eager,)
+
+
+def _beats(trial: Trial, base: Trial) -> bool:
+    """Slower by no clock, and faster by more than the margin by one."""
+    ratios = _ratios(trial, base)
+    return max(ratios) <= 1 and min(ratios) < 1 - MARGIN
+
+
 def leader(trials: Sequence[Trial]) -> Trial:
-    """The fastest, or the first, which is the sequential program, if none is faster than that by more than the margin."""
-    fastest = min(trials, key=lambda trial: trial.us)
-    return fastest if fastest.us < (1 - MARGIN) * trials[0].us else trials[0]
+    """The fastest that beats the first, which is the sequential program; the first if none does."""
+    base = trials[0]
+    return min((t for t in trials if _beats(t, base)), key=lambda trial: sum(_ratios(trial, base)), default=base)
 
 
 def finalists(trials: Sequence[Trial]) -> tuple[str, ...]:
-    """The leader's close rivals, the fastest first: what is measured again beside it."""
-    first = leader(trials)
-    limit_us = (1 + _CLOSE) * min(trial.us for trial in trials)
-    rivals = sorted((t for t in trials if t is not first and t.us <= limit_us), key=lambda trial: trial.us)
+    """The leader's close rivals by any clock, sequential before all, then the fastest: what is measured again beside it."""
+    first, base = leader(trials), trials[0]
+    rivals = [t for t in trials if t is not first and min(_ratios(t, first)) <= 1 + _CLOSE]
+    rivals.sort(key=lambda trial: (trial is not base, sum(_ratios(trial, first))))
     return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
 
 
@@ -114,14 +140,17 @@ class Contest(Generic[P]):
     """One rank's side of a trial.
 
     bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
-    program, as later ones will be. timer: times calls. meet: (text, mine) -> what each rank gave as mine, by rank.
+    program, as later ones will be. timer: times calls; queued: also, where the host is far ahead. meet: (text, mine) -> what
+    each rank gave as mine, by rank. final_runs: of each spec in the final.
     """
 
     bind: Callable[[str], P]
     drop: Callable[[P], None]
     call: Callable[[P], object]
     timer: Timer
+    queued: Timer | None = None
     meet: Callable[[str, int], tuple[int, ...]]
+    final_runs: int = _FINAL_RUNS
 
     def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
         """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
@@ -132,11 +161,11 @@ class Contest(Generic[P]):
         assert specs[0] == BASE, specs
         best = self.bind(BASE)
         self._all_bound(BASE, True)
-        trials = [Trial(spec=BASE, us=self._measured_us(BASE, best))]
+        trials = [self._measured(BASE, best)]
         for spec in specs[1:]:
             program = self._bound(spec)
             if program is not None:
-                trials.append(Trial(spec=spec, us=self._measured_us(spec, program)))
+                trials.append(self._measured(spec, program, trials[0]))
                 best, loser = (program, best) if leader(trials) is trials[-1] else (best, program)
                 self.drop(loser)
         return self._final(best, trials)
@@ -148,21 +177,28 @@ class Contest(Generic[P]):
         if not others:
             return best, tuple(trials)
         programs = {first: best} | {spec: self._bound_again(spec) for spec in others}
-        calls = {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials if t.spec in programs}
-        times: dict[str, list[int]] = {spec: [] for spec in programs}
-        for run in range(_FINAL_RUNS):
-            for spec in _rotated(tuple(programs), run):
-                program = programs[spec]
-                time = self.timer(lambda p=program: self._drop_result(p), calls[spec])  # type: ignore[misc]
-                times[spec].append(max(self.meet(f"final of {spec}: run {run}", time)))
-        us = {spec: statistics.median(runs) / 1e3 for spec, runs in times.items()}
-        measured = tuple(Trial(spec=t.spec, us=us.get(t.spec, t.us)) for t in trials)
+        again = self._in_turns(programs, {t.spec: calls_of_a_run(round(1e3 * t.us)) for t in trials}, trials[0])
+        measured = tuple(again.get(t.spec, t) for t in trials)
         winner = leader([t for t in measured if t.spec in programs or t.spec == BASE]).spec
-        winner = winner if winner in programs else min(us, key=lambda spec: us[spec])
+        winner = winner if winner in programs else min(again, key=lambda spec: again[spec].us)
         for spec, program in programs.items():
             if spec != winner:
                 self.drop(program)
         return programs[winner], measured
+
+    def _in_turns(self, programs: dict[str, P], calls: dict[str, int], base: Trial) -> dict[str, Trial]:
+        times: dict[str, list[list[int]]] = {spec: [] for spec in programs}
+        clocks = self._clocks(base)
+        for run in range(self.final_runs):
+            for spec in _rotated(tuple(programs), run):
+                call = partial(self._drop_result, programs[spec])
+                times[spec].append(
+                    [max(self.meet(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
+                )
+        return {spec: _trial(spec, *zip(*runs, strict=True)) for spec, runs in times.items()}
+
+    def _clocks(self, base: Trial) -> tuple[Timer, ...]:
+        return (self.timer, self.queued) if self.queued and base.us < _HOST_BOUND_US else (self.timer,)
 
     def _bound_again(self, spec: str) -> P:
         program = self.bind(spec)
@@ -194,20 +230,41 @@ class Contest(Generic[P]):
     def _all_bound(self, spec: str, mine: bool) -> bool:
         return all(self.meet(f"trial of {spec}: bound", int(mine)))
 
-    def _measured_us(self, spec: str, program: P) -> float:
-        def call() -> None:
-            self._drop_result(program)
-
+    def _measured(self, spec: str, program: P, base: Trial | None = None) -> Trial:
+        """base: what sequential took; None while that is measured."""
+        call = partial(self._drop_result, program)
         for _ in range(_FIRST_CALLS):
             call()
         calls = calls_of_a_run(max(self.meet(f"trial of {spec}: one call", self.timer(call, 1))))
-        runs = [max(self.meet(f"trial of {spec}: run {run}", self.timer(call, calls))) for run in range(_RUNS)]
-        return statistics.median(runs) / 1e3
+
+        def runs(clock: Timer) -> list[int]:
+            return [max(self.meet(f"trial of {spec}: run {run}", clock(call, calls))) for run in range(_RUNS)]
+
+        eager = runs(self.timer)
+        return _trial(spec, eager, *map(runs, self._clocks(base or _trial(spec, eager))[1:]))
+
+
+def _trial(spec: str, ns: Sequence[int], queued_ns: Sequence[int] = ()) -> Trial:
+    """The medians of runs."""
+    return Trial(spec=spec, us=statistics.median(ns) / 1e3, queued_us=statistics.median(queued_ns) / 1e3 if queued_ns else None)
 
 
 def timer_for(device: torch.device) -> Timer | None:
     """A clock for calls on `device`: CUDA's events on the caller's stream. None where calls are not timed."""
     return (lambda call, calls: _time_on_gpu(device, call, calls)) if device.type == "cuda" else None
+
+
+def queued_timer_for(device: torch.device) -> Timer | None:
+    """A clock for calls that the host has enqueued before the GPU begins them. None where calls are not timed."""
+    return (lambda call, calls: _time_queued(device, call, calls)) if device.type == "cuda" else None
+
+
+def _time_queued(device: torch.device, call: Callable[[], object], calls: int) -> int:
+    begun_ns = time.perf_counter_ns()
+    call()
+    host_ns = (1 + calls) * (time.perf_counter_ns() - begun_ns)
+    torch.cuda._sleep(_CYCLES_PER_NS * min(round(_HELD_UP * host_ns), _LONGEST_NS))  # type: ignore[no-untyped-call]
+    return _time_on_gpu(device, call, calls)
 
 
 def _time_on_gpu(device: torch.device, call: Callable[[], object], calls: int) -> int:

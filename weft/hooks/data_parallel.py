@@ -17,8 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.beside.collectives import AllReduce
 from weft.beside.steps import StepTrial, ways_of
+from weft.planner.ways import PLAIN
 
-WAYS = ("sequential", "vendor", "vendor+priority", "vendor+priority+ctas=16", "copy_engine+priority+ctas=8")
+WAYS = (
+    *("sequential", "vendor", "vendor+priority", "vendor+priority+ctas=16"),
+    *("copy_engine+priority+ctas=16", "copy_engine+priority+pull+ctas=16"),
+)
 """What steps take in turn, where the device has it. None leaves SMs free: a budget would hold for the forward pass, too."""
 
 
@@ -26,21 +30,34 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     """Average the model's gradients by weft. Once a model, before its first backward pass.
 
     Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
-    way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority
-    and +ctas=N. key: names this model in weft.concurrent_choices. What is returned has the way that steps take now.
+    way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority,
+    +pull and +ctas=N. key: names this model in weft.concurrent_choices. What is returned has the way that steps take now.
+    The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
+    bucket, which would ask copy engines for room that no later one needs.
     Raises ValueError for another model, or a way that a hook cannot take.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
     trial = StepTrial(key, ways_of(way, WAYS), next(model.parameters()).device, model.process_group)
-    model.register_comm_hook((trial, model.process_group), _average)
+    model.register_comm_hook(_Steps(trial, model.process_group), _average)
     return trial
 
 
-def _average(state: tuple[StepTrial, dist.ProcessGroup], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook: a step begins with the bucket whose gradients are ready first."""
-    trial, group = state
-    if bucket.index() == 0:
-        trial.turn()
-    gradients = bucket.buffer()
-    return trial.device.future(trial.way, AllReduce(gradients, group, reduction="avg"), gradients)
+class _Steps:
+    """A model's steps. A step begins with the bucket whose gradients are ready first."""
+
+    def __init__(self, trial: StepTrial, group: dist.ProcessGroup) -> None:
+        self.trial, self.group = trial, group
+        self._begun = 0
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            self._begun += 1
+            self.trial.turn()
+        gradients, way = bucket.buffer(), self.trial.way if self._begun > 1 else PLAIN
+        return self.trial.device.future(way, AllReduce(gradients, self.group, reduction="avg"), gradients)
+
+
+def _average(steps: _Steps, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook."""
+    return steps.average(bucket)

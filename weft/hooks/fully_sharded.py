@@ -26,9 +26,9 @@ try:
 except ImportError:
     raise ImportError(f"torch {torch.__version__} has no collectives of one's own for fully_shard; 2.11 has") from None
 
-WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=8", "copy_engine+ctas=16")
+WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=16", "copy_engine+ctas=32")
 """What steps take in turn, where the device has it."""
-_FSDP_DECIDES = ("late", "left", "resident", "priority")
+_FSDP_DECIDES = ("late", "pull", "left", "resident", "priority")
 
 
 def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None = None, key: str = "fsdp") -> StepTrial:

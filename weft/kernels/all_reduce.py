@@ -1,4 +1,5 @@
-"""One kernel for matmul_all_reduce: tiles are multiplied, exchanged and summed by blocks that stay.
+"""One kernel for matmul_all_reduce and matmul_reduce_scatter of few rows: tiles are multiplied, exchanged and summed by blocks
+that stay.
 
     _all_reduce_kernel   one launch is a whole call       all_reduce()  its launcher       Plan, Mailbox  what it works with
 
@@ -27,13 +28,15 @@ Sums are in float32 in the order of ranks, the own partial tile among them as it
 each rank. Each wait ends after `tries` looks, or once `abort` is set; status then says which region was late, and its sum is
 NaN, here and wherever it is sent: half a sum would pass for a result.
 
-Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a tile, PART of a piece.
+Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; WIDTH words a row of a tile, PART of a piece, which has HEIGHT
+rows; a share is what an owner has, of columns, or of rows (SCATTER).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import triton
@@ -65,17 +68,21 @@ class Tiling:
     stages: int
 
 
-def tiling(problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int) -> Tiling:
+def tiling(
+    problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int, *, height: int | None = None
+) -> Tiling:
     """The shape whose tiles fill the SMs best: the time of a wave is that of streaming its columns of b. width: columns of each
-    of the pieces that a tile has. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5
-    with steps of 64 (torch.mm: 37.8). Without a product, small tiles: several blocks an SM hide each other's trips."""
+    of the pieces that a tile has. height: rows of all tiles, M if not given. Steps of 128 along K where they fit: 8192 x
+    8192 at 64 rows takes 37.4 us with them, and 40.5 with steps of 64 (torch.mm: 37.8). Without a product, small tiles:
+    several blocks an SM hide each other's trips."""
+    height = problem.m if height is None else height
     if device.type != "cuda":
         return Tiling(m=16, n=16, k=16, warps=4, stages=1)
     if not multiply:
         least = pieces * _PIECE_BYTES // problem.itemsize
-        return Tiling(m=16 if problem.m <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
-    rows = next((size for size in (16, 32, 64) if problem.m <= size), 128)
-    row_tiles = -(-problem.m // rows)
+        return Tiling(m=16 if height <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
+    rows = next((size for size in (16, 32, 64) if height <= size), 128)
+    row_tiles = -(-height // rows)
 
     def streamed(cols: int) -> int:
         """Columns that a block streams, one wave after the other."""
@@ -88,35 +95,51 @@ def tiling(problem: Problem, width: int, pieces: int, multiply: bool, device: to
     return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)
 
 
+Hops = Literal["one", "two", "scatter"]
+"""How the exchange ends: every rank sums all, owners of columns sum and tell all, or owners of rows sum and keep."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What one rank's launches have in common.
 
-    pieces: of a tile, each with its own owner; 1 where every rank sums all. width: columns that an owner has, at most.
-    multiply: the kernel multiplies; else it finds the partial results ready.
+    pieces: of a tile, each with its own owner; 1 where every rank sums all. share: columns, or rows, that an owner has, at
+    most. multiply: the kernel multiplies; else it finds the partial results ready.
     """
 
     problem: Problem
     rank: int
-    one_hop: bool
+    hops: Hops
     multiply: bool
     tiling: Tiling
     pieces: int
-    width: int
+    share: int
+
+    @property
+    def region_rows(self) -> int:
+        """Rows of a tile that travel together."""
+        return self.tiling.m // (self.pieces if self.hops == "scatter" else 1)
 
     @property
     def row_tiles(self) -> int:
-        return -(-self.problem.m // self.tiling.m)
+        return -(-(self.share if self.hops == "scatter" else self.problem.m) // self.region_rows)
 
     @property
     def count(self) -> int:
         """Tiles."""
-        return self.row_tiles * -(-self.width // (self.tiling.n // self.pieces))
+        if self.hops == "scatter":
+            return self.row_tiles * -(-self.problem.n // self.tiling.n)
+        return self.row_tiles * -(-self.share // (self.tiling.n // self.pieces))
 
     @property
     def regions(self) -> int:
         """Of a tile, in one copy: a source's piece each, then an owner's sum each."""
-        return self.problem.world_size + (0 if self.one_hop else self.pieces)
+        return self.problem.world_size + (self.pieces if self.hops == "two" else 0)
+
+    @property
+    def received_rows(self) -> int:
+        """Rows that this rank gets pieces of, cut into row tiles from the first on."""
+        return self.row_tiles * self.region_rows if self.hops == "scatter" else self.problem.m
 
     @property
     def region_bytes(self) -> int:
@@ -134,20 +157,27 @@ class Plan:
 def plan(
     problem: Problem,
     rank: int,
-    columns: tuple[Span1D, ...],
+    owned: tuple[Span1D, ...],
     *,
-    one_hop: bool,
+    hops: Hops,
     multiply: bool,
     device: torch.device,
     sms: int,
 ) -> Plan:
-    """Lay the tiles out: the same on every rank. columns: those that each rank sums, by rank, as weft.problem.split cuts them;
-    of no use if one_hop. sms: of the GPU; blocks, where interpreted."""
-    assert columns == split(problem.n, problem.world_size), "owners of equal shares"
-    pieces = 1 if one_hop else triton.next_power_of_2(problem.world_size)
-    width = problem.n if one_hop else columns[0][1]
-    shape = tiling(problem, width, pieces, multiply, device, sms)
-    return Plan(problem=problem, rank=rank, one_hop=one_hop, multiply=multiply, tiling=shape, pieces=pieces, width=width)
+    """Lay the tiles out: the same on every rank. owned: columns, or rows ("scatter"), that each rank sums, by rank, as
+    weft.problem.split cuts them; of no use for one hop. sms: of the GPU; blocks, where interpreted."""
+    scatter = hops == "scatter"
+    assert owned == split(problem.m if scatter else problem.n, problem.world_size), "owners of equal shares"
+    pieces = 1 if hops == "one" else triton.next_power_of_2(problem.world_size)
+    share = problem.n if hops == "one" else owned[0][1]
+    if scatter:
+        shape = tiling(problem, problem.n, 1, multiply, device, sms, height=pieces * share)
+        if not multiply and device.type == "cuda":
+            # A piece has few rows: as wide as all pieces, so that each thread looks at 16 bytes at once.
+            shape = replace(shape, n=shape.n * pieces)
+    else:
+        shape = tiling(problem, share, pieces, multiply, device, sms)
+    return Plan(problem=problem, rank=rank, hops=hops, multiply=multiply, tiling=shape, pieces=pieces, share=share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +220,7 @@ def all_reduce(
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
-    """One call: out [M, N] = the sum over ranks of a @ b, or of `partial`, and the addends.
+    """One call: out [M, N], or this rank's rows of it, = the sum over ranks of a @ b, or of `partial`, and the addends.
 
     factors: a [M, k] whose rows' elements are adjacent, b [k, N] of any strides. partial [M, N], bias [1, N], residual [M, N]
     are without gaps. live: exchange and count; else nothing is sent or waited for (a rehearsal), and out means nothing.
@@ -212,7 +242,7 @@ def all_reduce(
             memory.abort,
             memory.status,
             *sizes,
-            layout.width,
+            layout.share,
             layout.count,
             layout.rank,
             tries if live else 0,
@@ -226,14 +256,17 @@ def all_reduce(
 
 
 def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
-    shape = layout.tiling
+    shape, problem, scatter = layout.tiling, layout.problem, layout.hops == "scatter"
+    assert not (scatter and (bias or residual)), "a reduce-scatter adds nothing"
     return {
         "ELEMENT": _ELEMENTS[layout.problem.dtype],
         "PER_WORD": 4 // layout.problem.itemsize,
         "WORLD": layout.problem.world_size,
         "PIECES": layout.pieces,
         "REGIONS": layout.regions,
-        "TWO_HOPS": not layout.one_hop,
+        "TWO_HOPS": layout.hops == "two",
+        "SCATTER": scatter,
+        "DIVIDE_BY": problem.world_size if problem.reduce_op == "avg" else 1,
         "MULTIPLY": layout.multiply,
         "BIAS": bias,
         "RESIDUAL": residual,
@@ -241,18 +274,18 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
-        "ALIGN": math.gcd(16, layout.width, layout.problem.n, shape.n // layout.pieces),
+        "ALIGN": math.gcd(16, problem.n, *([shape.n] if scatter else [layout.share, shape.n // layout.pieces])),
     }
 
 
 @triton.jit
-def _columns(tile, owner, width, n, COUNT: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr):
-    """COUNT columns of a tile, from the piece of `owner` on, and which of them exist."""
+def _spread(tile, owner, share, extent, COUNT: tl.constexpr, PIECE: tl.constexpr, ALIGN: tl.constexpr):
+    """COUNT columns, or rows, of a tile, from the piece of `owner` on, and which of them exist."""
     index = tl.arange(0, COUNT)
     inner = tile * PIECE + index % PIECE
-    cols = tl.multiple_of((owner + index // PIECE) * width + inner, ALIGN)
-    # ALIGN divides width and n, so that no access of ALIGN columns is torn.
-    return cols, tl.max_constancy((inner < width) & (cols < n), ALIGN)
+    places = tl.multiple_of((owner + index // PIECE) * share + inner, ALIGN)
+    # ALIGN divides share and extent, so that no access of ALIGN columns is torn.
+    return places, tl.max_constancy((inner < share) & (places < extent), ALIGN)
 
 
 @triton.jit
@@ -275,30 +308,32 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["m", "width", "tiles", "rank", "tries", "live"])
+@triton.jit(do_not_specialize=["m", "share", "tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
     a_ptr, b_ptr, partial_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr,
-    m, n, k, stride_am, stride_bk, stride_bn, width, tiles, rank, tries, live,
+    m, n, k, stride_am, stride_bk, stride_bn, share, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
-    TWO_HOPS: tl.constexpr, MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
+    MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    PIECE: tl.constexpr = BLOCK_N // PIECES
     WIDTH: tl.constexpr = BLOCK_N // PER_WORD
-    PART: tl.constexpr = WIDTH // PIECES
-    REGION: tl.constexpr = BLOCK_M * PART
+    PIECE: tl.constexpr = BLOCK_N if SCATTER else BLOCK_N // PIECES
+    PART: tl.constexpr = WIDTH if SCATTER else WIDTH // PIECES
+    HEIGHT: tl.constexpr = BLOCK_M // PIECES if SCATTER else BLOCK_M
+    REGION: tl.constexpr = HEIGHT * PART
     block, blocks = tl.program_id(0), tl.num_programs(0)
     copy_bytes = tl.cast(tiles, tl.int64) * (4 * REGIONS * REGION)
-    row_tiles = tl.cdiv(m, BLOCK_M)
+    row_tiles = tl.cdiv(share if SCATTER else m, HEIGHT)
     row, word = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
         # Asked for now and used after the product, which so starts at once and hides what a miss takes. `tile % blocks` is the
         # block, and keeps what depends on it within the loop. All boxes' addresses share a few lines of the cache.
         calls, mine = tl.load(epochs_ptr + tile % blocks), tl.load(boxes_ptr + rank)
-        rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols, there = _columns(tile // row_tiles, 0, width, n, BLOCK_N, PIECE, ALIGN)
-        mask = (rows < m)[:, None] & there[None, :]
+        rows, valid = _spread(tile % row_tiles, 0, share if SCATTER else m, m, BLOCK_M, HEIGHT, 1)
+        cols, there = _spread(tile // row_tiles, 0, n if SCATTER else share, n, BLOCK_N, PIECE, ALIGN)
+        mask = valid[:, None] & there[None, :]
         if MULTIPLY:
             total = _product(
                 a_ptr, b_ptr, rows, cols, there, m, k, stride_am, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
@@ -310,28 +345,33 @@ def _all_reduce_kernel(
             words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
             for step in tl.static_range(1, WORLD + 1):
                 peer = (rank + step) % WORLD
-                its = (rows < m)[:, None] & ((word // PART == peer) | (not TWO_HOPS))
+                its = (valid[:, None] | SCATTER) & (
+                    (row // HEIGHT == peer if SCATTER else word // PART == peer) | (PIECES == 1)
+                )
                 box = place(boxes_ptr, peer, here + at + 4 * REGION * rank)
-                tl.store(box + (row * PART + word % PART), words, mask=its)
+                tl.store(box + (row % HEIGHT * PART + word % PART), words, mask=its)
             clear(tl.multiple_of((mine + before + at).to(tl.pointer_type(tl.int32)), 16), REGIONS, REGION)
     call = tl.load(epochs_ptr + block) + 1
     here = call % 3 * copy_bytes
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
-        rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols, there = _columns(tile // row_tiles, rank if TWO_HOPS else 0, width, n, PIECE, PIECE, ALIGN)
-        mask = (rows < m)[:, None] & there[None, :]
-        offsets = row * PART + tl.arange(0, PART)[None, :]
-        sent = (rows < m)[:, None] & (offsets >= 0)
+        rows, valid = _spread(tile % row_tiles, rank if SCATTER else 0, share if SCATTER else m, m, HEIGHT, HEIGHT, 1)
+        cols, there = _spread(tile // row_tiles, rank if TWO_HOPS else 0, n if SCATTER else share, n, PIECE, PIECE, ALIGN)
+        mask = valid[:, None] & there[None, :]
+        offsets = tl.arange(0, HEIGHT)[:, None] * PART + tl.arange(0, PART)[None, :]
+        sent = (valid[:, None] | SCATTER) & (offsets >= 0)
         total = received(
             place(boxes_ptr, rank, here + at), offsets, sent, tries, abort_ptr, status_ptr, tile * REGIONS, call,
-            WORLD, REGION, ELEMENT, BLOCK_M, PART,
+            WORLD, REGION, ELEMENT, HEIGHT, PART,
         )  # fmt: skip
-        places = rows[:, None].to(tl.int64) * n + cols[None, :]
+        first = rank * share if SCATTER else 0
+        places = (rows - first)[:, None].to(tl.int64) * n + cols[None, :]
         if BIAS:
             total += tl.load(bias_ptr + cols, mask=there, other=0.0).to(tl.float32)[None, :]
         if RESIDUAL:
             total += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        if DIVIDE_BY != 1:
+            total = total / DIVIDE_BY
         if not TWO_HOPS:
             tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)
         elif live != 0:
@@ -343,7 +383,7 @@ def _all_reduce_kernel(
         for tile in range(block, tiles, blocks):
             at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
             rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-            cols, there = _columns(tile // row_tiles, 0, width, n, BLOCK_N, PIECE, ALIGN)
+            cols, there = _spread(tile // row_tiles, 0, share, n, BLOCK_N, PIECE, ALIGN)
             mask = (rows < m)[:, None] & there[None, :]
             total = received(
                 place(boxes_ptr, rank, here + at + 4 * REGION * WORLD), word // PART * REGION + row * PART + word % PART,

@@ -100,7 +100,7 @@ class Exchange:
             return torch.zeros(count, dtype=dtype, device=shape.device)
 
         segments = shape.world_size * shape.experts
-        self.calls, self.turn, self.goals = words(1), words(1), words(segments)
+        self.calls, self.turn, self.goals = words(1), words(2), words(segments)
         self.groups, self.parts = words(GROUP_FIELDS * shape.groups), words(PART_FIELDS * segments)
         self.moves = words(MOVE_FIELDS * shape.segments + 1)
         self.notes = words(NOTES, torch.int64)
@@ -189,6 +189,7 @@ class Exchange:
             self.groups,
             self.parts,
             self.moves,
+            self.turn,
             self.goals,
             self.notes,
             self.tries,

@@ -4,11 +4,13 @@
     gemm()         its launcher; Tables  what a step's parts mean to the kernel, computed once
 
 What a tile does, chosen by constexpr: wait for its part's gates (GATED), multiply, waiting again between slices of K
-(INNER), add its part's sources (ADDS), store locally (by TMA where the tile is whole) or by address (ADDRESSED), add one to
-its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part: whoever waits for it scales
-what it waits for by `tiles_of`. Where the last wave would leave half of the blocks idle, its tiles are cut in two (HALVES).
+(INNER), add its part's sources (ADDS), store it in `out` or elsewhere, at a peer, too (ADDRESSED), by TMA where it is whole
+(OUT_TMA), add one to its part's flag (COUNTED). A flag that the kernel counts grows by the number of tiles of its part:
+whoever waits for it scales what it waits for by `tiles_of`. Where the last wave would leave half of the blocks idle, its tiles
+are cut in two (HALVES).
 
-    block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store -> barrier -> count (release, system)
+    block 0: tile 0, 132, 264 ...    gate open? -> load a, b; dot ... -> store    and some steps into tile 132:
+                                     all written? -> barrier -> count (release, system)
     block 1: tile 1, 133, ...        ^ acquire, system scope: written by a copy engine's stream, or by a peer's kernel
     block 2: a tile that adds        load a, b; dot ... -> gate open? -> load a source, add ... -> divide -> store
     block 3: a tile of slices        gate open? -> load a, b; dot ... -> inner gate open? -> load a, b; dot ... -> store
@@ -41,6 +43,7 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.far import Far, far_places
 from weft.kernels.flags import table
 from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
@@ -50,8 +53,12 @@ from weft.schedule import Flag, Gemm, Part, Region, Wait
 _FIELDS = 7
 _SLICE_FIELDS = 3
 _ADD_FIELDS = 5
-_ADD_STAGES = 4
-"""One more than the sources in flight: 3 x 64 KiB for the largest tile, of 227 KiB."""
+_OUT_FIELDS = 2
+_MOST_SOURCES = 3
+"""Of those that a tile adds: loads in flight at once, if they fit."""
+_SHARED_BYTES = 227 << 10
+_TELL_STEPS = 6
+"""Into the next tile's multiplication: some 4 us, by which a tile is written to this GPU's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +67,11 @@ class Tables:
 
     rows: for each row tile: source, first row of a, valid rows, first row of out, gates [first, last), count; where parts have
     inner gates, slices [first, last) in place of gates. slices: of each, the step over K where it ends, gates [first, last)
-    that it waits for. outs: by row
-    tile, the address of its first element, or 0 where it lies in the launch's `out`; align_bytes divides them all. adds: by
-    row tile, the gates [first, last) of one that adds, how many sources, the first row of the first, rows from one to the
-    next. early: row tiles before those that add. gates, needs: addresses, and (per call, in the first) what to wait for;
-    no_needs: nothing. counts: addresses of the flags.
+    that it waits for. outs: by row tile, the address of its first element, or 0 where it lies in the launch's `out`, and its
+    place in `far`, or -1; align_bytes divides the addresses. far: all results that lie elsewhere, as TMA stores them; None if
+    it cannot, or there are none. at_peers: some of them are on another GPU. adds: by row tile, the gates [first, last) of one
+    that adds, how many sources, the first row of the first, rows from one to the next. early: row tiles before those that add.
+    gates, needs: addresses, and (per call, in the first) what to wait for; no_needs: nothing. counts: addresses of the flags.
     """
 
     rows: torch.Tensor
@@ -84,6 +91,8 @@ class Tables:
     divide_by: int
     early: int
     align_bytes: int
+    far: Far | None
+    at_peers: bool
 
 
 def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -132,19 +141,19 @@ def tables(
     source: Callable[[Part], int],
     gate_address: Callable[[Flag], int],
     count_address: Callable[[Flag], int],
-    out_address: Callable[[Part, int], int] | None,
+    stored_at: Callable[[Part, int], torch.Tensor | None] | None,
     need: Callable[[Wait], tuple[int, int]],
     blocks: Blocks | None = None,
 ) -> Tables:
-    """Lay a step out for the kernel. source: which tensor of a. out_address: of a row of a part's result, 0 if it is in the
-    launch's `out`; None if all are. need: (growth per call, value in the first call) that opens a gate. blocks: instead of what
-    `blocks_for` says."""
+    """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it on, None if that is
+    in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate. blocks:
+    instead of what `blocks_for` says."""
     blocks = blocks or blocks_for(step, device)
     assert whole_slices(step, blocks), f"{step}: its slices end within a step of {blocks.k} over K"
     inner = any(part.inner for part in step.parts)
     slices: list[tuple[int, int, int]] = []
     rows: list[tuple[int, ...]] = []
-    outs: list[int] = []
+    outs: list[torch.Tensor | None] = []
     adds: list[tuple[int, ...]] = []
     gates: list[int] = []
     needs: list[tuple[int, int]] = []
@@ -163,13 +172,16 @@ def tables(
         for at in range(0, part.out.shape[0], blocks.m):
             valid = min(blocks.m, part.out.shape[0] - at)
             rows.append((source(part), part.a.rows[0] + at, valid, part.out.rows[0] + at, *early, count))
-            outs.append(out_address(part, at) if out_address else 0)
+            outs.append(stored_at(part, at) if stored_at else None)
             adds.append((*late, len(part.adds), added + at, apart))
 
+    far, places = far_places([out for out in outs if out is not None])
+    addresses = [out.data_ptr() if out is not None else 0 for out in outs]
+    where = iter(places)
     return Tables(
         rows=table(rows, torch.int32, device),
         slices=table(slices, torch.int32, device),
-        outs=table(outs, torch.int64, device),
+        outs=table([(address, next(where) if address else -1) for address in addresses], torch.int64, device),
         adds=table(adds, torch.int32, device),
         gates=table(gates, torch.int64, device),
         needs=table(needs, torch.int32, device),
@@ -179,11 +191,13 @@ def tables(
         gated=bool(gates),
         inner=inner,
         counted=bool(counts),
-        addressed=out_address is not None,
+        addressed=stored_at is not None,
         adding=any(part.adds for part in step.parts),
         divide_by=step.divide_by,
         early=sum(not sources for _, _, sources, _, _ in adds),
-        align_bytes=math.gcd(16, *outs),
+        align_bytes=math.gcd(16, *addresses),
+        far=far,
+        at_peers=any(part.out.rank != step.b.rank for part in step.parts),
     )
 
 
@@ -227,7 +241,7 @@ def gemm(
     a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
-    out_tma = align == 16 and not plan.counted and not plan.addressed
+    out_tma = align == 16 and (not plan.addressed or plan.far is not None)
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
     # Interpreted blocks run one after the other: one that waits would keep back another, for whose tile a peer waits.
@@ -239,7 +253,7 @@ def gemm(
         first,
         TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
         *_both(b.t() if transposed else b, b_shape, [half[1], blocks.k] if transposed else [blocks.k, half[1]], halves),
-        *(_both(out, [blocks.m, blocks.n], half, halves) if out_tma else (out, out)),
+        *_stores(out, plan, half, halves, out_tma),
         out,
         *(_both(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
         plan.adds,
@@ -253,6 +267,7 @@ def gemm(
         epoch,
         0 if silent else 1 + blocks.halves,
         tries,
+        _tell_at(plan, b.shape[0]),
         whole,
         row_tiles,
         plan.early,
@@ -269,6 +284,7 @@ def gemm(
             "BLOCK_K": blocks.k,
             "GROUP": blocks.group,
             "FIELDS": _FIELDS,
+            "OUT_FIELDS": _OUT_FIELDS,
             "SLICE_FIELDS": _SLICE_FIELDS,
             "TWO_SOURCES": len(sources) > 1,
             "B_TRANSPOSED": transposed,
@@ -277,18 +293,45 @@ def gemm(
             "COUNTED": plan.counted,
             "ADDRESSED": plan.addressed,
             "OUT_TMA": out_tma,
+            # The interpreter stores at once, and knows no PTX.
+            "ASYNCHRONOUS": out.is_cuda,
             "ALIGN_BYTES": math.gcd(plan.align_bytes, align),
             "ADDS": plan.adding,
             "ADD_FIELDS": _ADD_FIELDS,
-            "ADD_STAGES": _ADD_STAGES,
+            "ADD_STAGES": _add_stages(blocks, out_tma),
             "DIVIDE_BY": plan.divide_by,
             "HALVES": halves,
         },
-        key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources), halves),
+        key=(b.shape, out_stride, out.data_ptr() % 16, transposed, len(sources), halves, out_tma),
         stream=stream,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+
+
+def _tell_at(plan: Tables, inner: int) -> int:
+    """The step over K of a tile before which the tile before it is told of: late enough that this is written, and early, since
+    somebody waits. At a peer it is after half a tile: so long links take where all SMs store at once."""
+    steps = -(-inner // plan.blocks.k)
+    return steps // 2 if plan.at_peers else min(_TELL_STEPS, steps - 1)
+
+
+def _add_stages(blocks: Blocks, out_tma: bool) -> int:
+    """One more than the sources in flight, which lie in shared memory beside a tile that is being stored."""
+    tile_bytes = blocks.m * blocks.n * 2
+    return 1 + min(_MOST_SOURCES, (_SHARED_BYTES - tile_bytes * out_tma) // tile_bytes)
+
+
+def _stores(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_tma: bool) -> tuple[object, ...]:
+    """How whole tiles and halves are stored in `out`, then elsewhere."""
+    whole = [plan.blocks.m, plan.blocks.n]
+    if not out_tma:
+        return (out,) * 4
+    if plan.far is None:
+        return *_both(out, whole, half, halves), out, out
+    above = _both(out[None], [1, *whole], [1, *half], halves)
+    far = plan.far.descriptor(whole)
+    return *above, far, plan.far.descriptor(half) if halves else far
 
 
 def _both(matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -1,7 +1,8 @@
 """Grouped GEMMs whose rows go all to all, in numbers that only devices know. See weft.kernels.segments for where they go.
 
     dispatch_kernel   some blocks push rows first; all multiply what arrives
-    combine_kernel    most blocks multiply, and tell the owners of the rows; the others pull what peers have made for this rank
+    combine_kernel    most blocks multiply, and tell the owners of the rows; the others pull what peers have made for this rank,
+                      and so do those, when they have nothing left to multiply
     collect_kernel    what has landed, to where the caller has it; zeros below it
 
 weft.kernels.exchange launches them.
@@ -22,7 +23,8 @@ Whole tiles are stored by TMA, which in a combine goes on while the next tile is
 when it has long been stored; a wait for the stores comes first all the same.
 
 A block that waits never keeps back what it waits for: pushing blocks wait for nothing until they have pushed all, here and on
-every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones.
+every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones. They pull, too, in the end, if all
+of them have begun.
 
 Zeros below what arrives are stored between tiles, when memory is idle.
 
@@ -154,8 +156,7 @@ def _push(
 
 @triton.jit
 def _pull(
-    block,
-    blocks,
+    turn_ptr,
     out_ptr,
     product_ptr,
     product_peers_ptr,
@@ -173,8 +174,10 @@ def _pull(
     STAGES: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """What peers have made for this rank to where it belongs, unit by unit, each segment once it is whole."""
-    for unit in range(block, tl.load(moves_ptr + FIELDS * (Q - 1)), blocks):
+    """What peers have made for this rank to where it belongs, unit by unit, each segment once it is whole; units are drawn."""
+    units = tl.load(moves_ptr + FIELDS * (Q - 1))
+    unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
+    while unit < units:
         fields, within = move_of(moves_ptr, unit, Q, FIELDS)
         at = within * ROWS
         peer = tl.load(fields + 4)
@@ -183,6 +186,7 @@ def _pull(
         product = peer_pointer(product_ptr, product_peers_ptr, peer)
         here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
         _copy_rows(product, here, out_ptr, there, tl.load(fields + 1) - at, N, ROWS, COLS, STAGES, ALIGN)
+        unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -355,6 +359,7 @@ def combine_kernel(
     groups_ptr,
     parts_ptr,
     moves_ptr,
+    turn_ptr,
     goals_ptr,
     notes_ptr,
     tries,
@@ -382,28 +387,9 @@ def combine_kernel(
     ASYNCHRONOUS: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0) - movers
-    if block >= blocks:
-        _pull(
-            block - blocks,
-            movers,
-            out_ptr,
-            product_ptr,
-            product_peers_ptr,
-            arrived_ptr,
-            moves_ptr,
-            goals_ptr,
-            notes_ptr,
-            tries,
-            N,
-            E,
-            Q,
-            MOVE_FIELDS,
-            MOVE_ROWS,
-            COLS,
-            STAGES,
-            ALIGN,
-        )
-    else:
+    pulls = 1
+    if block < blocks:
+        tl.atomic_add(turn_ptr + 1, 1, sem="relaxed", scope="gpu")
         row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
         tiles = row_tiles * col_tiles
         below = tl.load(moves_ptr + MOVE_FIELDS * Q)
@@ -434,6 +420,28 @@ def combine_kernel(
                 _store(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
         _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
         _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
+        # Not before all that multiply are on an SM: one that waits here would keep an SM from those.
+        pulls = (tl.atomic_add(turn_ptr + 1, 0, sem="relaxed", scope="gpu") >= blocks).to(tl.int32)
+    if pulls != 0:
+        _pull(
+            turn_ptr,
+            out_ptr,
+            product_ptr,
+            product_peers_ptr,
+            arrived_ptr,
+            moves_ptr,
+            goals_ptr,
+            notes_ptr,
+            tries,
+            N,
+            E,
+            Q,
+            MOVE_FIELDS,
+            MOVE_ROWS,
+            COLS,
+            STAGES,
+            ALIGN,
+        )
 
 
 @triton.jit(do_not_specialize=["tries"])

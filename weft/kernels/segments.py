@@ -202,7 +202,7 @@ def layout_kernel(
     MOVE_ROWS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """One block. Writes the tables, goals, and received, the counts in the order of landing; sets `turn` to 0."""
+    """One block. Writes the tables, goals, and received, the counts in the order of landing; sets both words of turn to 0."""
     words = tl.arange(0, NOTES)
     noted = tl.load(notes_ptr + words)
     if tl.max(tl.abs(noted), axis=0) != 0:
@@ -272,6 +272,7 @@ def layout_kernel(
     goals = goals_ptr + src * E + expert
     tl.store(goals, tl.load(goals, mask=known, other=0) + signals, mask=known)
     tl.store(turn_ptr, 0)
+    tl.store(turn_ptr + 1, 0)
     tl.store(calls_ptr, call)
 
 

@@ -1,6 +1,7 @@
 """Which tile shape a GEMM step takes: the one that is estimated to end first.
 
-A step without gates, or whose gates are late (`Part.adds`): waves of tiles, times a tile's time. A step whose tiles wait for
+A step without gates, or whose gates are late (`Part.adds`): waves of tiles, times a tile's time; where tiles go to peers, until
+the last one is there. A step whose tiles wait for
 chunks: tiles run block by block in the kernel's order, each no sooner than its chunk may have arrived. Then smaller tiles, or
 fewer row tiles that share their columns, can end first: with one wave of large tiles, all of the last chunk's work starts
 when it arrives (512 rows on 4 GPUs: 153 us against 135 for the sequential program). A part with inner gates waits for slices
@@ -24,8 +25,8 @@ from weft.schedule import Gemm, Part
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate where TMA stores them,
-    stored_rate where threads do, since they count, add, or go to peers. group: row tiles that take turns on the same
+    """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate of those that are only stored,
+    stored_rate of those that count, add, or go to peers. group: row tiles that take turns on the same
     columns. halves: whether tiles that fill no more than half of the last wave are cut in two, left and right."""
 
     m: int
@@ -60,6 +61,8 @@ PUSH_SMS = 16
 reach 224, copy engines 175 (docs/log.md)."""
 _STORE_US, _STORE_BYTES_PER_US = 3.0, 2.2e5
 """How long the first of them takes to start, and their rate."""
+_SENT_BYTES_PER_US = 2.3e5
+"""Tiles that all SMs store at peers."""
 _L2_BYTES, _HBM_BYTES_PER_US = 4.0e7, 3.8e6
 _ITEMSIZE = 2
 
@@ -84,8 +87,10 @@ def blocks_for(step: Gemm, device: torch.device) -> Blocks:
     parts = tuple(
         _Arriving(*part.out.shape, not part.adds and any(g.at_least for g in part.waits), _ends(part)) for part in step.parts
     )
-    gated = any(part.gated for part in parts)
-    return _gated_blocks(parts) if gated else min(SHAPES, key=lambda blocks: _waves(step, blocks))
+    if any(part.gated for part in parts):
+        return _gated_blocks(parts)
+    sends = any(part.out.rank != step.b.rank for part in step.parts)
+    return min(SHAPES, key=lambda blocks: (_sent_us if sends else _waves)(step, blocks))
 
 
 def _waves(step: Gemm, blocks: Blocks) -> float:
@@ -94,6 +99,20 @@ def _waves(step: Gemm, blocks: Blocks) -> float:
     whole = whole_tiles(tiles, _SMS, blocks)
     waves = -(-whole // _SMS) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
     return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
+
+
+def _sent_us(step: Gemm, blocks: Blocks) -> float:
+    """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
+    tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / _SM_FLOP_PER_US / blocks.stored_rate
+    tile_bytes = blocks.m * blocks.n * _ITEMSIZE
+    counts = [(tiles_of(part, blocks) // (1 + blocks.halves), part.out.rank != step.b.rank) for part in step.parts]
+    away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
+    now = sent = 0.0
+    for first in range(0, total, _SMS):
+        now += tile_us / 2 / _HALF_RATE if first >= whole_tiles(total, _SMS, blocks) else tile_us
+        leaving = max(0, min(away - first, _SMS))
+        sent = max(sent, now) + leaving * tile_bytes / _SENT_BYTES_PER_US if leaving else sent
+    return max(now, sent)
 
 
 class _Arriving(NamedTuple):

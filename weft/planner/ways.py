@@ -13,19 +13,27 @@ Sources: occupancy and priority, arXiv 2606.09200; launch order, reserved units 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from weft.machine import Machine
 
 Transport = Literal["none", "vendor", "copy_engine"]
-AT_MOST = 10
+AT_MOST = 14
 """Ways that are measured, sequential among them."""
-BLOCKS = (8, 16)
-"""Blocks that a collective may be held to: 16 reach 0.89 of what all SMs store to peers on 8 x H200."""
-SUM_BLOCKS = (16, 32)
-"""Blocks that sum what copy engines bring: on 2 x H200 and 512 MiB 8 take 2.2 times the vendor's time, 16 1.34, 32 0.92."""
+BUDGETS = ((0, 24), (16, 0), (8, 8))
+"""(blocks, SMs left) of a vendor's collective that has priority: 16 blocks reach 0.89 of what all SMs store to peers on
+8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
+SUM_BLOCKS = ((32, 0), (64, 0), (12, 4), (32, 16))
+"""(blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the vendor's
+time, 16 1.34, 32 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on 4 x H200. GEMMs of
+powers of two have as many waves on 128 SMs as on 132, and 12 blocks fit on the 4 others."""
+PULLED_SUM_BLOCKS = ((32, 0), (12, 4))
+"""Likewise, where the receivers pull the sums."""
+MOVE_BLOCKS, PULLED_MOVE_BLOCKS = ((0, 0), (0, 4)), ((0, 0),)
+"""Likewise, where nothing is summed: what has arrived is copied on this GPU."""
+_SUMS_AN_SM = 3
+"""Blocks of such a sum that an SM holds: where SMs come free one by one, they lie as closely as that."""
 VENDOR_BLOCKS = 24
 """What a vendor's collective takes by itself; assumed."""
 WITHIN = 1.25
@@ -35,7 +43,9 @@ _HIDDEN_LATE, _HIDDEN_FIRST, _HIDDEN_PRIORITY = 0.33, 0.56, 0.9
 0.69 to 0.91."""
 _SLOWER_MOVING, _SLOWER_REDUCING = 1.0, 1.2
 """Collectives by copy engines against the vendor's: 64 and 512 MiB took 0.76 to 0.95 on 2 x H200, with sums 0.9 to 1.5."""
-_FLAGS = ("late", "priority")
+_SLOWER_PULLING = 1.25
+"""A pull reaches 235 GB/s on 8 x H200 where pushes from one stream reach 295."""
+_FLAGS = ("late", "priority", "pull")
 _NUMBERS = ("ctas", "left", "resident")
 
 
@@ -44,9 +54,9 @@ class Way:
     """How computation and collectives share the device. Prints as a spec, which `parse` reads.
 
     transport: who moves the bytes; "none": collectives first, then computation. late: collectives are enqueued after the
-    computation. priority: their stream has the highest. ctas: blocks of their kernels (of copy engines: of the sums), 0 for
-    their own choice. left: SMs that vendor GEMMs leave free. resident: blocks an SM that named kernels keep to, 0 for what they
-    have.
+    computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
+    blocks of their kernels (of copy engines: of the sums), 0 for their own choice. left: SMs that vendor GEMMs leave free.
+    resident: blocks an SM that named kernels keep to, 0 for what they have.
 
     >>> print(Way(priority=True, ctas=16))
     vendor+priority+ctas=16
@@ -55,6 +65,7 @@ class Way:
     transport: Transport = "vendor"
     late: bool = False
     priority: bool = False
+    pull: bool = False
     ctas: int = 0
     left: int = 0
     resident: int = 0
@@ -63,6 +74,8 @@ class Way:
         for name in _NUMBERS:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0, for no limit, or above")
+        if self.pull and self.transport != "copy_engine":
+            raise ValueError(f"{self.transport} has pull; only copy_engine pulls")
         if self.transport == "none" and self._modifiers():
             raise ValueError(f"sequential has no {self._modifiers()[0]}: nothing runs beside it; use vendor or copy_engine")
 
@@ -78,7 +91,7 @@ class Way:
     @property
     def kind(self) -> tuple[object, ...]:
         """What ways have in common that differ in numbers alone."""
-        return self.transport, self.late, self.priority, self.left > 0, self.resident > 0
+        return self.transport, self.late, self.priority, self.pull, self.left > 0, self.resident > 0
 
     def __str__(self) -> str:
         return "+".join(["sequential" if self.transport == "none" else self.transport, *self._modifiers()])
@@ -93,7 +106,7 @@ def parse(spec: str) -> Way:
     """The Way that prints as `spec`. Raises ValueError with the grammar.
 
     >>> parse("copy_engine+priority+left=8")
-    Way(transport='copy_engine', late=False, priority=True, ctas=0, left=8, resident=0)
+    Way(transport='copy_engine', late=False, priority=True, pull=False, ctas=0, left=8, resident=0)
     """
     name, *words = spec.split("+")
     transports: dict[str, Transport] = {"sequential": "none", "vendor": "vendor", "copy_engine": "copy_engine"}
@@ -106,27 +119,28 @@ def parse(spec: str) -> Way:
     if name not in transports:
         raise ValueError(
             f"way is {spec!r}; use auto, sequential, or vendor or copy_engine with any of "
-            "+late, +priority, +ctas=N, +left=N, +resident=N"
+            "+late, +priority, +pull, +ctas=N, +left=N, +resident=N"
         )
     return Way(transport=transports[name], **options)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What this device, this software and these collectives can do of what a Way says. residents: residencies to try of the
-    named kernels."""
+    """What this device, this software and these collectives can do of what a Way says. pull: beside copy_engine. residents:
+    residencies to try of the named kernels."""
 
     priority: bool = False
     ctas: bool = False
     left: bool = False
     copy_engine: bool = False
+    pull: bool = False
     residents: tuple[int, ...] = ()
 
 
 def possible(way: Way, abilities: Abilities) -> bool:
     """Whether a way asks for nothing that is not there."""
     blocks = abilities.ctas or not way.ctas or way.transport == "copy_engine"
-    moved = abilities.copy_engine or way.transport != "copy_engine"
+    moved = (abilities.copy_engine or way.transport != "copy_engine") and (abilities.pull or not way.pull)
     given = (abilities.priority or not way.priority) and (abilities.left or not way.left)
     return blocks and moved and given and (not way.resident or way.resident in abilities.residents)
 
@@ -177,14 +191,14 @@ def predicted_us(way: Way, load: Load, machine: Machine) -> float:
 def _blocks(way: Way, load: Load) -> int:
     """SMs that collectives hold."""
     if way.transport == "copy_engine":
-        return (way.ctas or SUM_BLOCKS[0]) if load.reduces else 0
+        return -(-(way.ctas or SUM_BLOCKS[0][0]) // _SUMS_AN_SM) if load.reduces else 0
     return way.ctas or VENDOR_BLOCKS
 
 
 def _slower(way: Way, load: Load, machine: Machine) -> float:
     """Of collectives in this way, relative to the vendor's alone."""
     if way.transport == "copy_engine":
-        return _SLOWER_REDUCING if load.reduces else _SLOWER_MOVING
+        return (_SLOWER_REDUCING if load.reduces else _SLOWER_MOVING) * (_SLOWER_PULLING if way.pull else 1.0)
     return max(1.0, machine.stores.rate(VENDOR_BLOCKS) / machine.stores.rate(way.ctas or VENDOR_BLOCKS))
 
 
@@ -200,29 +214,14 @@ def candidates(abilities: Abilities, load: Load) -> tuple[Way, ...]:
     found = [SEQUENTIAL, PLAIN, Way(late=True)]
     if abilities.priority:
         found += [Way(priority=True, resident=resident) for resident in (0, *abilities.residents)]
-    found += [Way(priority=abilities.priority, ctas=ctas, left=left) for ctas, left in _budgets(abilities)]
-    if abilities.priority and abilities.ctas:
-        found.append(Way(late=True, priority=True, ctas=BLOCKS[-1]))
-    if abilities.copy_engine:
-        found += list(_by_copy_engine(abilities, load))
-    return tuple(dict.fromkeys(found))
-
-
-def _budgets(abilities: Abilities) -> Iterator[tuple[int, int]]:
-    """(ctas, left) of the vendor's collectives."""
-    if abilities.left:
-        yield 0, VENDOR_BLOCKS
-    for ctas in BLOCKS if abilities.ctas else ():
-        yield ctas, 0
-        if abilities.left:
-            yield ctas, ctas
-
-
-def _by_copy_engine(abilities: Abilities, load: Load) -> Iterator[Way]:
-    for ctas in SUM_BLOCKS if load.reduces else (0,):
-        yield Way(transport="copy_engine", priority=abilities.priority, ctas=ctas)
-        if abilities.left and ctas:
-            yield Way(transport="copy_engine", priority=abilities.priority, ctas=ctas, left=ctas)
+    found += [Way(priority=abilities.priority, ctas=ctas, left=left) for ctas, left in BUDGETS]
+    if abilities.priority:
+        found.append(Way(late=True, priority=True, ctas=BUDGETS[1][0]))
+    pushed, pulled = (SUM_BLOCKS, PULLED_SUM_BLOCKS) if load.reduces else (MOVE_BLOCKS, PULLED_MOVE_BLOCKS)
+    for pull, blocks in ((False, pushed), (True, pulled)):
+        for ctas, left in blocks:
+            found.append(Way(transport="copy_engine", priority=abilities.priority, pull=pull, ctas=ctas, left=left))
+    return tuple(way for way in dict.fromkeys(found) if possible(way, abilities))
 
 
 def shortlist(abilities: Abilities, load: Load, machine: Machine, at_most: int = AT_MOST) -> tuple[str, ...]:

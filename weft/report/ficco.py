@@ -14,7 +14,7 @@ from weft.report.charts import Figure as Chart
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel
-from weft.report.t3 import COLOURS, columns_chart
+from weft.report.study import COLOURS, columns_chart
 from weft.report.words import count
 from weft.rules import FEATURES, Feature, sizes
 from weft.sim.ficco.paper import figures

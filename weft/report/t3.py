@@ -6,22 +6,20 @@ models; what sharing the units costs; what the assumed numbers of the system do 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from weft.report.charts import Figure as Chart
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel
-from weft.report.words import count, percent, us
+from weft.report.study import columns_chart, published_section, sources, verdict
+from weft.report.words import percent, us
+from weft.sim.published import geomean
 from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
-from weft.sim.t3.paper import TITLES, figures, geomean
+from weft.sim.t3.paper import TITLES, figures
 from weft.sim.t3.sensitivity import Sensitivity
 from weft.sim.t3.study import Study
-from weft.sim.t3.system import System
 
-COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")
-"""Told apart by people who do not see all colours (Okabe and Ito)."""
 COMPARED = CONFIGURATIONS[1:]
 CLASSES = {
     "gemm_read": "GEMM reads",
@@ -43,22 +41,18 @@ def t3_page(study: Study, sensitivity: Sequence[Sensitivity]) -> str:
     charts: Charts = {}
     sections = [
         _header(study),
-        _published(study, charts),
+        published_section(figures(study), "T3, arXiv 2401.16677, and this simulation", charts),
         _speedups("Speed-up by sub-layer", "speedups", study.sublayers, charts),
         _traffic(study, charts),
         _speedups("Large models at TP32", "large", study.large, charts),
         _concurrent(study),
         _sensitivity(sensitivity),
-        _numbers(study.system),
+        sources(study.system.sources),
     ]
     return document("T3 simulated", sections, charts)
 
 
 def _header(study: Study) -> Html:
-    found = figures(study)
-    good = sum(figure.ok for figure in found)
-    verdict = f"{good} of {count(len(found), 'figure')} within tolerance"
-    badge = tag("span", verdict, class_="verdict right" if good == len(found) else "verdict wrong")
     system = study.system
     facts = [
         ("System", system.words),
@@ -66,26 +60,7 @@ def _header(study: Study) -> Html:
         ("Memory", f"{system.hbm.gbps:g} GB/s; last-level cache of {system.llc.bytes >> 20} MiB"),
         ("Link", f"{system.link.gbps:g} GB/s, {system.link.latency_ns} ns"),
     ]
-    return tag("header", tag("h1", "T3 simulated ", badge), facts_list(facts))
-
-
-def _published(study: Study, charts: Charts) -> Html:
-    found = figures(study)
-    shares = [figure for figure in found if figure.unit == "percent"]
-    columns = {
-        "published": [100 * figure.published for figure in shares],
-        "ours": [100 * figure.ours for figure in shares],
-    }
-    charts["published"] = columns_chart([figure.name for figure in shares], columns, "%")
-    rows = [(f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), _verdict(good=f.ok)) for f in found]
-    heads = ("figure", "published", "ours", "tolerance", "")
-    listed = table("T3, arXiv 2401.16677, and this simulation", heads, rows, words=(0, 4))
-    panel = chart_panel("published", "Columns: published shares and ours; the table has the numbers")
-    return tag("section", tag("h2", "Published and simulated"), listed, panel)
-
-
-def _verdict(*, good: bool) -> Html:
-    return tag("span", "within" if good else "missed", class_="right" if good else "wrong")
+    return tag("header", tag("h1", "T3 simulated ", verdict(figures(study))), facts_list(facts))
 
 
 def _speedups(title: str, name: str, runs: Sequence[SubLayerRun], charts: Charts) -> Html:
@@ -157,32 +132,3 @@ def _sensitivity(rows: Sequence[Sensitivity]) -> Html:
     ]
     heads = ("assumed number", "times", "T3", "T3-MCA", "traffic saved")
     return tag("section", tag("h2", "What the assumed numbers do"), table("Geometric means of 16 sub-layers", heads, lines))
-
-
-def _numbers(system: System) -> Html:
-    rows = list(system.sources.items())
-    return tag("footer", tag("h2", "Sources"), table("Each number of the system", ("number", "from"), rows, words=(0, 1)))
-
-
-def columns_chart(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, stacked: bool = False) -> Chart:
-    """Columns of every series at every place, side by side or stacked. unit: of the values."""
-    data = [
-        {
-            "type": "bar",
-            "name": name,
-            "x": list(places),
-            "y": [round(value, 4) for value in values],
-            "marker": {"color": colour},
-            "hovertemplate": f"{name} %{{y:.4g}} {unit}<extra>%{{x}}</extra>",
-        }
-        for (name, values), colour in zip(series.items(), COLOURS, strict=False)
-    ]
-    layout = {
-        "height": 480,
-        "barmode": "stack" if stacked else "group",
-        "margin": {"l": 56, "r": 16, "t": 16, "b": 16},
-        "xaxis": {"automargin": True, "tickangle": -45},
-        "yaxis": {"title": {"text": unit}, "gridcolor": "rgba(128, 128, 128, 0.3)", "rangemode": "tozero"},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-    }
-    return {"data": data, "layout": layout, "all": None}

@@ -84,8 +84,13 @@ def _gathered(build: Build) -> Build:
     return lambda problem, name, chunks, fan_out: ar.gathered(lambda p: build(p, name, chunks, fan_out=fan_out))(problem)
 
 
-def _all_reduce(name: str, words: str, build: Callable[[Problem, str], Schedule]) -> Family:
-    builders: dict[Op, Build] = {"matmul_all_reduce": _named(build)}
+def _one_kernel(
+    name: str, words: str, reduce: Callable[[Problem, str], Schedule], scatter: Callable[[Problem, str], Schedule] | None = None
+) -> Family:
+    """reduce, scatter: of matmul_all_reduce and of matmul_reduce_scatter."""
+    builders: dict[Op, Build] = {"matmul_all_reduce": _named(reduce)}
+    if scatter is not None:
+        builders["matmul_reduce_scatter"] = _named(scatter)
     return Family(name=name, words=words, source="fused computation-collectives", chunked=False, builders=builders)
 
 
@@ -221,8 +226,13 @@ FAMILIES: dict[str, Family] = {
             _one_lane(ag.gated_2d),
             None,
         ),
-        _all_reduce("one_shot", "one kernel: each rank stores its partial tiles at every peer, and sums all", ar.one_shot),
-        _all_reduce("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
+        _one_kernel(
+            "one_shot",
+            "one kernel: partial tiles are stored at every rank that sums them, in one hop",
+            ar.one_shot,
+            rs.one_shot,
+        ),
+        _one_kernel("two_shot", "one kernel: a tile's owner sums partial tiles, and stores the sum at every peer", ar.two_shot),
         _family(
             "node_slices",
             "stores and copies within a node; between nodes, slices that are sent when their last tile is done",
@@ -244,7 +254,10 @@ FAMILIES: dict[str, Family] = {
             all_reduce=collectives.all_reduced,
         ),
         _collective(
-            "copy_engine_pull", "copy engines of the peers pull pieces to where they belong", all_gather=collectives.pulled
+            "copy_engine_pull",
+            "copy engines of the peers pull pieces to where they belong",
+            all_gather=collectives.pulled,
+            all_reduce=collectives.all_reduced_pulled,
         ),
     )
 }

@@ -3,7 +3,7 @@
 Buffers of rank r; all are elements below each other, p = world_size
     a       input                what r gives
     recv    symmetric            pieces that each of the p - 1 peers has pushed, by peer, in slots
-    staged  symmetric            copy_engine_pull: pieces of a that peers pull, in slots
+    staged  symmetric            copy_engine_pull: pieces of a, or of the own part's sum, that peers pull, in slots
     summed  symmetric            all_reduce: pieces of the sum that each of the p - 1 owners has pushed, by owner, in slots
     out     output               the result
 
@@ -21,7 +21,14 @@ Flags of rank r (who advances ~> who waits), one for each peer and piece
                                                                        next owner's peer                  summed -> out, read
 
 That is an all_reduce; a reduce_scatter ends with the sum. An all_gather and an all_to_all push into recv, and what has arrived
-is copied to out. Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
+is copied to out. Where peers pull, a sum is made in staged, and ready says so:
+
+    rank o, blocks                        rank r, copy
+    wait arrived of all, read[r] of the piece that lay in the slot
+    sum -> staged, free[r], ready  ~~>    wait ready[o]
+    staged -> own part of out             staged of o -> out, read
+
+Pushes of a rank are on one lane, piece by piece, each to all peers in turn.
 
 Where out lies in symmetric memory (`reachable`), pieces are pushed straight to it, and nothing is handed out. Until a rank has
 begun a call its out is its caller's: `open` says that it has; of an all_reduce, the parts that it has pushed do.
@@ -67,6 +74,7 @@ class Channel(NamedTuple):
 LANDING = Channel("recv", "arrived", "free")
 STAGED = Channel("staged", "arrived", "free", apart=False)
 PARTS, SUMS = Channel("recv", "arrived", "free", across=False), Channel("summed", "ready", "read", across=False)
+OFFERED = Channel("staged", "ready", "read", apart=False, across=False)
 
 
 class Turns(NamedTuple):
@@ -213,6 +221,16 @@ class _Collective(Builder):
         elif piece == last:
             self.add(rank, "compute", Wait(self.flag(SUMS.arrived, rank, owner, piece)))
 
+    def offer(self, rank: int, piece: int) -> None:
+        """A piece of the own sum, where the peers pull it; from there to the own result."""
+        last, out = self.turns.pieces(self.extent(rank)) - 1, self.shard("out", rank, rank, piece)
+        here = self.slot(OFFERED, rank, rank, out, piece)
+        for peer in self.peers(rank):
+            self.add(rank, "blocks", *self.before(OFFERED, rank, peer, piece, last))
+        self.total(PARTS, rank, piece, here)
+        self.add(rank, "blocks", *(Signal(self.flag(OFFERED.arrived, peer, rank, piece)) for peer in self.peers(rank)))
+        self.add(rank, "blocks", Copy(here, out))
+
     def give(self, rank: int, peer: int, piece: int) -> None:
         """A piece of the own sum to a peer."""
         src, last = self.shard("out", rank, rank, piece), self.turns.pieces(self.extent(rank)) - 1
@@ -320,10 +338,7 @@ def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = Fal
         s.room(SUMS)
     for rank in range(s.world_size):
         for piece in range(s.count + 1):
-            for owner in s.peers(rank):
-                if piece in s.pieces(owner):
-                    last = s.turns.pieces(s.extent(owner)) - 1
-                    s.push(PARTS, rank, owner, s.shard("a", rank, owner, piece), piece, last)
+            _spread(s, rank, piece)
             if piece in s.pieces(rank):
                 s.total(PARTS, rank, piece, s.shard("out", rank, rank, piece))
                 s.add(rank, "blocks", Signal(Flag("made", rank, piece)))
@@ -332,6 +347,31 @@ def all_reduced(problem: Problem, name: str, chunks: int, *, fan_out: bool = Fal
                 if piece in s.pieces(owner):
                     s.take(rank, owner, piece)
     return s.done()
+
+
+def all_reduced_pulled(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:
+    """all_reduce: as `reduced`, and copy engines of the peers pull each sum to their results, one piece behind the pieces that
+    are sent to be summed. On this GPU only the own part is copied, where `all_reduced` copies all others'."""
+    s = _Collective(problem, name, chunks, fan_out=fan_out, parts=problem.world_size)
+    s.room(PARTS)
+    s.room(OFFERED)
+    for rank in range(s.world_size):
+        for piece in range(s.count + 1):
+            _spread(s, rank, piece)
+            if piece in s.pieces(rank):
+                s.offer(rank, piece)
+            for owner in s.peers(rank, step=-1):
+                if piece - 1 in s.pieces(owner):
+                    s.pull(OFFERED, rank, owner, piece - 1, s.turns.pieces(s.extent(owner)) - 1)
+    return s.done()
+
+
+def _spread(s: _Collective, rank: int, piece: int) -> None:
+    """A piece of each peer's part to that peer, to be summed."""
+    for owner in s.peers(rank):
+        if piece in s.pieces(owner):
+            last = s.turns.pieces(s.extent(owner)) - 1
+            s.push(PARTS, rank, owner, s.shard("a", rank, owner, piece), piece, last)
 
 
 def _publish(s: _Collective, rank: int, piece: int) -> None:

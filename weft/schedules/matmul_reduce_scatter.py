@@ -54,6 +54,9 @@ from weft.schedule import (
 )
 from weft.schedules.builder import Builder, Piece, cut
 
+ONE_KERNEL_BYTES = 16 << 20
+"""Of a rank's product: up to here sequential_stores exchanges by one kernel, which keeps three copies of what arrives."""
+
 
 class _Scatter(Builder):
     """Buffers, flags and repeated idioms of this operator. columns: slices of N that 2D pieces are cut by."""
@@ -187,17 +190,26 @@ def sequential(problem: Problem, chunks: int = 1) -> Schedule:
     return s.done()
 
 
-def sequential_stores(problem: Problem, name: str) -> Schedule:
-    """One vendor GEMM; then its rows are stored at their owners, who sum them up."""
+def one_shot(problem: Problem, name: str, *, first_fused: int | None = 0) -> Schedule:
+    """Every rank stores its partial rows at their owners, who sum them up. first_fused: steps before it are not of the kernel;
+    None: each step is a kernel of its own."""
     s = _Scatter(problem, name, 1)
-    for rank in range(s.world_size):
+    for rank in range(s.world_size if problem.m and problem.n else 0):
         pieces = [piece for step in s.by_step(rank) for piece in step]
-        s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))] if problem.m else [])
+        s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add(rank, "compute", *(s.wait_free(rank, piece.shard) for piece in pieces))
         for piece in pieces:
             s.send(rank, piece.shard, 0, piece.rows, lane="compute")
         s.reduce_pieces(rank)
+        if first_fused is not None:
+            s.fuse(rank, "compute", first_fused)
     return s.done()
+
+
+def sequential_stores(problem: Problem, name: str) -> Schedule:
+    """One vendor GEMM; then its rows are stored at their owners, who sum them up: as one kernel where that is few bytes."""
+    few = problem.m * problem.n * problem.itemsize <= ONE_KERNEL_BYTES
+    return one_shot(problem, name, first_fused=1 if few else None)
 
 
 def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import simpy
 
 Resource = tuple[Hashable, ...]
+Load = tuple[tuple[Resource, int], ...]
+"""Resources that a flow crosses, and how many times over: one flow may stand for many that are alike."""
 LATE = 5
 """simpy runs lower numbers first at the same time; its own are 0 and 1."""
 DONE = 1e-6
@@ -98,11 +100,15 @@ class Flow:
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """All flows over the same resources: they have the same rate, each."""
+    """All flows with the same load: they have the same rate, each."""
 
-    resources: tuple[Resource, ...]
+    load: Load
     flows: list[Flow] = field(default_factory=list)
     rate: float = 0.0
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        return tuple(resource for resource, _ in self.load)
 
 
 @dataclass(slots=True)
@@ -121,7 +127,7 @@ class Fluid(Settled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.streams: dict[tuple[Resource, ...], Stream] = {}
+        self.streams: dict[Load, Stream] = {}
 
     @abstractmethod
     def capacity(self, resource: Resource, flows: int) -> float:
@@ -129,14 +135,18 @@ class Fluid(Settled):
 
     def transfer(self, size: float, resources: tuple[Resource, ...]) -> simpy.Event:
         """Start to move `size` bytes over all of `resources`; the event is when they are through."""
+        return self.transfer_alike(size, tuple((resource, 1) for resource in resources))
+
+    def transfer_alike(self, size: float, load: Load) -> simpy.Event:
+        """Start to move `size` bytes with a load, which takes its multiple of a resource's rate and bytes."""
         flow = Flow(float(size), self.env.event())
         if size <= 0:
             flow.done.succeed()
             return flow.done
         self.advance()
-        self.streams.setdefault(resources, Stream(resources)).flows.append(flow)
-        for resource in resources:
-            self.usage.setdefault(resource, Usage()).bytes += size
+        self.streams.setdefault(load, Stream(load)).flows.append(flow)
+        for resource, times in load:
+            self.usage.setdefault(resource, Usage()).bytes += size * times
         self.touch()
         return flow.done
 
@@ -159,16 +169,17 @@ class Fluid(Settled):
                     flow.done.succeed()
             stream.flows = [flow for flow in stream.flows if flow.left > DONE]
             if not stream.flows:
-                del self.streams[stream.resources]
+                del self.streams[stream.load]
 
     def settle(self) -> None:
         """Max-min fair rates by progressive filling; deterministic, as dicts keep the order of starts."""
         members: dict[Resource, list[Stream]] = {}
+        waiting: dict[Resource, int] = {}
         for stream in self.streams.values():
             stream.rate = 0.0
-            for resource in stream.resources:
+            for resource, times in stream.load:
                 members.setdefault(resource, []).append(stream)
-        waiting = {resource: sum(len(s.flows) for s in streams) for resource, streams in members.items()}
+                waiting[resource] = waiting.get(resource, 0) + times * len(stream.flows)
         full = {resource: self.capacity(resource, count) for resource, count in waiting.items()}
         left = dict(full)
         while waiting:
@@ -187,6 +198,6 @@ class Fluid(Settled):
 def _give(stream: Stream, share: float, left: dict[Resource, float], waiting: dict[Resource, int]) -> None:
     """Fix the rate of a stream's flows, and take it from what they cross."""
     stream.rate = share
-    for resource in stream.resources:
-        left[resource] -= share * len(stream.flows)
-        waiting[resource] -= len(stream.flows)
+    for resource, times in stream.load:
+        left[resource] -= share * times * len(stream.flows)
+        waiting[resource] -= times * len(stream.flows)

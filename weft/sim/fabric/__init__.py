@@ -8,6 +8,6 @@ end_ns = max(deliver(Torus(dims=(4, 4), gbps=25.0, latency_ns=700), sends))
 
 from weft.sim.fabric import collectives
 from weft.sim.fabric.sends import Send, deliver
-from weft.sim.fabric.topology import Fabric, Hosts, Mesh, Switch, Torus
+from weft.sim.fabric.topology import Alike, Fabric, FatTree, Hosts, Mesh, Switch, Torus
 
-__all__ = ["Fabric", "Hosts", "Mesh", "Send", "Switch", "Torus", "collectives", "deliver"]
+__all__ = ["Alike", "Fabric", "FatTree", "Hosts", "Mesh", "Send", "Switch", "Torus", "collectives", "deliver"]

@@ -4,6 +4,7 @@
              dimension first, then the second, each the shorter way around, upwards where both are as long
     mesh     a link each way between every pair
     switch   a port out and a port in for each rank
+    fat tree as switch, and a trunk each way from the switch of every so many ranks to all others
     hosts    such a fabric within each host; between hosts an adapter out and in for every so many ranks
 
 Rates are usable ones, each way, in 1e9 bytes/s, which is bytes a nanosecond. Ranks count from 0; in a torus the first
@@ -49,6 +50,30 @@ class Fabric(ABC):
             raise ValueError(f"src and dst are both {src}; a message goes to another rank")
 
 
+class Alike(Fabric):
+    """A fabric that looks the same from every rank: its resources fall into kinds, and what all ranks do alike loads all
+    resources of a kind alike. So one rank can stand for all (weft.sim.fabric.symmetry)."""
+
+    @property
+    @abstractmethod
+    def axes(self) -> tuple[int, ...]:
+        """Lengths of the rings that ranks lie on, one of each axis; those of the first axis are next to each other."""
+
+    @abstractmethod
+    def kind(self, resource: Resource) -> Resource:
+        """Which kind a resource is of; `rate` takes a kind, too."""
+
+    @abstractmethod
+    def alike(self, kind: Resource) -> int:
+        """How many resources of a kind there are."""
+
+    def after(self, rank: int, axis: int) -> int:
+        """The next rank on a rank's ring of an axis."""
+        stride, length = math.prod(self.axes[:axis]), self.axes[axis]
+        place = rank // stride % length
+        return rank + ((place + 1) % length - place) * stride
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Linked(Fabric):
     """All links alike."""
@@ -72,7 +97,7 @@ class _Linked(Fabric):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torus(_Linked):
+class Torus(_Linked, Alike):
     """dims: ranks along each dimension, the first one's neighbours being next to each other. Latency is a hop's."""
 
     dims: tuple[int, ...]
@@ -85,6 +110,25 @@ class Torus(_Linked):
     @property
     def world_size(self) -> int:
         return math.prod(self.dims)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.dims
+
+    def kind(self, resource: Resource) -> Resource:
+        _, src, dst = resource
+        assert isinstance(src, int)
+        assert isinstance(dst, int)
+        stride = 1
+        for axis, size in enumerate(self.dims):
+            ahead = (dst // stride - src // stride) % size
+            if ahead:
+                return "axis", axis, 1 if ahead == 1 else -1
+            stride *= size
+        raise AssertionError(f"{resource} goes from a rank to itself")
+
+    def alike(self, kind: Resource) -> int:
+        return self.world_size
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
         self.check(src, dst)
@@ -134,6 +178,66 @@ class Switch(_Linked):
 
     def delay_ns(self, resource: Resource) -> int:
         return self.latency_ns if resource[0] == "out" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FatTree(_Linked, Alike):
+    """Switches of `leaf` ranks, and trunks between each and the levels above, which carry `leaf` links' rate over `taper`.
+
+    Above the trunks nothing is short of anything, as in a folded Clos network: there are as many levels of switches with `leaf`
+    ports down as the ranks need. Latency is a link's; a message between leaves goes up to the last level.
+    """
+
+    ranks: int
+    leaf: int
+    taper: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.leaf < 2:
+            raise ValueError(f"leaf is {self.leaf}; a switch needs at least 2 ranks")
+        if self.ranks > self.leaf and self.ranks % self.leaf:
+            raise ValueError(f"ranks is {self.ranks}; use a multiple of leaf, {self.leaf}, or fewer")
+        if not self.taper > 0:
+            raise ValueError(f"taper is {self.taper!r}; it must be above zero")
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return (self.ranks,) if self.ranks <= self.leaf else (self.leaf, self.ranks // self.leaf)
+
+    @property
+    def levels(self) -> int:
+        """Of switches.
+
+        >>> [FatTree(ranks=ranks, leaf=16, gbps=25.0, latency_ns=700).levels for ranks in (8, 16, 128, 512)]
+        [1, 1, 2, 3]
+        """
+        levels, reached = 1, self.leaf
+        while reached < self.ranks:
+            levels, reached = levels + 1, reached * self.leaf
+        return levels
+
+    def kind(self, resource: Resource) -> Resource:
+        return (resource[0],)
+
+    def alike(self, kind: Resource) -> int:
+        return self.ranks if kind[0] in ("out", "in") else self.ranks // self.leaf
+
+    def path(self, src: int, dst: int) -> tuple[Resource, ...]:
+        self.check(src, dst)
+        ups = (src // self.leaf, dst // self.leaf)
+        trunks: tuple[Resource, ...] = () if ups[0] == ups[1] else (("up", ups[0]), ("down", ups[1]))
+        return ("out", src), *trunks, ("in", dst)
+
+    def rate(self, resource: Resource) -> float:
+        return self.gbps if resource[0] in ("out", "in") else self.gbps * self.leaf / self.taper
+
+    def delay_ns(self, resource: Resource) -> int:
+        return self.latency_ns if resource[0] in ("out", "in") else self.latency_ns * (self.levels - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

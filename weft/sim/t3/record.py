@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft import codec
+from weft.sim.published import geomean
 from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
-from weft.sim.t3.paper import figures, geomean
+from weft.sim.t3.paper import figures
 from weft.sim.t3.sensitivity import Sensitivity
 from weft.sim.t3.study import Study
 from weft.span import Span

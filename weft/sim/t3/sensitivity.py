@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from weft.sim.t3.paper import geomean
+from weft.sim.profile import scaled
+from weft.sim.published import geomean
 from weft.sim.t3.study import run_sublayers
-from weft.sim.t3.system import System, scaled
+from weft.sim.t3.system import System
 from weft.sim.t3.work import SUBLAYERS
 
 STEP = 0.25

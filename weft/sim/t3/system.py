@@ -1,23 +1,20 @@
 """System: the simulated GPU of T3, as numbers, each with its source. One value serves every sub-layer and configuration.
 
 Contract: as weft.machine's profiles: a System that exists is complete, every number is above zero, and `sources` says of
-each where it is from. `changed` gives a System with one number replaced, by the path that `numbers` names it with.
+each where it is from. weft.sim.profile has what gives a System with one number replaced.
 
 Times are whole nanoseconds, rates 1e9 bytes/s, which is bytes a nanosecond.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from weft import codec, settings
-from weft.machine import numbers
+from weft import codec
+from weft.sim import profile
 
 PROFILE = Path(__file__).with_name("system.json")
 
@@ -113,13 +110,7 @@ class System:
     sources: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        found = dict(numbers(self))
-        for path, value in found.items():
-            if not value > 0:
-                raise ValueError(f"{path} is {value!r}; it must be above zero")
-        for path in sorted(found.keys() ^ self.sources.keys()):
-            what = "is missing; say where the number is from" if path in found else "is about no number of this system"
-            raise ValueError(f"sources.{path} {what}")
+        profile.check(self)
         if len(self.arbiter.thresholds) != len(self.arbiter.intensities):
             raise ValueError("arbiter.intensities has another length than arbiter.thresholds; give one for each")
         if list(self.arbiter.intensities) != sorted(self.arbiter.intensities):
@@ -143,30 +134,10 @@ class System:
 
     def assumed(self) -> tuple[str, ...]:
         """Paths of the numbers that no source gives."""
-        return tuple(path for path, source in self.sources.items() if source.startswith("assumed"))
+        return profile.assumed(self)
 
 
 @cache
 def load() -> System:
     """The shipped profile: T3, arXiv 2401.16677, section 5."""
     return codec.read(System, PROFILE)
-
-
-def changed(system: System, path: str, value: str | float) -> System:
-    """`system` with one number, or one row of numbers, replaced; value: as JSON text or as the number.
-
-    Raises ValueError that names the path and says which there are, or what the value must be.
-    """
-    known = dict.fromkeys(name for name, _ in numbers(system))
-    text = value if isinstance(value, str) else json.dumps(value)
-    return settings.changed(system, path, text, known=known, what=f"system {system.name}")
-
-
-def scaled(system: System, path: str, factor: float) -> System:
-    """`system` with the number at `path` times `factor`; whole numbers are rounded."""
-    values = [value for name, value in numbers(system) if name == path]
-    made = [round(value * factor) if isinstance(value, int) else value * factor for value in values]
-    at: Any = dataclasses.asdict(system)
-    for key in path.split("."):
-        at = at[key]
-    return changed(system, path, codec.dumps(tuple(made)) if isinstance(at, tuple) else made[0])

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from weft.machine import numbers
+from weft.sim.published import Row, figures_table
 from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.sim.t3.paper import TITLES, figures
 from weft.sim.t3.sensitivity import Sensitivity
 from weft.sim.t3.study import Study
-from weft.sim.t3.system import System
 
-Row = tuple[str, ...]
 COMPARED = CONFIGURATIONS[1:]
-
-
-def figures_table(study: Study) -> list[Row]:
-    """Published numbers and ours."""
-    rows = [
-        (f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), "" if f.ok else "missed") for f in figures(study)
-    ]
-    return [("figure", "published", "ours", "tolerance", ""), *rows]
 
 
 def sublayers_table(runs: Iterable[SubLayerRun]) -> list[Row]:
@@ -55,9 +45,13 @@ def _headline(row: Sensitivity) -> Row:
     return (row.path or "as it is", f"{row.factor:g}", *(["-"] * 3 if row.refused else values))
 
 
-def system_table(system: System) -> list[Row]:
-    """Every number, by its path; the rows of a list together."""
-    values: dict[str, list[str]] = {}
-    for path, value in numbers(system):
-        values.setdefault(path, []).append(f"{value:g}" if isinstance(value, float) else str(value))
-    return [("number", "value"), *((path, ", ".join(found)) for path, found in values.items())]
+def shown(study: Study, rows: Sequence[Sensitivity]) -> Iterator[str | list[Row]]:
+    """What the command line prints: lines and tables."""
+    system, found = study.system, figures(study)
+    yield f"{system.words}; {system.peak_tflops:.0f} TFLOP/s, {system.hbm.gbps:g} GB/s of memory"
+    yield sublayers_table((*study.sublayers, *study.large))
+    yield figures_table(found)
+    yield f"{sum(figure.ok for figure in found)} of {len(found)} figures are within their tolerance."
+    yield mappings_table(study)
+    if rows:
+        yield sensitivity_table(rows)

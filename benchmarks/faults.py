@@ -1,0 +1,400 @@
+"""Does every failure of a rank end, soon, with an error that names it, or with the right result? A campaign of random faults.
+
+Each trial takes an operator, a schedule, a fault and a victim at random, from a seed that its line tells: new rank
+processes, three on a CPU, call the operator rightly once, and then, in the middle of the victim's next call, at a random step,
+
+    kill     the victim is killed
+    stop     it is stopped (SIGSTOP), and goes on when the others have ended
+    late     it sleeps past the bound
+    slow     it sleeps, within the bound
+    raise    it raises
+    differ   it calls the operator with other sizes, or with another schedule
+    leave    it closes its group instead of calling
+
+Every other rank has to end its calls within the bound and 5 s: with an error that names the victim; with the right result where
+the victim is merely slow, or where this rank needed nothing more of it. Then all ranks that live call `weft.close()`, those
+without a killed one make a process group of their own, and call the operator rightly again. Afterwards no process and no
+segment of shared memory is left.
+
+    python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
+    python benchmarks/faults.py --device cuda --trials 100
+    python benchmarks/faults.py --only 'direct_store kill' --seed 7
+
+On GPUs a step is one that the victim's host enqueues. Traps: a rank that is stopped holds its CPU lock, if any: so results are
+compared after it goes on. A kill that comes after the victim's last step is no fault for this call; the next call is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft import collectives
+from weft.errors import WeftError
+from weft.execute.ranks import RankFailed, Ranks
+from weft.memory import SHM
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, OPS, split
+from weft.schedules import names
+
+BOUND_S, GRACE_S = 1.0, 5.0
+FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
+CALLS = 3
+"""After the fault: a rank that needs nothing of the victim in one call does in a later one."""
+M, N, K = 24, 18, 12
+_SLOW_S = 0.2
+Work = tuple[Callable[[], torch.Tensor], torch.Tensor]
+"""A call, and what it must return."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One fault. step: of the victim's call, counted from 0."""
+
+    op: str
+    schedule: str
+    fault: str
+    victim: int
+    step: int
+    seed: int
+    ranks: int = 3
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.schedule} {self.fault} rank {self.victim} step {self.step} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What one rank saw: the error, or nothing where all its calls were right; seconds from the fault on; whether it could go
+    on afterwards."""
+
+    error: str
+    seconds: float
+    again: bool
+
+
+class Planted(MemoryError):
+    """The error of `raise`."""
+
+
+def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[Trial]:
+    """Random trials, the same for the same seed; each has every word of `only`."""
+    every = [(op, name) for op in (*OPS, *COLUMN_OPS, *COLLECTIVE_OPS) for name in names(op) if name != "node_slices"]
+    generator, made = random.Random(seed), 0
+    for number in range(1_000_000):
+        op, name = generator.choice(every)
+        trial = Trial(
+            op=op,
+            schedule=name,
+            fault=generator.choice(FAULTS),
+            victim=generator.randrange(ranks),
+            step=generator.randrange(6),
+            seed=seed * 1_000_000 + number,
+            ranks=ranks,
+            device=device,
+        )
+        if set(only) <= {trial.op, trial.schedule, trial.fault}:
+            yield trial
+            made += 1
+        if made == trials:
+            return
+    raise ValueError(f"--only {' '.join(only)!r}: no trial is like that")
+
+
+def work(op: str, schedule: str, seed: int, on: torch.device, *, m: int = M) -> Work:
+    """This rank's call, and its result from what every rank can draw by itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(on)
+
+    if op in COLLECTIVE_OPS:
+        return _collective(op, schedule, [normal(m * size) for _ in range(size)], rank)
+    if op in ("matmul_all_to_all", "all_to_all_matmul", *COLUMN_OPS):
+        return _exchange(op, schedule, [(normal(m, K), normal(K, N)) for _ in range(size)], rank)
+    a, b = normal(m, K), normal(K, N)
+    whole, (low, high) = a @ b, split(m, size)[rank]
+    inner, columns = split(K, size)[rank], split(N, size)[rank]
+    if op == "all_gather_matmul":
+        right = b[:, slice(*columns)]
+        return lambda: weft.all_gather_matmul(a[low:high], right, schedule=schedule, rows=m), whole[:, slice(*columns)]
+    call = weft.matmul_reduce_scatter if op == "matmul_reduce_scatter" else weft.matmul_all_reduce
+    expected = whole[low:high] if op == "matmul_reduce_scatter" else whole
+    return lambda: call(a[:, slice(*inner)], b[slice(*inner)], schedule=schedule), expected
+
+
+def _exchange(op: str, schedule: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], rank: int) -> Work:
+    size, (a, b) = len(pairs), pairs[rank]
+    rows = slice(*split(a.shape[0], size)[rank])
+    if op == "matmul_all_to_all":
+        return lambda: weft.matmul_all_to_all(a, b, schedule=schedule), torch.cat([x[rows] @ y for x, y in pairs])
+    if op == "all_to_all_matmul":
+        return lambda: weft.all_to_all_matmul(a, b, schedule=schedule), torch.cat([x[rows] for x, _ in pairs]) @ b
+    if op == "matmul_all_to_all_columns":
+        cols = slice(*split(b.shape[1], size)[rank])
+        expected = torch.cat([(x @ y)[:, cols] for x, y in pairs])
+        return lambda: weft.matmul_all_to_all(a, b, schedule=schedule, split_dim=-1), expected
+    left = [slice(*cut) for cut in split(a.shape[1], size)]
+    beside = torch.cat([x[rows, left[source]] for source, (x, _) in enumerate(pairs)], 1)
+    mine = a[:, left[rank]].contiguous()
+    return lambda: weft.all_to_all_matmul(mine, b, schedule=schedule, gather_dim=-1), beside @ b
+
+
+def _collective(op: str, schedule: str, given: list[torch.Tensor], rank: int) -> Work:
+    mine, size = given[rank], len(given)
+    part = slice(*split(mine.numel(), size)[rank])
+    if op == "all_gather":
+        return lambda: collectives.all_gather(mine, schedule=schedule), torch.cat(given)
+    total = torch.stack(given).sum(0)
+    if op == "reduce_scatter":
+        return lambda: collectives.reduce_scatter(mine, schedule=schedule), total[part]
+    if op == "all_reduce":
+        return lambda: collectives.all_reduced(mine, schedule=schedule), total
+    return lambda: collectives.all_to_all(mine, schedule=schedule), torch.cat([x[part] for x in given])
+
+
+def suffer(trial: Trial, folder: str) -> Told:
+    """One rank's part of a trial."""
+    rank = dist.get_rank()
+    on = torch.device(trial.device, rank) if trial.device == "cuda" else torch.device("cpu")
+    _right(work(trial.op, trial.schedule, trial.seed, on), on)
+    dist.barrier()
+    victim, begun = rank == trial.victim, time.monotonic()
+    error = ""
+    try:
+        for call in range(CALLS):
+            with _fault(trial) if victim and call == 0 else _nothing():
+                _right(_next(trial, victim and call == 0, call, on), on)
+    except (WeftError, Planted) as told:
+        error = f"{type(told).__name__}: {told}"
+    seconds = time.monotonic() - begun
+    again = _again(trial, folder, on)
+    return Told(error=error, seconds=seconds, again=again)
+
+
+def _next(trial: Trial, now: bool, call: int, on: torch.device) -> Work:
+    """The call after the fault with this number; of a victim that differs, another one."""
+    seed = trial.seed + 1 + call
+    if now and trial.fault == "differ":
+        return work(trial.op, trial.schedule, seed, on, m=2 * M)
+    return work(trial.op, trial.schedule, seed, on)
+
+
+def _right(given: Work, on: torch.device) -> None:
+    call, expected = given
+    out = call()
+    if on.type == "cuda":
+        torch.cuda.synchronize()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _fault(trial: Trial) -> Iterator[None]:
+    """The victim's fault, before a step of the call within."""
+    if trial.fault in ("differ", "leave"):
+        if trial.fault == "leave":
+            weft.close()
+            raise Planted("left")
+        yield
+        return
+    owner, name = _where_steps_run(trial.device)
+    original, seen = getattr(owner, name), [0]
+
+    def step(*arguments: Any, **options: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == 1 + trial.step:
+            _strike(trial.fault)
+        return original(*arguments, **options)
+
+    setattr(owner, name, step)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+        if seen[0] <= trial.step:
+            _strike(trial.fault)
+
+
+def _where_steps_run(device: str) -> tuple[type, str]:
+    if device == "cuda":
+        from weft.execute.cuda import CudaProgram
+
+        return CudaProgram, "_one"
+    from weft.execute.host import HostProgram
+
+    return HostProgram, "record"
+
+
+def _strike(fault: str) -> None:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "raise":
+        raise Planted("planted")
+    else:
+        time.sleep(BOUND_S * 2.5 if fault == "late" else _SLOW_S)
+
+
+def _again(trial: Trial, folder: str, on: torch.device) -> bool:
+    """After an error, ranks that live close, meet, and call rightly again; those that a kill left, in a new process group."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    weft.close()
+    if trial.fault == "kill":
+        dist.destroy_process_group()
+        living = [other for other in range(size) if other != trial.victim]
+        store = dist.FileStore(str(Path(folder) / "again"), len(living))  # type: ignore[attr-defined]
+        backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=living.index(rank),
+            world_size=len(living),
+            timeout=timedelta(seconds=20),
+            **options,  # type: ignore[arg-type]
+        )
+    dist.barrier()
+    for call in range(2):
+        _right(work(trial.op, trial.schedule, trial.seed + 50 + call, on), on)
+    weft.close()
+    return True
+
+
+def judged(trial: Trial) -> dict[str, Any]:
+    """Run a trial: its line. verdict: "right", or what went wrong."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        pool = Ranks(trial.ranks, device=trial.device, environment={"WEFT_TIMEOUT_S": str(BOUND_S), "WEFT_CACHE_DIR": ""})
+        try:
+            pool.start(suffer, trial, folder)
+            if trial.fault == "stop":
+                _let_go_on(pool, trial)
+            told, broken = _collected(pool, trial)
+        finally:
+            pool.close(grace_s=3)
+    wrong = broken or _wrong(trial, told)
+    alive = [process.pid for process in pool.processes if process.is_alive()]
+    left = [path.name for process in pool.processes for path in SHM.glob(f"weft-{process.pid}-*")]
+    if not wrong and (left or alive):
+        wrong = f"left: segments {left}, processes {alive}"
+    errors = {rank: answer.error for rank, answer in enumerate(told) if answer}
+    return {
+        "bench": "faults",
+        **asdict(trial),
+        "verdict": wrong or "right",
+        "errors": errors,
+        "slowest_s": round(max((answer.seconds for answer in told if answer), default=0.0), 3),
+        "trial_s": round(time.monotonic() - began, 2),
+    }
+
+
+def _let_go_on(pool: Ranks, trial: Trial) -> None:
+    """Wake the victim once the others must have ended."""
+    process = pool.processes[trial.victim]
+    deadline = time.monotonic() + 30
+    while _state(process.pid) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(BOUND_S + 0.5)
+    if process.pid:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def _state(pid: int | None) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def _collected(pool: Ranks, trial: Trial) -> tuple[list[Told | None], str]:
+    """What each rank told, and what went wrong on the way."""
+    try:
+        return pool.finish(timeout_s=60), ""
+    except RankFailed as failed:
+        if trial.fault == "kill" and [rank for rank, _ in failed.failures] == [trial.victim]:
+            return failed.results, ""
+        return failed.results, f"ranks failed: {failed}"
+
+
+def _wrong(trial: Trial, told: Sequence[Told | None]) -> str:
+    """Why the answers of a trial are not what they must be; nothing if they are."""
+    for rank, answer in enumerate(told):
+        if answer is None:
+            if not (trial.fault == "kill" and rank == trial.victim):
+                return f"rank {rank} told nothing"
+            continue
+        if rank != trial.victim and answer.seconds > BOUND_S + GRACE_S:
+            return f"rank {rank} took {answer.seconds:.1f} s"
+        if not answer.again:
+            return f"rank {rank} could not go on"
+        if rank != trial.victim and not _explains(trial, answer.error):
+            return f"rank {rank} was told {answer.error!r}"
+    others = [answer.error for rank, answer in enumerate(told) if answer and rank != trial.victim]
+    if trial.fault in ("kill", "raise", "differ", "leave") and not any(others):
+        return "nobody noticed"
+    return ""
+
+
+def _explains(trial: Trial, error: str) -> bool:
+    """Whether a rank that is not the victim may be told this; no error where its calls were right."""
+    if trial.fault == "slow":
+        return not error
+    if not error:
+        return trial.fault in ("stop", "late")
+    if trial.fault == "differ":
+        return error.startswith(("RankMismatch", "PeerLost")) and "disagree" in error
+    named = rf"rank {trial.victim}\b"
+    return bool(re.search(named, error))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--trials", type=int, default=100)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options.add_argument("--only", default="", help="words of operator, schedule and fault that a trial must have")
+    options.add_argument("--budget-s", type=float, default=float("inf"), help="no trial is begun after so long")
+    options.add_argument("--json", type=Path)
+    arguments = options.parse_args()
+    verdicts: Counter[str] = Counter()
+    began = time.monotonic()
+    ranks = min(4, torch.cuda.device_count()) if arguments.device == "cuda" else 3
+    for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split(), ranks):
+        if time.monotonic() - began > arguments.budget_s:
+            break
+        line = judged(trial)
+        verdicts[f"{trial.fault}: {'right' if line['verdict'] == 'right' else 'WRONG'}"] += 1
+        if line["verdict"] != "right":
+            print(f"{trial}: {line['verdict']}", flush=True)
+        if arguments.json:
+            with arguments.json.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    print(f"{sum(verdicts.values())} trials in {time.monotonic() - began:.0f} s: {dict(sorted(verdicts.items()))}")
+    raise SystemExit(any("WRONG" in verdict for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""What the site changes in the documents: links that lead out of docs/ become the path of a file of the repository."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s#]+)[^)\s]*\)")
+_FENCE = re.compile(r"^(```)(text|sh|python) [^\n]*$", re.MULTILINE)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page. Fenced blocks keep their language alone: what else stands there is for docs/generate.py.
+
+    >>> on_page_markdown("see [the engine](../weft/sim/engine.py#x)")
+    'see the engine (`weft/sim/engine.py`)'
+    """
+    return _FENCE.sub(r"\1\2", _OUTSIDE.sub(r"\1 (`\2`)", markdown))

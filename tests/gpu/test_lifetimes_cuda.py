@@ -1,0 +1,171 @@
+"""What outlives what, on GPUs: graphs and the memory of their copies, lanes and their streams, groups that come and go."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_work import Case, moves, sums
+
+import weft
+from weft import collectives
+from weft.execute.cuda_space import CudaSpace
+from weft.execute.groups import GROUPS
+from weft.execute.ranks import Ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(min(4, GPUS), device="cuda", environment={"WEFT_TIMEOUT_S": "20"}) as ranks:
+        yield ranks
+
+
+def _here() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _freed(rounds: int) -> int:
+    """Calls on tensors that are made anew each round, after all that the allocator kept went back to the driver; how often
+    they came to lie where they had lain before, in other memory."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    weft.close()
+    driver, met, again = None, dict[tuple[int, int], int](), 0
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for turn in range(rounds):
+        # Sizes between, so that what is made comes to lie behind memory of another size now and then.
+        other = torch.empty((1 + turn % 3) * 32 * MIB, dtype=torch.uint8, device="cuda")
+        given = torch.full((size * 8 * MIB,), 1000 * rank + turn, dtype=torch.int32, device="cuda")
+        out = torch.empty_like(given)
+        for _ in range(3):
+            out.zero_()
+            collectives.all_to_all_single(out, given, schedule="copy_engine:2")
+            parts = out.view(size, -1)
+            assert [int(parts[src].min()) for src in range(size)] == [1000 * src + turn for src in range(size)], turn
+            assert torch.equal(parts, parts[:, :1].expand_as(parts)), turn
+        driver = driver or GROUPS.state(dist.group.WORLD.group_name)._space(_here()).driver  # type: ignore[union-attr]
+        number = driver.memory_at(given.data_ptr())
+        assert number is not None
+        place = given.data_ptr(), out.data_ptr()
+        again += met.get(place, number) != number
+        met[place] = number
+        torch.cuda.synchronize()
+        if turn == 0 and rank == 0:
+            begun = time.perf_counter()
+            for _ in range(1000):
+                driver.memory_at(given.data_ptr())
+            print(f"to ask what lies at an address takes {1e3 * (time.perf_counter() - begun):.2f} us")
+        del other, given, out, parts
+        torch.cuda.empty_cache()
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return again
+
+
+def test_no_graph_is_replayed_on_memory_that_came_later(pool: Ranks) -> None:
+    """Without asking what lies at an address, a rank ends in libcuda, or a copy goes nowhere."""
+    assert min(pool.run(_freed, 24)) > 0, "the driver never gave an address twice: more rounds are needed"
+
+
+def _expandable() -> None:
+    """Segments that expand: a tensor lies on several mappings, and each of them has a number."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    weft.close()
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        for seed in range(4):
+            case = Case(elements=16 * MIB, dtype=torch.bfloat16, seed=seed)
+            for _ in range(3):
+                moves(case, "copy_engine:1")
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        given = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+        behind = (
+            GROUPS.state(dist.group.WORLD.group_name)
+            ._space(_here())
+            .driver.memory_behind(  # type: ignore[union-attr]
+                given.data_ptr(), given.nbytes
+            )
+        )
+        if dist.get_rank() == 0:
+            print(f"64 MiB of an expandable segment: {behind and len(behind)} mappings")
+        assert behind is None or (len(behind) > 1 and len({number for _, number in behind}) == len(behind))
+    finally:
+        weft.close()
+        torch.cuda.empty_cache()
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_segments_that_expand(pool: Ranks) -> None:
+    pool.run(_expandable)
+
+
+def _come_and_go(rounds: int) -> tuple[int, int]:
+    """A group's state, with its lanes, made, used and closed over and over; (streams ever seen, of a round)."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    weft.close()
+    seen, most = set[int](), 0
+    for turn in range(rounds):
+        case = Case(elements=70_000, dtype=torch.bfloat16, seed=turn)
+        for _ in range(3):
+            sums(case, "copy_engine:1")
+            moves(case, "copy_engine:2")
+        x = torch.zeros(1 << 16, device="cuda")
+        weft.concurrent(lambda x=x: x + 1, weft.AllReduce(x), way=("vendor+priority", "copy_engine+priority")[turn % 2])
+        lanes = {stream.cuda_stream for stream in _lanes(dist.group.WORLD)}
+        seen, most = seen | lanes, max(most, len(lanes))
+        weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return len(seen), most
+
+
+def _lanes(group: dist.ProcessGroup | None) -> list[torch.cuda.Stream]:
+    assert group is not None
+    space = GROUPS.state(group.group_name)._space(_here())
+    assert isinstance(space, CudaSpace)
+    return [space.rescue, *space._streams.values()]
+
+
+def test_groups_come_and_go(pool: Ranks) -> None:
+    for seen, most in pool.run(_come_and_go, 40):
+        assert most >= 3
+        assert seen <= 2 * most, "streams are taken again"
+
+
+def _many_groups(count: int) -> None:
+    """More lanes at once than torch has streams of one priority: each has its own, and calls of all groups end, also where all
+    are under way at once."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    weft.close()
+    groups = [dist.new_group(backend="cpu:gloo,cuda:nccl") for _ in range(count)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [torch.empty(70_001, device="cuda") for _ in groups]
+    for turn in range(6):
+        works = []
+        for number, (x, group) in enumerate(zip(tensors, groups, strict=True)):
+            x.fill_(number + turn * rank)
+            works.append(collectives.all_reduce(x, "sum", group, turn > 2, schedule="copy_engine:1"))
+        for work in filter(None, works):
+            work.wait()
+        expected = [size * number + turn * sum(range(size)) for number in range(count)]
+        assert all(bool((x == float(want)).all()) for x, want in zip(tensors, expected, strict=True)), turn
+    lanes = [stream.cuda_stream for group in groups for stream in _lanes(group)]
+    assert len(lanes) >= 2 * count
+    assert len(set(lanes)) == len(lanes)
+    for group in groups:
+        weft.close(group)
+        dist.destroy_process_group(group)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_every_group_has_lanes_of_its_own(pool: Ranks) -> None:
+    pool.run(_many_groups, 20)

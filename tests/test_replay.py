@@ -1,0 +1,134 @@
+"""Graphs of calls: when one is captured, when it is replayed, and that none outlives the memory that its copies were given."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from weft.execute import driver as driver_module
+from weft.execute import replay
+from weft.execute.bound import Inputs, Outputs
+from weft.execute.driver import Driver
+from weft.execute.replay import Replays
+
+PAGE = 256
+
+
+class Memory:
+    """A driver's pages of PAGE bytes, each mapped by itself and numbered; what is not in `numbers` it knows nothing of."""
+
+    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_BUFFER_ID=7)
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.asked = 0
+
+    def map(self, tensor: torch.Tensor) -> list[int]:
+        """Fresh memory behind a tensor; its pages."""
+        first, last = tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE
+        for page in range(first, last + 1):
+            self.numbers[page] = max(self.numbers.values(), default=0) + 1
+        return list(range(first, last + 1))
+
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int | None]:
+        assert attribute == 7
+        self.asked += 1
+        number = self.numbers.get(address // PAGE)
+        return (1, None) if number is None else (0, number)
+
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int, int]:
+        return 0, address // PAGE * PAGE, PAGE
+
+
+class Graph:
+    """What stands for a captured graph."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def capture_begin(self, *, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+
+    def capture_end(self) -> None:
+        self.ended = True
+
+
+class Calls:
+    """Calls of one program, all with the same tensors: a -> out, by b."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.a, self.b, self.out = (torch.zeros(1000) for _ in range(3))
+        self.memory, self.captures = memory, 0
+        self.pages = {name: memory.map(tensor) for name, tensor in (("a", self.a), ("b", self.b), ("out", self.out))}
+        self.replays = Replays(cast(Any, None), self._enqueue, Driver())
+
+    def _enqueue(self, inputs: Inputs, outputs: Outputs) -> None:
+        self.captures += 1
+
+    def graph(self) -> Any:
+        return self.replays.find({"a": [self.a], "b": [self.b]}, {"out": [self.out]})
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    memory = Memory()
+    monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(replay.torch.cuda, "stream", lambda stream: nullcontext())
+    return Calls(memory)
+
+
+def test_tensors_that_come_again_are_captured_once(calls: Calls) -> None:
+    assert calls.graph() is None
+    found = calls.graph()
+    assert found.ended
+    assert [calls.graph() for _ in range(3)] == [found] * 3
+    assert calls.captures == 1
+
+
+@pytest.mark.parametrize("name", ["a", "out"])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_other_memory_at_the_same_address_is_captured_anew(calls: Calls, name: str, place: int) -> None:
+    """Also where a part of it was mapped anew alone, as in a segment that can expand."""
+    calls.graph()
+    for capture in range(1, 6):
+        found = calls.graph()
+        assert calls.graph() is found
+        assert calls.captures == capture
+        page = calls.pages[name][place]
+        calls.memory.numbers[page] = max(calls.memory.numbers.values()) + 1
+
+
+def test_memory_that_kernels_alone_touch_is_not_asked_after(calls: Calls) -> None:
+    calls.graph()
+    found = calls.graph()
+    calls.memory.map(calls.b)
+    calls.memory.asked = 0
+    assert calls.graph() is found
+    assert calls.memory.asked == len(calls.pages["a"]) + len(calls.pages["out"])
+
+
+def test_memory_without_a_number_is_never_replayed(calls: Calls) -> None:
+    """As long as it has none."""
+    del calls.memory.numbers[calls.pages["a"][1]]
+    assert [calls.graph() for _ in range(4)] == [None] * 4
+    assert calls.captures == 0
+    calls.memory.map(calls.a)
+    assert calls.graph() is not None
+    del calls.memory.numbers[calls.pages["a"][0]]
+    assert calls.graph() is None
+
+
+def test_other_tensors_have_graphs_of_their_own(calls: Calls) -> None:
+    calls.graph()
+    first = calls.graph()
+    calls.out, before = torch.zeros(1000), calls.out
+    calls.memory.map(calls.out)
+    assert calls.graph() is None
+    assert calls.graph() is not first
+    calls.out = before
+    assert calls.graph() is first

@@ -1,0 +1,161 @@
+"""matmul_reduce_scatter as one kernel: interpreted on ranks, its proof, and what GPUs run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_work import check_scatter
+
+import weft
+from weft.checker import ScheduleError, check
+from weft.execute.ranks import Ranks
+from weft.problem import Problem
+from weft.schedule import Lane, Wait
+from weft.schedules import build
+from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[[int], Ranks]]:
+    """Pools by size, each started once."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}
+    with ExitStack() as pools:
+        yield cache(lambda size: pools.enter_context(Ranks(size, environment=environment)))
+
+
+def _as_kernel(name: str) -> int:
+    """New data each call, one rank late to half of them; how often the kernel ran.
+
+    M: more rows than a tile, rows that no rank has as many of, and fewer rows than ranks, some of which wait for nothing of
+    their own."""
+    from weft.execute.exchange import FusedExchange
+
+    launches, launch = 0, FusedExchange.launch
+
+    def counted(self: FusedExchange, *arguments: Any, **options: Any) -> None:
+        nonlocal launches
+        launches += 1
+        launch(self, *arguments, **options)
+
+    FusedExchange.launch = counted  # type: ignore[method-assign]
+    try:
+        for m, n, k, op in ((37, 20, 19, "sum"), (6, 17, 8, "avg"), (1, 16, 8, "sum")):
+            for call in range(3):
+                if call % 2 and dist.get_rank() == 1:
+                    time.sleep(0.02)
+                check_scatter(m, n, k, torch.float16, name, call, op=op)
+    finally:
+        FusedExchange.launch = launch  # type: ignore[method-assign]
+        weft.close()
+    return launches
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "name"), [(2, "one_shot"), (3, "sequential_stores"), (4, "one_shot")])
+def test_the_kernel(interpreted: Callable[[int], Ranks], world_size: int, name: str) -> None:
+    assert set(interpreted(world_size).run(_as_kernel, name)) == {9}
+
+
+def _ahead() -> None:
+    """Calls of the bare kernel, one row on four ranks, one block each: only the kernel holds a rank back, and rank 0, which
+    alone has a row, is late."""
+    from weft.kernels import all_reduce as kernel
+    from weft.team import Team
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    problem = Problem(op="matmul_reduce_scatter", m=1, n=8, k=8 * size, world_size=size, dtype="float16")
+    layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
+    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
+    segments = team.allocate(layout.mailbox_bytes)
+    memory = kernel.mailbox([segment.address for segment in segments], 1, torch.device("cpu"))
+    received = kernel.received
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.02 * (rank == 0))
+        return received(*arguments)
+
+    kernel.received = late  # type: ignore[assignment]
+    try:
+        for call in range(6):
+            a, b = torch.full((1, 8), float(call + rank)).half(), torch.ones(8, 8).half()
+            out = torch.empty(int(rank == 0), 8, dtype=torch.float16)
+            options: dict[str, Any] = {"partial": None, "bias": None, "residual": None, "live": True, "tries": 20_000}
+            kernel.all_reduce(layout, memory, out, factors=(a, b), **options)
+            assert memory.status.tolist() == [0, 0]
+            assert bool((out == 8 * (size * call + size * (size - 1) // 2)).all()), (call, out)
+    finally:
+        kernel.received = received
+        dist.barrier()
+        for segment in segments:
+            segment.close()
+        team.close()
+
+
+@pytest.mark.ranks
+def test_a_rank_without_rows_does_not_run_ahead(interpreted: Callable[[int], Ranks]) -> None:
+    interpreted(4).run(_ahead)
+
+
+def test_a_vendor_gemm_is_followed_by_one_kernel_where_it_is_few_bytes() -> None:
+    few = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=64, world_size=4)
+    many = dataclasses.replace(few, m=4096)
+    assert few.m * few.n * few.itemsize <= ONE_KERNEL_BYTES < many.m * many.n * many.itemsize
+    for problem, first in ((few, 1), (many, None)):
+        schedule = build(problem, "sequential_stores")
+        check(schedule)
+        for (lane,) in schedule.ranks:
+            assert lane.fused == (() if first is None else ((first, len(lane.steps)),))
+    assert all(lane.fused == ((0, len(lane.steps)),) for (lane,) in build(few, "one_shot").ranks)
+
+
+def test_it_is_proved_right() -> None:
+    """Without its wait for the call before it writes what a peer still sums."""
+    schedule = build(Problem(op="matmul_reduce_scatter", m=7, n=5, k=3, world_size=3), "one_shot")
+    check(schedule)
+    (lane,) = schedule.ranks[0]
+    at = next(i for i, step in enumerate(lane.steps) if isinstance(step, Wait))
+    steps = lane.steps[:at] + lane.steps[at + 1 :]
+    broken = Lane(lane.name, lane.kind, steps, ((0, len(steps)),))
+    with pytest.raises(ScheduleError, match="nothing orders the two"):
+        check(dataclasses.replace(schedule, ranks=((broken,), *schedule.ranks[1:])))
+
+
+@pytest.mark.parametrize(("rows", "multiply"), [(128, True), (512, False)])
+def test_what_gpus_run(rows: int, multiply: bool) -> None:
+    """Everything that travels, is looked at or stored does so 16 bytes at a time, without fences."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.kernels import all_reduce as kernel
+
+    problem = Problem(op="matmul_reduce_scatter", m=rows, n=8192, k=28672, world_size=4)
+    options: dict[str, Any] = {"hops": "scatter", "multiply": multiply, "device": torch.device("cuda"), "sms": 132}
+    layout = kernel.plan(problem, 1, problem.shards, **options)
+    assert layout.count * layout.tiling.m * layout.tiling.n == rows * 8192
+    constants = {**kernel._constants(layout, False, False), "stride_bk": 1}
+    names = kernel._all_reduce_kernel.arg_names
+    words = {"boxes_ptr": "*i64", "epochs_ptr": "*i64", "status_ptr": "*i64", "abort_ptr": "*i32"}
+    signature = {name: words.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
+    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in ("n", "k", "stride_am", "stride_bn")]
+    source = triton.compiler.ASTSource(
+        fn=kernel._all_reduce_kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    made = triton.compile(source, target=target, options={"num_warps": layout.tiling.warps})
+    text = str(made.asm["ptx"])
+    assert made.metadata.shared <= 227 << 10
+    for access, least in (("ld.volatile.global.v4", 1), ("st.global.v4", 2)):
+        assert text.count(access) >= least
+    assert "st.global.b16" not in text
+    assert "membar" not in text
+    assert ".sys" not in text

@@ -1,0 +1,36 @@
+"""The site: every page is in the navigation, every message that troubleshooting explains exists, links out become paths."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CODE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "weft").rglob("*.py")))
+SOURCE = re.sub(r'"\s*\n\s*f?"', "", CODE)
+HEADINGS = re.findall(r"^## (.*)$", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_a_message_that_is_explained_exists(heading: str) -> None:
+    """Its parts between names and numbers stand in one line of the code, in this order."""
+    parts = [re.escape(part) for part in heading.split("…") if part.strip()]
+    assert re.search(".*".join(parts), SOURCE), f"no message of weft's reads: {heading}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"(\w+\.md)$", navigation, re.MULTILINE)) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
+
+
+def test_links_out_of_the_site_become_paths() -> None:
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "docs" / "site_links.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    told = module.on_page_markdown("[a](../weft/sim/engine.py#x) [b](design.md#y)\n```text timeline op name\n1\n```\n")
+    assert told == "a (`weft/sim/engine.py`) [b](design.md#y)\n```text\n1\n```\n"

@@ -1,0 +1,166 @@
+"""Tiles that count and lie elsewhere: under one descriptor where TMA can have it, told of once written; what GPUs run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from weft.execute.ranks import Ranks
+from weft.problem import Problem
+from weft.schedule import Flag, Gemm, Part, Region
+from weft.schedules import build
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from weft.kernels.far import far_places
+from weft.kernels.shapes import SHAPES, blocks_for
+
+
+def test_places_are_where_the_tiles_are() -> None:
+    room = torch.arange(96 * 64, dtype=torch.float16).view(96, 64)
+    tiles = [room[64:], room[16:], room[48:], room[16:]]
+    far, places = far_places(tiles)
+    assert far is not None
+    assert (far.pitch, far.places, places) == (16 * 64, 4, [3, 0, 2, 0])
+    for tile, place in zip(tiles, places, strict=True):
+        assert far.base.data_ptr() + 2 * far.pitch * place == tile.data_ptr()
+    descriptor = far.descriptor([16, 32])
+    assert (descriptor.shape, descriptor.strides, descriptor.block_shape) == ([4, 16, 64], [1024, 64, 1], [1, 16, 32])
+
+
+def test_one_tile_and_none() -> None:
+    one = torch.zeros(8, 16, dtype=torch.float16)
+    assert far_places([]) == (None, [])
+    far, places = far_places([one])
+    assert far is not None
+    assert (far.places, places) == (1, [0])
+
+
+def test_what_one_descriptor_cannot_have() -> None:
+    """An odd base, rows of no multiple of 16 bytes, and tiles between the rows of others."""
+    flat = torch.zeros(4096, dtype=torch.float16)
+    odd = flat[1 : 1 + 1024].view(32, 32)
+    narrow = flat[:480].view(32, 15)
+    apart = flat[: 32 * 32].view(32, 32), flat[16 : 16 + 32 * 32].view(32, 32)
+    for tiles in ([odd], [narrow], list(apart)):
+        assert far_places(tiles) == (None, [-1] * len(tiles))
+
+
+def _launched() -> None:
+    """Two parts in a buffer each and one in `out`, with short tiles; blocks of several tiles, halves at the end."""
+    from weft.kernels import gemm as kernel
+    from weft.kernels.shapes import INTERPRETED, tiles_of
+
+    torch.manual_seed(0)
+    a, b = torch.randn(150, 40).half(), torch.randn(40, 72).half()
+    out, room = torch.zeros(50, 72).half(), torch.zeros(150, 72).half()
+    buffers = {"x": room[90:140], "y": room[:80]}
+    rows = {"x": (0, 50), "y": (50, 120), "out": (120, 150)}
+    parts = tuple(
+        Part(Region("a", 0, (low, high), (0, 40)), Region(name, 0, (0, high - low), (0, 72)), count=Flag(name, 0))
+        for name, (low, high) in rows.items()
+    )
+    words = {name: torch.zeros(1, dtype=torch.int32) for name in rows}
+    status = torch.zeros(2, dtype=torch.int32)
+    step = Gemm(Region("b", 0, (0, 40), (0, 72)), parts)
+    plan = kernel.tables(
+        step,
+        device=torch.device("cpu"),
+        source=lambda part: 0,
+        gate_address=lambda flag: 0,
+        count_address=lambda flag: words[flag.name].data_ptr(),
+        stored_at=lambda part, row: buffers[part.out.buffer][row:] if part.out.buffer in buffers else None,
+        need=lambda _: (0, 0),
+    )
+    assert plan.far is not None
+    for calls in (1, 2):
+        for tensor in (out, room):
+            tensor.fill_(7)
+        kernel.gemm((a,), b, out, plan, status, epoch=0, sms=4)
+        for part, name in zip(parts, rows, strict=True):
+            low, high = rows[name]
+            found = {**buffers, "out": out}[name]
+            torch.testing.assert_close(found[: high - low].float(), a[low:high].float() @ b.float(), rtol=2e-3, atol=2e-2)
+            assert bool((found[high - low :] == 7).all()), f"rows below the tiles of {name} are not theirs"
+            assert int(words[name]) == calls * tiles_of(part, INTERPRETED)
+        assert bool((room[80:90] == 7).all()), "nothing is between places"
+
+
+@pytest.mark.ranks
+def test_tiles_are_stored_where_they_belong_and_counted_once() -> None:
+    with Ranks(1, environment={"TRITON_INTERPRET": "1"}) as pool:
+        pool.run(_launched)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "shape"),
+    [(4, "direct_store", (128, 128)), (4, "track_and_trigger", (128, 256)), (2, "direct_store", (128, 256))],
+)
+def test_tiles_that_go_to_peers_leave_while_others_are_multiplied(world_size: int, name: str, shape: tuple[int, int]) -> None:
+    """512 rows: one wave of 128 x 256 tiles sends nothing before all of it ends. On 2 x H200 it was the best all the same."""
+    problem = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=28672, world_size=world_size)
+    step = next(step for _, _, _, step in build(problem, name, 1) if isinstance(step, Gemm))
+    blocks = blocks_for(step, torch.device("cuda"))
+    assert (blocks.m, blocks.n) == shape
+
+
+def _for_a_gpu(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
+    """PTX, and bytes of shared memory, of the kernel whose tiles count, and add what arrived, for an H100. Needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from weft.kernels import gemm as host
+    from weft.kernels.gemm_kernel import gemm_kernel as kernel
+
+    blocks = SHAPES[shape]
+    half = blocks.n // 2 if blocks.halves else blocks.n
+    above = [1] if addressed else []
+
+    def tiles(name: str, lead: list[int], rows: int, widths: tuple[int, int]) -> dict[str, str]:
+        pair = (f"{name}_desc", f"{name}_half_desc")
+        return {one: f"tensordesc<bf16{[*lead, rows, cols]}>" for one, cols in zip(pair, widths, strict=True)}
+
+    types = dict.fromkeys(("a0_desc", "a1_desc"), f"tensordesc<bf16{[blocks.m, blocks.k]}>") | {"out_ptr": "*bf16"}
+    types |= tiles("b", [], blocks.k, (blocks.n, half)) | tiles("adds", [], blocks.m, (blocks.n, half))
+    for name in ("out", "far"):
+        stored = tiles(name, above, blocks.m, (blocks.n, half))
+        types |= stored if tma and (addressed or name == "out") else dict.fromkeys(stored, "*bf16")
+    types |= dict.fromkeys(("outs_ptr", "gates_ptr", "counts_ptr"), "*i64")
+    constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
+    constants |= {"FIELDS": 7, "OUT_FIELDS": 2, "SLICE_FIELDS": 3, "TWO_SOURCES": False, "B_TRANSPOSED": False, "GATED": True}
+    constants |= {"INNER": False, "COUNTED": True, "ADDRESSED": addressed, "OUT_TMA": tma, "ASYNCHRONOUS": True}
+    constants |= {"ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": 5, "ADD_STAGES": host._add_stages(blocks, tma)}
+    constants |= {"DIVIDE_BY": 1, "HALVES": blocks.halves}
+    names = kernel.arg_names
+    known = {name: "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in ("N", "K", "out_stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature=known | types | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
+    )
+    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return str(made.asm["ptx"]), int(made.metadata.shared)
+
+
+@pytest.mark.parametrize(("shape", "addressed", "tma"), [(0, True, True), (1, True, True), (2, False, True), (1, True, False)])
+def test_what_gpus_run(shape: int, addressed: bool, tma: bool) -> None:
+    """Products run ahead of each other though a tile is told of between them; it is told of once written, at system scope."""
+    text, shared = _for_a_gpu(shape, addressed=addressed, tma=tma)
+    loops = 2 if SHAPES[shape].halves else 1
+    assert shared <= 227 << 10
+    # Within the loop over K one group of products may still run, behind it none.
+    assert re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", text) == ["1", "0"] * loops
+    stores = re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.global", text)
+    assert stores == ([f"{2 + addressed}d"] * loops if tma else [])
+    told = [text[: release.start()] for release in re.finditer(r"sys\.release\.add", text)]
+    assert len(told) == (4 if loops == 2 else 2)
+    for before in told:
+        settled = before.rindex("cp.async.bulk.wait_group 0; bar.sync 0;")
+        assert "cp.async.bulk.tensor" not in before[settled:], "nothing is stored between what is waited for and the release"
+    assert "st.global.b16" not in text

@@ -1,0 +1,88 @@
+"""Profiles: values whose every number has a path and a source, as of simulated systems, and copies with one number changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from weft import codec
+from weft.machine import numbers
+
+
+class Profile(Protocol):
+    """A frozen dataclass of weft.codec's kind. sources: where each number is from, by its path."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sources(self) -> Mapping[str, str]: ...
+
+
+P = TypeVar("P", bound=Profile)
+
+
+def check(profile: Profile, zero: frozenset[str] = frozenset()) -> None:
+    """Raises ValueError unless every number is above zero (those of `zero`: or zero) and has a source, and every source a
+    number."""
+    found = dict(numbers(profile))
+    for path, value in numbers(profile):
+        if not value > 0 and not (path in zero and value == 0):
+            raise ValueError(f"{path} is {value!r}; it must be above zero")
+    for path in sorted(found.keys() ^ profile.sources.keys()):
+        what = "is missing; say where the number is from" if path in found else "is about no number of this system"
+        raise ValueError(f"sources.{path} {what}")
+
+
+def assumed(profile: Profile) -> tuple[str, ...]:
+    """Paths of the numbers that no source gives."""
+    return tuple(path for path, source in profile.sources.items() if source.startswith("assumed"))
+
+
+def changed(profile: P, path: str, value: Any) -> P:
+    """`profile` with one number, one row of numbers, or one field of choices replaced.
+
+    value: as JSON text, or as what JSON would give; one value stands for a row of one, and choices are words with commas
+    between. Raises ValueError that names the path and says which there are, or what the value must be.
+    """
+    choices = [part.name for part in dataclasses.fields(profile) if part.metadata.get("about") == "choices"]  # type: ignore[arg-type]
+    known = dict.fromkeys([name for name, _ in numbers(profile)] + choices)
+    if path not in known:
+        raise ValueError(f"{path!r} is no number of system {profile.name}; it has {', '.join(known)}")
+    data = codec.dump(profile)
+    *parents, last = path.split(".")
+    at: Any = data
+    for key in parents:
+        at = at[key]
+    if isinstance(value, str):
+        value = [word.strip() for word in value.split(",")] if path in choices else _parsed(path, value)
+    at[last] = [value] if isinstance(at[last], list) and not isinstance(value, (list, tuple)) else value
+    made: P = codec.load(type(profile), data)
+    return made
+
+
+def _parsed(path: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{path} is {text!r}; it must be a number, or a list such as [30, 10, 5]") from None
+
+
+def scaled(profile: P, path: str, factor: float) -> P:
+    """`profile` with the number at `path` times `factor`; whole numbers are rounded. A row's values all, but of rows that have
+    names (a GEMM's tiles) those alone that are no whole numbers."""
+    at: Any = profile
+    for key in path.split("."):
+        at = at[key] if isinstance(at, Mapping) else getattr(at, key)
+    return changed(profile, path, codec.dump(_times(at, factor)))
+
+
+def _times(value: Any, factor: float) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_times(item, factor) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        rates = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if isinstance(getattr(value, f.name), float)}
+        return dataclasses.replace(value, **{name: rate * factor for name, rate in rates.items()})
+    return round(value * factor) if isinstance(value, int) else value * factor
