@@ -49,8 +49,8 @@ class Network(Fluid):
         super().settle()
         if self.contention.active:
             moved: dict[Hashable, float] = defaultdict(float)
-            for path, stream in self.streams.items():
-                for rank in self._ends.get(path, ()):
+            for stream in self.streams.values():
+                for rank in self._ends.get(stream.resources, ()):
                     moved[rank] += stream.rate * len(stream.flows)
             self.contention.moving(moved)
 
