@@ -67,11 +67,19 @@ def in_a_rank(code: str) -> bool:
     return len(right) == 2 and all(right)
 
 
+def under_torchrun(code: str) -> None:
+    """Run code as a script of the user's has it after init_process_group."""
+    exec(code, {"__name__": "__main__"})
+    weft.close()
+
+
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("words", "code"), CODE)
 def test_python_runs(words: str, code: str, ranks: RankFixture) -> None:
-    if "ranks" in words.split():
+    if "torchrun" in words.split():
+        ranks(2).run(under_torchrun, code)
+    elif "ranks" in words.split():
         assert ranks(2).run(in_a_rank, code) == [True, True]
     else:
         exec(code, {"__name__": "__main__"})

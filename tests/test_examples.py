@@ -74,12 +74,54 @@ def test_training_with_and_without_weft(tmp_path: Path) -> None:
     assert float(difference) < 1e-4
 
 
+def test_a_llama_in_training(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    kept, page = tmp_path / "weights", tmp_path / "report.html"
+    options = ("--steps", "6", "--checkpoint", str(kept), "--report", str(page))
+    text = run(*torchrun, str(EXAMPLES / "train_llama_tp.py"), *options, folder=tmp_path)
+    ((first, last),) = re.findall(r"^2 cpu ranks, dp 1: loss (\S+) to (\S+)$", text, re.MULTILINE)
+    assert float(last) < float(first)
+    assert re.search(r"^LlamaForCausalLM: overlapped \d of 11 places that communicate$", text, re.MULTILINE)
+    assert "model.layers.*.mlp: down_proj" in page.read_text(encoding="utf-8")
+    assert (kept / ".metadata").is_file()
+
+
+def test_generation(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*torchrun, str(EXAMPLES / "generate_tp.py"), "--tokens", "4", folder=tmp_path)
+    assert "\nas in one process: 100%\n" in text
+    assert "matmul_all_reduce M=1 " in text
+
+
 def test_pipeline(tmp_path: Path) -> None:
     torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
     text = run(*torchrun, str(EXAMPLES / "pipeline.py"), "--microbatches", "26", "--rows", "8", folder=tmp_path)
     (difference,) = re.findall(r"^26 microbatches through 3 stages, largest difference (\S+)$", text, re.MULTILINE)
     assert float(difference) < 1e-5
     assert re.search(r"^tick: \S+, because ", text, re.MULTILINE)
+
+
+def test_mixtral_with_experts_on_ranks(tmp_path: Path) -> None:
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    small = ("--layers", "1", "--width", "32", "--length", "16", "--steps", "8")
+    text = run(*torchrun, str(EXAMPLES / "mixtral_ep.py"), *small, folder=tmp_path)
+    ((first, last),) = re.findall(r"^each expert on one rank: loss (\S+) to (\S+)$", text, re.MULTILINE)
+    assert float(last) < float(first)
+    ((whole, spread),) = re.findall(r"^parameters of a rank: (\S+) MB, then (\S+) MB$", text, re.MULTILINE)
+    assert float(spread) < 0.75 * float(whole)
+    (difference,) = re.findall(r"^largest difference of losses: (\S+)$", text, re.MULTILINE)
+    assert float(difference) < 1e-4
+
+
+def test_dlrm(tmp_path: Path) -> None:
+    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    text = run(*torchrun, str(EXAMPLES / "dlrm.py"), "--steps", "20", folder=tmp_path)
+    assert "6 tables on 2 cpu ranks, [2, 4] each" in text
+    ((first, last, unseen, loaded),) = re.findall(r"^loss (\S+) to (\S+), of .* (\S+), loaded (\S+)$", text, re.MULTILINE)
+    assert float(last) < 0.5 * float(first)
+    assert unseen == loaded
 
 
 TUTORIAL = sorted((EXAMPLES / "triton").glob("[0-9]_*.py"))

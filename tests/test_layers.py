@@ -25,8 +25,8 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
     **dict.fromkeys(["controls", "transports"], 4),
     **dict.fromkeys(["execute"], 5),
-    **dict.fromkeys(["beside", "calibrate", "characterize", "collectives", "doctor", "hooks", "library"], 6),
-    **dict.fromkeys(["nn", "ops", "planner.tune", "run"], 6),
+    **dict.fromkeys(["beside", "calibrate", "characterize", "collectives", "doctor", "hooks", "inductor"], 6),
+    **dict.fromkeys(["library", "nn", "ops", "planner.tune", "run"], 6),
     **dict.fromkeys(["__main__", "cli", "report"], OUTER),
 }
 """Layer by name below weft; the longest name that fits counts. `checker` stands for checker.py, checker_x.py and checker/*."""

@@ -1,4 +1,4 @@
-"""The parts of the simulated T3, each alone: arbiter, tracker, grid, cache, and what they refuse."""
+"""The parts of the simulated T3, each alone: arbiter, tracker, grid, and what they refuse."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from t3_tiny import product, tiny, with_numbers
 from weft.sim.profile import changed
 from weft.sim.t3.configurations import fused
 from weft.sim.t3.grid import Chunks, Grid, chunk_at
-from weft.sim.t3.llc import hit_rate, input_reads
 from weft.sim.t3.mapping import mapping
 from weft.sim.t3.memory import Memory, Policy
 from weft.sim.t3.system import load
@@ -121,7 +120,7 @@ def test_an_overflow_is_traffic() -> None:
     assert cramped.traffic["tracker"] == 2 * 64 * cramped.spilled
 
 
-# Grid and cache
+# Grid
 
 
 def test_order_of_tiles() -> None:
@@ -150,25 +149,6 @@ def test_rotation_follows_the_ring(world_size: int) -> None:
         assert sorted(order) == list(range(world_size))
         assert order[:-1] == after[1:]
         assert order[-1] == rank
-
-
-def test_hits_fall_with_distance() -> None:
-    system = load()
-    rates = [hit_rate(system, share * system.llc.bytes / 8) for share in range(33)]
-    assert rates[0] == 1.0
-    assert rates == sorted(rates, reverse=True)
-    assert rates[8] == pytest.approx(0.467, abs=0.001)
-    assert rates[-1] < 1e-9
-
-
-def test_outputs_evict_inputs() -> None:
-    """Each wave of 2 x 16 tiles reads b's 16 panels, 4 KiB, and 2 of a's, 512 bytes, and writes 1 KiB. What lies between two
-    reads of a panel of b is 4.5 KiB where outputs bypass the cache of 5 KiB, else 5.5; a's panels are read once."""
-    system = tiny(units=32, llc__bytes=5120)
-    grid = Grid(product(32, 64, 32), system)
-    for bypass, distance in ((True, 4096 + 512), (False, 4096 + 512 + 1024)):
-        again = round(512 + 4096 * (1 - hit_rate(system, distance)))
-        assert input_reads(grid, 32, bypass=bypass) == (512 + 4096, again, again, again)
 
 
 # Mistakes

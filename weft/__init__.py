@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+    from weft.inductor import CompilePass
     from weft.machine import Machine
+    from weft.nn.expert_parallel import ExpertParallel
+    from weft.nn.models import parallelize
+    from weft.nn.report import overlap_report
+    from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
     from weft.ops import (
         SGD,
         RowwiseAdagrad,
@@ -58,15 +63,21 @@ _HOMES = {
     "concurrent": "beside",
     "concurrent_choices": "beside",
     "CollectiveProblem": "problem",
+    "ColwiseParallel": "nn.styles",
+    "CompilePass": "inductor",
+    "ExpertParallel": "nn.expert_parallel",
     "LookupProblem": "problem",
     "PeerLost": "errors",
     "Machine": "machine",
     "Problem": "problem",
     "RankMismatch": "errors",
     "RowwiseAdagrad": "ops",
+    "RowwiseParallel": "nn.styles",
     "SGD": "ops",
     "Schedule": "schedule",
     "ScheduleError": "checker",
+    "SequenceParallel": "nn.styles",
+    "SharedInput": "nn.styles",
     "Span": "span",
     "WaitTimeout": "errors",
     "WeftError": "errors",
@@ -81,6 +92,8 @@ _HOMES = {
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
     "matmul_reduce_scatter": "ops",
+    "overlap_report": "nn.report",
+    "parallelize": "nn.models",
     "plan": "planner",
     "simulate": "sim",
     "timeline": "timelines",
@@ -105,6 +118,9 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "CollectiveProblem",
+    "ColwiseParallel",
+    "CompilePass",
+    "ExpertParallel",
     "LookupProblem",
     "Machine",
     "PeerLost",
@@ -112,9 +128,12 @@ __all__ = [
     "RankMismatch",
     "ReduceScatter",
     "RowwiseAdagrad",
+    "RowwiseParallel",
     "Schedule",
     "ScheduleError",
     "SendReceive",
+    "SequenceParallel",
+    "SharedInput",
     "Span",
     "WaitTimeout",
     "WeftError",
@@ -132,6 +151,8 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "overlap_report",
+    "parallelize",
     "plan",
     "simulate",
     "timeline",

@@ -97,6 +97,8 @@ def _scatter_fake(
 
 def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     a, bs, ctx.group, ctx.rows, ctx.unit, ctx.schedule, ctx.gathered, ctx.kept = inputs
+    # Zeros for a gathered a that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, *([output[-1]] if ctx.kept else []), *bs)
 
 
@@ -115,7 +117,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         group = _resolve_process_group(ctx.group)
         grad_a = torch.ops.weft.matmul_reduce_scatter(
             _side_by_side(factors),
-            _side_by_side(columns).t(),
+            _side_by_side_transposed(columns),
             ctx.group,
             dist.get_rank(group),
             dist.get_world_size(group),
@@ -125,7 +127,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         )
     if any(ctx.needs_input_grad[1]):
         gathered = _gathered_again(ctx, a) if kept is None else kept
-        grad_bs = [gathered.t() @ grad for grad in outs]
+        grad_bs = [_gradient_of(b, gathered, grad) for b, grad in zip(bs, outs, strict=True)]
     return grad_a, grad_bs, None, None, None, None, None, None
 
 
@@ -153,12 +155,28 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         True,
         False,
     )
-    return grad_a, a.t() @ gathered, None, None, None, None, None, None
+    return grad_a, _gradient_of(b, a, gathered) if ctx.needs_input_grad[1] else None, None, None, None, None, None, None
+
+
+def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """a^T @ grad, laid out as b is: else a transposed weight's gradient is copied when it is accumulated."""
+    return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
 
 
 def _side_by_side(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """One matrix of them all; a single one as it is (a copy of a weight costs as much as its collective)."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
+
+
+def _side_by_side_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Its transpose. Of transposed weights their rows are copied as they lie, not element by element across."""
+    if len(matrices) > 1 and _is_transposed(matrices[0]):
+        return torch.cat([matrix.t() for matrix in matrices])
+    return _side_by_side(matrices).t()
+
+
+def _is_transposed(matrix: torch.Tensor) -> bool:
+    return matrix.stride(0) == 1 < matrix.stride(1)
 
 
 def _or_zeros(grad: torch.Tensor | None, rows: int, cols: int, like: torch.Tensor) -> torch.Tensor:

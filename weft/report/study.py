@@ -8,7 +8,7 @@ from weft.report.charts import Figure as Chart
 from weft.report.html import Html, table, tag
 from weft.report.panels import Charts, chart_panel
 from weft.report.words import count
-from weft.sim.published import Figure
+from weft.sim.published import Figure, Unit
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
 """Told apart by people who do not see all colours (Okabe and Ito; the last: Tol)."""
@@ -22,17 +22,25 @@ def verdict(found: Sequence[Figure]) -> Html:
 
 
 def published_section(found: Sequence[Figure], caption: str, charts: Charts) -> Html:
-    """Published figures and ours: as a table, and those that are shares as charts["published"]."""
-    shares = [figure for figure in found if figure.unit == "percent"]
-    columns = {
-        "published": [100 * figure.published for figure in shares],
-        "ours": [100 * figure.ours for figure in shares],
-    }
-    charts["published"] = columns_chart([figure.name for figure in shares], columns, "%")
+    """Published figures and ours: as a table; those that are shares as charts["published"], ratios as charts["ratios"]."""
+    panels = [_compared("published", "published shares and ours", "percent", found, charts)]
+    if any(figure.unit == "ratio" for figure in found):
+        panels.append(_compared("ratios", "published ratios and ours", "ratio", found, charts))
     rows = [(f.name, f.text(f.published), f.text(f.ours), f.text(f.tolerance), _verdict(good=f.ok)) for f in found]
     heads = ("figure", "published", "ours", "tolerance", "")
-    panel = chart_panel("published", "Columns: published shares and ours; the table has the numbers")
-    return tag("section", tag("h2", "Published and simulated"), table(caption, heads, rows, words=(0, 4)), panel)
+    return tag("section", tag("h2", "Published and simulated"), table(caption, heads, rows, words=(0, 4)), *panels)
+
+
+def _compared(name: str, words: str, unit: Unit, found: Sequence[Figure], charts: Charts) -> Html:
+    """Draw the figures of a unit as charts[name], published beside ours."""
+    drawn = [figure for figure in found if figure.unit == unit]
+    scale, label = (100, "%") if unit == "percent" else (1, "times")
+    columns = {
+        "published": [scale * figure.published for figure in drawn],
+        "ours": [scale * figure.ours for figure in drawn],
+    }
+    charts[name] = columns_chart([figure.name for figure in drawn], columns, label)
+    return chart_panel(name, f"Columns: {words}; the table has the numbers")
 
 
 def _verdict(*, good: bool) -> Html:

@@ -1,56 +1,70 @@
 """Last-level cache: how much of a GEMM's input is read from memory, wave by wave.
 
 A wave's tiles go through K together, so each panel (tile rows of a, tile columns of b) is fetched once a wave, and what
-decides is whether it is still there from the wave that read it last. Between the two lie D bytes: all distinct panels read
-since, and the outputs written since, unless they bypass the cache. In a cache of `ways` ways whose sets are hashed, the lines
-of those D bytes that fall into one set are Poisson distributed, and least-recently-used replacement keeps a line exactly if
-fewer than `ways` of them came after it:
+decides is whether it is still there from the wave that read it last. Least-recently-used replacement keeps a line exactly if
+it and all others that came since fit. For a line at the share x of K, read by wave v and now by wave w, these others are
 
-    hit = P(Poisson(ways * D / capacity) < ways)
+    wave v    |      x=======|   what v read after it: the rest of its panels, and its outputs
+    between   |==============|   all that these waves read and wrote
+    wave w    |======x       |   what w read before it
 
-Sources: stack distances, Mattson et al. 1970; for set-associative caches, Smith 1978; bypassing outputs, T3 section 4.3.
-The cache is empty when a kernel starts: GPUs write back and drop what they hold between kernels.
+each distinct line once. So the lines of a panel that are still there are those x whose distance, which changes linearly from
+v's other panels to w's, is within the capacity. Outputs that bypass the cache count for nothing.
+
+Sets: operands and outputs are contiguous, and sets that are chosen by address bits, plain or folded, get equal parts of what
+is contiguous; AMD's L2 hashes addresses over its channels to that end. So conflicts add little, and the cache is taken as fully
+associative; sets that are chosen at random would smear every edge. `tests/test_t3_llc.py` has the same GEMMs line by line
+through caches of 16 ways.
+
+Sources: stack distances, Mattson et al. 1970; even channels, ROCm Compute Profiler, "L2 cache"; bypassing
+outputs, T3 section 4.3. The cache is empty when a kernel starts: GPUs write back and drop what they hold between kernels.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 
 from weft.sim.t3.grid import Grid
-from weft.sim.t3.system import System
-from weft.sim.t3.work import ITEMSIZE
+
+Panel = tuple[str, int]
 
 
-def hit_rate(system: System, distance: float) -> float:
-    """Probability that a line survives `distance` bytes of other lines.
+def kept(capacity: float, first: float, last: float) -> float:
+    """Share of a panel's lines that are still there, where the distance goes from `first` bytes to `last` along K.
 
-    >>> from weft.sim.t3.system import load
-    >>> [round(hit_rate(load(), share * load().llc.bytes), 2) for share in (0.0, 0.5, 1.0, 2.0)]
-    [1.0, 0.99, 0.47, 0.0]
+    >>> [kept(16, *ends) for ends in ((8, 8), (16, 16), (17, 17), (12, 20), (20, 8))]
+    [1.0, 1.0, 0.0, 0.5, 0.6666666666666666]
     """
-    mean = system.llc.ways * distance / system.llc.bytes
-    term = total = math.exp(-mean)
-    for lines in range(1, system.llc.ways):
-        term *= mean / lines
-        total += term
-    return min(1.0, total)
+    low, high = sorted((first, last))
+    if high == low:
+        return float(low <= capacity)
+    return min(1.0, max(0.0, (capacity - low) / (high - low)))
 
 
 def input_reads(grid: Grid, units: int, *, bypass: bool) -> tuple[int, ...]:
     """Bytes that each wave reads from memory. bypass: outputs do not enter the cache."""
-    system = grid.system
-    written = 0 if bypass else units * system.tile.rows * system.tile.cols * ITEMSIZE
-    waves = [grid.panels(wave) for wave in grid.waves(units)]
-    last: dict[tuple[str, int], int] = {}
+    ranges = list(grid.waves(units))
+    waves = [grid.panels(wave) for wave in ranges]
+    last: dict[Panel, int] = {}
     reads = []
     for now, panels in enumerate(waves):
-        hits = {seen: _kept(grid, waves[seen:now], written) for seen in {last[p] for p in panels if p in last}}
-        reads.append(round(sum(grid.panel_bytes(p) * (1 - (hits[last[p]] if p in last else 0.0)) for p in panels)))
+        share: dict[int | None, float] = {None: 0.0}
+        for seen in {last[panel] for panel in panels if panel in last}:
+            written = 0 if bypass else sum(map(grid.share, ranges[seen:now]))
+            share[seen] = kept(grid.system.llc.bytes, *_distances(grid, waves[seen : now + 1], written))
+        reads.append(round(sum(grid.panel_bytes(panel) * (1 - share[last.get(panel)]) for panel in panels)))
         last.update(dict.fromkeys(panels, now))
     return tuple(reads)
 
 
-def _kept(grid: Grid, between: list[frozenset[tuple[str, int]]], written: int) -> float:
-    """Share that is still there of a panel that the first of these waves has read, after them all."""
-    distinct = frozenset[tuple[str, int]]().union(*between)
-    return hit_rate(grid.system, sum(map(grid.panel_bytes, distinct)) + written * len(between))
+def _distances(grid: Grid, waves: list[frozenset[Panel]], written: int) -> tuple[int, int]:
+    """Between two reads of a line, by the first and the last of these waves, of which none between has it: at the start of K,
+    and at its end. written: to the cache in the meantime."""
+    before, *between, now = waves
+    all_along = (before & now).union(*between)
+    common = written + _size(grid, all_along)
+    return common + _size(grid, before - all_along), common + _size(grid, now - all_along)
+
+
+def _size(grid: Grid, panels: Iterable[Panel]) -> int:
+    return sum(map(grid.panel_bytes, panels))

@@ -23,6 +23,7 @@ def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, A
         "sublayers": [_sublayer(run) for run in study.sublayers],
         "large": [_sublayer(run) for run in study.large],
         "end_to_end": codec.dump(study.end_to_end),
+        "large_end_to_end": codec.dump(study.large_end_to_end),
         "concurrent": codec.dump(study.concurrent),
         "mapped": codec.dump(study.mapped),
         "sensitivity": codec.dump(tuple(sensitivity)),

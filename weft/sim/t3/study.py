@@ -11,7 +11,6 @@ from typing import Literal
 
 from weft.sim.t3.configurations import (
     Overlapped,
-    Part,
     SubLayerRun,
     all_gather,
     fused,
@@ -22,29 +21,33 @@ from weft.sim.t3.configurations import (
 from weft.sim.t3.layers import PHASE, Phase, other_ns
 from weft.sim.t3.mapping import Collective, mapping
 from weft.sim.t3.system import System
-from weft.sim.t3.work import LARGE_SUBLAYERS, LAYERS, MODELS, SUBLAYERS, Gemm, Model, SubLayer
+from weft.sim.t3.work import LARGE_SUBLAYERS, MODELS, SUBLAYERS, Gemm, Layer, Model, SubLayer
 
 Pass = Literal["training", "prompt"]
 Progress = Callable[[str, int, int], None]
 PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
-CONCURRENT_WORLD_SIZE, CONCURRENT_UNITS = 8, (8, 16)
+CONCURRENT_UNITS = (8, 16)
 MAPPED = SubLayer(model=MODELS[1], layer="FC2", world_size=8)
 """The sub-layer whose GEMM the other mappings are shown with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndToEnd:
-    """A whole model. share: of sequential's time that the four sub-layers take; speedup: with T3-MCA in their place."""
+    """A whole model. share: of sequential's time that the four sub-layers take; speedup: with T3-MCA in their place;
+    speedup_t3: with T3."""
 
     name: str
     kind: Pass
     share: float
     speedup: float
+    speedup_t3: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Concurrent:
     """A GEMM beside the all-reduce of another one's output, on units of their own, memory contention left out.
+
+    Of which sub-layers the paper has this (section 3.2) is not known here; these are the 16 of its other figures.
 
     units: of the all-reduce; the GEMM has the others. None: both have all, which cannot be, and is what there is to gain.
     Slowdowns and speedup are by sub-layer: over alone on all units, and over one after the other.
@@ -68,12 +71,13 @@ class Mapped:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """The whole evaluation. large: the sub-layers of the large models."""
+    """The whole evaluation. large: the sub-layers of the large models; large_end_to_end: these models."""
 
     system: System
     sublayers: tuple[SubLayerRun, ...]
     large: tuple[SubLayerRun, ...]
     end_to_end: tuple[EndToEnd, ...]
+    large_end_to_end: tuple[EndToEnd, ...]
     concurrent: tuple[Concurrent, ...]
     mapped: tuple[Mapped, ...]
 
@@ -89,14 +93,23 @@ def run(system: System, progress: Progress = lambda text, done, total: None) -> 
     sublayers = tuple(run_sublayers(system, SUBLAYERS, lambda text, done: progress(text, done, total)))
     large = tuple(run_sublayers(system, LARGE_SUBLAYERS, lambda text, done: progress(text, len(SUBLAYERS) + done, total)))
     progress("end to end", total - 3, total)
-    whole = tuple(_end_to_end(system, sublayers))
+    whole = tuple(_end_to_end(system, SUBLAYERS, sublayers))
+    whole_large = tuple(_end_to_end(system, LARGE_SUBLAYERS, large))
     progress("naive concurrency", total - 2, total)
     beside = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
     progress("other mappings", total - 1, total)
     others: tuple[Collective, ...] = ("direct_reduce_scatter", "all_to_all", "all_gather")
     mapped = tuple(_mapped(system, collective) for collective in others)
     progress("done", total, total)
-    return Study(system=system, sublayers=sublayers, large=large, end_to_end=whole, concurrent=beside, mapped=mapped)
+    return Study(
+        system=system,
+        sublayers=sublayers,
+        large=large,
+        end_to_end=whole,
+        large_end_to_end=whole_large,
+        concurrent=beside,
+        mapped=mapped,
+    )
 
 
 def run_sublayers(
@@ -112,33 +125,32 @@ def run_sublayers(
         yield replace(known[same], name=sublayer.name)
 
 
-def _end_to_end(system: System, runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
-    by_name = {run.name: run for run in runs}
-    for model in MODELS:
-        for world_size in sorted({sublayer.world_size for sublayer in SUBLAYERS}):
-            others = {phase: other_ns(system, model, world_size, phase) for phase in PHASES["training"]}
-            for kind, phases in PHASES.items():
-                own = [by_name[_name(model, layer, world_size)] for layer in LAYERS if PHASE[layer] in phases]
-                rest = sum(others[phase] for phase in phases)
-                before = sum(run.ns("sequential") for run in own)
-                after = sum(run.ns("t3_mca") for run in own)
-                share, speedup = before / (rest + before), (rest + before) / (rest + after)
-                yield EndToEnd(name=f"{model.name} TP{world_size}", kind=kind, share=share, speedup=speedup)
+def _end_to_end(system: System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
+    """The models that have these sub-layers, which ran so."""
+    parts: dict[tuple[Model, int], dict[Layer, SubLayerRun]] = {}
+    for sublayer, run in zip(sublayers, runs, strict=True):
+        parts.setdefault((sublayer.model, sublayer.world_size), {})[sublayer.layer] = run
+    for (model, world_size), own in parts.items():
+        others = {phase: other_ns(system, model, world_size, phase) for phase in PHASES["training"]}
+        for kind, phases in PHASES.items():
+            rest = sum(others[phase] for phase in phases)
+            ran = [run for layer, run in own.items() if PHASE[layer] in phases]
+            yield _whole(f"{model.name} TP{world_size}", kind, rest, ran)
 
 
-def _name(model: Model, layer: str, world_size: int) -> str:
-    return next(s.name for s in SUBLAYERS if (s.model, s.layer, s.world_size) == (model, layer, world_size))
+def _whole(name: str, kind: Pass, rest: int, runs: Sequence[SubLayerRun]) -> EndToEnd:
+    """A model that takes `rest` ns beside these sub-layers."""
+    before, t3, t3_mca = (rest + sum(run.ns(each) for run in runs) for each in ("sequential", "t3", "t3_mca"))
+    share, speedup, speedup_t3 = 1 - rest / before, before / t3_mca, before / t3
+    return EndToEnd(name=name, kind=kind, share=share, speedup=speedup, speedup_t3=speedup_t3)
 
 
 def concurrent(system: System, units: int | None) -> Concurrent:
-    """The sub-layers of CONCURRENT_WORLD_SIZE ranks, with `units` for the all-reduce. Raises ValueError if none are left."""
+    """All sub-layers, with `units` for the all-reduce. Raises ValueError if none are left."""
     if units is not None and not 0 < units < system.units:
         raise ValueError(f"units is {units}; of {system.units} each side needs at least 1")
-    gemms = [sublayer.gemm for sublayer in SUBLAYERS if sublayer.world_size == CONCURRENT_WORLD_SIZE]
     rest = None if units is None else system.units - units
-    alone = [(gemm_alone(system, gemm).ns, _all_reduce_ns(system, gemm, None)) for gemm in gemms]
-    beside = [(gemm_alone(system, gemm, units=rest).ns, _all_reduce_ns(system, gemm, units)) for gemm in gemms]
-    pairs = list(zip(alone, beside, strict=True))
+    pairs = list(zip(_kernels_ns(system, None, None), _kernels_ns(system, rest, units), strict=True))
     return Concurrent(
         units=units,
         gemm_slowdowns=tuple(slow[0] / fast[0] for fast, slow in pairs),
@@ -147,9 +159,15 @@ def concurrent(system: System, units: int | None) -> Concurrent:
     )
 
 
-def _all_reduce_ns(system: System, gemm: Gemm, units: int | None) -> int:
-    scatter: Part = reduce_scatter(system, gemm, CONCURRENT_WORLD_SIZE, units=units)
-    return scatter.ns + all_gather(system, gemm, CONCURRENT_WORLD_SIZE, units=units).ns
+def _kernels_ns(system: System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
+    """Every sub-layer's GEMM on `rest` units and its all-reduce on `units` (None: all), each alone. Equal ones are run once."""
+    known: dict[tuple[Gemm, int], tuple[int, int]] = {}
+    for sublayer in SUBLAYERS:
+        gemm, world_size = replace(sublayer.gemm, name="GEMM"), sublayer.world_size
+        if (gemm, world_size) not in known:
+            parts = (collective(system, gemm, world_size, units=units) for collective in (reduce_scatter, all_gather))
+            known[gemm, world_size] = gemm_alone(system, gemm, units=rest).ns, sum(part.ns for part in parts)
+        yield known[gemm, world_size]
 
 
 def _mapped(system: System, collective: Collective) -> Mapped:

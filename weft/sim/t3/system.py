@@ -39,7 +39,6 @@ class Llc:
     """Last-level cache."""
 
     bytes: int
-    ways: int
     latency_ns: int
 
 

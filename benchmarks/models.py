@@ -1,0 +1,247 @@
+"""What does a whole decoder gain, in training and in serving?
+
+Layers of Llama 3 70B (decoder.py), bfloat16, random weights, tensor parallel over all ranks. Parts, one a run:
+
+    training   forward and backward of 1 x 8192 tokens, sequence parallel        forward   the forward of that alone
+    prefill    1 x 8192 and 1 x 2048 tokens, sequence parallel, without gradients
+    decode     one token for each of 1, 8 and 32 sequences, whole on every rank, with caches of 4096 tokens
+
+Methods: torch's styles over NCCL, eager ("torch") and compiled ("torch_compiled"); compiled with PyTorch's async TP
+("async_tp"; without it in decode, where it does nothing); weft's styles, eager and compiled ("weft", "weft_compiled"). All have
+the same weights. What is compiled is the whole decoder, by Inductor.
+
+Protocol: measure.py's. A call is a step of all layers; results (and gradients of the input, and of the first layer's weights)
+are compared with torch's before anything is timed. computation: a rank's part with no communication, eager; communication: all
+of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: in mode eager, what is measured may be the
+host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder, and run twice.
+
+    torchrun --nproc-per-node 4 benchmarks/models.py --part training --json benchmarks/results/models.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
+from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import weft
+
+Tensor = torch.Tensor
+ROUNDS, REPEAT = 9, 1
+TOLERANCE = 0.06
+"""Of the largest element: layers' roundings add up."""
+METHODS = ("torch", "torch_compiled", "async_tp", "weft", "weft_compiled")
+PARTS = {
+    "training": ((1, 8192),),
+    "forward": ((1, 8192),),
+    "prefill": ((1, 8192), (1, 2048)),
+    "decode": ((1, 1), (8, 1), (32, 1)),
+}
+"""(batch, tokens) of a part's cases."""
+Step = Callable[[Decoder], Work]
+
+
+class Bench:
+    """One case: a model for each method, all with the same weights."""
+
+    def __init__(self, mesh: DeviceMesh, part: str, batch: int, tokens: int, sizes: Sizes) -> None:
+        self.mesh, self.part, self.batch, self.tokens, self.sizes = mesh, part, batch, tokens, sizes
+        self.ranks, self.decode = mesh.size(), part == "decode"
+        torch.manual_seed(7)
+        whole = torch.randn(batch, tokens, sizes.hidden, device="cuda", dtype=torch.bfloat16)
+        self.x = whole if self.decode else whole.chunk(self.ranks, 1)[dist.get_rank()].contiguous()
+        self.grad = torch.randn_like(self.x)
+        self._models: dict[str, Decoder] = {}
+
+    def works(self, methods: Sequence[str]) -> dict[str, Work]:
+        """Everything that is timed, by name."""
+        made = {name: self._step(self._called(name)) for name in methods}
+        alone = Alone(self.sizes.part(self.ranks), 1 if self.decode else self.ranks, **self._where)
+        if self.decode:
+            alone.cached(self.batch, self.sizes.part(self.ranks))
+        return {**made, "computation": self._step(alone), "communication": self._collectives()}
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        positions = self.sizes.context if self.decode else self.tokens
+        return {"positions": positions, "device": "cuda", "dtype": torch.bfloat16}
+
+    def _model(self, kind: str) -> Decoder:
+        """torch's or weft's, made once for what is eager and compiled."""
+        if kind not in self._models:
+            torch.manual_seed(0)
+            model = Decoder(self.sizes, **self._where)
+            plan = wefts(decode=self.decode) if kind == "weft" else torchs(decode=self.decode)
+            self._models[kind] = self._sharded(model, plan)
+        return self._models[kind]
+
+    def _sharded(self, model: Decoder, plan: Plan) -> Decoder:
+        for layer in model.layers:
+            parallelize_module(layer, self.mesh, plan, src_data_rank=None)
+        if self.decode:
+            torch.manual_seed(1)
+            model.cached(self.batch, self.sizes.part(self.ranks))
+        return model
+
+    def _called(self, name: str) -> Any:
+        model = self._model("weft" if name.startswith("weft") else "torch")
+        if name in ("torch", "weft"):
+            return model
+        return torch.compile(model, backend=inductor(micro_pipeline=name == "async_tp"), fullgraph=True, dynamic=False)
+
+    def _step(self, model: Any) -> Work:
+        if self.part in ("prefill", "decode"):
+            return lambda: _without_gradients(model, self.x)
+        if self.part == "forward":
+            return lambda: model(self.x)
+        parameters = list(model.parameters())
+
+        def step() -> tuple[Tensor, ...]:
+            x = self.x.detach().requires_grad_()
+            out = model(x)
+            return out, *torch.autograd.grad(out, (x, *parameters), self.grad)
+
+        return step
+
+    def _collectives(self) -> Work:
+        """A step's: for each layer and pass a gather and a scatter of [B, S, H] before and after each block, or all-reduces."""
+        whole = self.x.new_empty(self.batch * self.tokens, self.sizes.hidden)
+        mine, calls = whole.chunk(self.ranks)[0].clone(), 2 * self.sizes.layers * (2 if self.part == "training" else 1)
+
+        def gather_and_scatter() -> None:
+            for _ in range(calls):
+                dist.all_gather_into_tensor(whole, mine)
+                dist.reduce_scatter_tensor(mine, whole)
+
+        def reduce() -> None:
+            for _ in range(calls):
+                dist.all_reduce(whole)
+
+        return reduce if self.decode else gather_and_scatter
+
+
+def _without_gradients(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(x)
+        return found
+
+
+def inductor(*, micro_pipeline: bool) -> Callable[..., Any]:
+    """A backend of torch.compile: Inductor, with or without async TP. One a method, so that none runs another's code."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, config_patches={"_micro_pipeline_tp": micro_pipeline})
+
+    return backend
+
+
+def checks(expected: object) -> Callable[[str, object], None]:
+    """Compare a step's result, and its first gradients, with torch's."""
+    compare = [(label, close_to(part.float(), TOLERANCE)) for label, part in _parts(expected)]
+
+    def check(name: str, result: object) -> None:
+        if name not in ("computation", "communication"):
+            for (label, one), (_, part) in zip(compare, _parts(result), strict=True):
+                one(f"{name}: {label}", part)
+
+    return check
+
+
+def _parts(result: object) -> Iterator[tuple[str, Tensor]]:
+    """(what, this rank's part) of the result, the input's gradient, and those of the first layer."""
+    if isinstance(result, Tensor):
+        yield "result", result.detach()
+        return
+    assert isinstance(result, tuple)
+    yield "result", result[0].detach()
+    yield "gradient of the input", result[1]
+    for number, grad in enumerate(result[2:11]):
+        yield f"gradient of parameter {number}", _settled(grad)
+
+
+def _settled(grad: Tensor) -> Tensor:
+    """A weight's part; a norm's whole, which torch leaves as parts of a sum."""
+    if not isinstance(grad, DTensor):
+        return grad
+    return grad.full_tensor() if grad.dim() == 1 else grad.to_local()
+
+
+def measured(mesh: DeviceMesh, case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One case, (batch, tokens): a JSON line for each mode."""
+    part, (batch, tokens) = arguments.part, case
+    bench = Bench(mesh, part, batch, tokens, Sizes(layers=arguments.layers))
+    works = bench.works(arguments.methods)
+    check = checks(together("torch", works["torch"]))
+    modes = arguments.modes.split(",") if arguments.modes else ["graph"] if part in ("prefill", "decode") else ["eager"]
+    needed = ("torch", "computation", "communication")
+    for mode in modes:
+        times, missing = trial(works, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
+        name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
+        line = row(bench="models", op=part, case=name, dtype="bfloat16", mode=mode, arguments=arguments)
+        choices = {str(choice.problem): choice.us or {choice.spec: None} for choice in weft.choices(mesh.get_group())}
+        yield line | figures(times[mode]) | {"missing": missing, "choices": choices}
+
+
+def figures(times: dict[str, Times]) -> dict[str, Any]:
+    us = {name: t.us for name, t in times.items()}
+    fastest = min((name for name in us if name.startswith("weft")), key=lambda name: us[name], default=None)
+    return {
+        "schedule": fastest,
+        "sequential_us": min(us[name] for name in us if name.startswith("torch")),
+        "communication_us": us["communication"],
+        "computation_us": us["computation"],
+        "ideal_us": max(us["communication"], us["computation"]),
+        "overlapped_us": us[fastest] if fastest else None,
+        "candidates": {name: value for name, value in us.items() if name not in ("communication", "computation")},
+        "peers": {name: us[name] for name in ("async_tp",) if name in us},
+        "host_us": {name: t.host_us for name, t in times.items()},
+    }
+
+
+def sentence(line: dict[str, Any]) -> str:
+    each = " ".join(f"{name}={us:.0f}" for name, us in line["candidates"].items())
+    text = f"{line['case']} {line['mode']:5} comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} | {each}"
+    return text + (f" | {line['sequential_us'] / line['overlapped_us']:.2f}x torch" if line["overlapped_us"] else "")
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=ROUNDS, modes="")
+    options.add_argument("--part", choices=PARTS, required=True)
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--cases", type=int, nargs="*", help="of the part's cases, by number from 0; default: all")
+    options.add_argument("--methods", default=",".join(METHODS), help="with commas (%(default)s); torch is always there")
+    arguments = options.parse_args()
+    wanted = {"torch", *arguments.methods.split(",")}
+    if wanted - set(METHODS):
+        options.error(f"--methods: {', '.join(sorted(wanted - set(METHODS)))}; there are {', '.join(METHODS)}")
+    skipped = {"async_tp"} if arguments.part == "decode" else set()
+    arguments.methods = [name for name in METHODS if name in wanted - skipped]
+    start()
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    cases = PARTS[arguments.part]
+    for case in [cases[number] for number in arguments.cases or range(len(cases))]:
+        try:
+            for line in measured(mesh, case, arguments):
+                say(sentence(line))
+                append(arguments.json, line)
+        except Failed as failed:
+            say(f"LEFT OUT {arguments.part} {case[0]} x {case[1]}: {failed}", file=sys.stderr)
+        torch.compiler.reset()
+        weft.close(mesh.get_group())
+        release()
+    stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The pass for torch.compile, experts and tables over ranks, on GPUs: with Inductor, in bfloat16, in graphs."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_inductor import Block
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+import weft
+from weft.execute.ranks import Ranks
+from weft.nn.dlrm import DLRM
+from weft.nn.experts import Experts
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+
+
+@pytest.fixture(scope="module", params=SIZES[-1:])
+def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": "20"}) as ranks:
+        yield ranks
+
+
+class Wide(Block):
+    """The block of the tests on CPUs, as wide as kernels want it."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.gate, self.up, self.down = nn.Linear(512, 1024), nn.Linear(512, 1024), nn.Linear(1024, 512)
+
+
+def _inductor() -> str:
+    faulthandler.dump_traceback_later(85, exit=True)
+    torch.manual_seed(0)
+    plain, mesh = Wide().to("cuda", torch.bfloat16), dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    layout = Shard(1)
+    column, row = ColwiseParallel(input_layouts=layout), RowwiseParallel(output_layouts=layout)
+    plan: dict[str, ParallelStyle] = {"gate": column, "up": column, "down": row}
+    parallelize_module(plain, mesh, plan)
+    overlap = weft.CompilePass()
+    compiled = torch.compile(plain, options=overlap.options, dynamic=False)
+    for call in range(3):
+        torch.manual_seed(10 * call + dist.get_rank())
+        x = torch.randn(2, 128, 512, device="cuda", dtype=torch.bfloat16)
+        found = []
+        for model in (plain, compiled):
+            plain.zero_grad()
+            given = x.clone().requires_grad_()
+            y = model(given)
+            y.float().square().mean().backward()
+            found.append([y.detach(), given.grad, *(p.grad.to_local() for p in plain.parameters())])
+        for one, other in zip(*found, strict=True):
+            difference = (one.float() - other.float()).abs().max() / one.float().abs().max()
+            assert difference < 0.03, difference
+    faulthandler.cancel_dump_traceback_later()
+    return overlap.report()
+
+
+def test_pass_with_inductor(pool: Ranks) -> None:
+    for told in pool.run(_inductor, timeout_s=120):
+        assert told.startswith("overlapped 4 of 4 places in 2 graphs")
+
+
+def _both(size: int) -> tuple[Experts, Experts]:
+    """(two experts for each rank, the same over ranks)."""
+    torch.manual_seed(0)
+    alone = Experts(2 * size, 256, 512).to("cuda", torch.bfloat16)
+    shared = copy.deepcopy(alone)
+    parallelize_module(shared, dist.init_device_mesh("cuda", (size,)), weft.ExpertParallel())
+    return alone, shared
+
+
+def _routed(size: int, call: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, experts, weights) of every rank; in each call one expert gets nothing."""
+    torch.manual_seed(call)
+    x = torch.randn(size, 96, 256, device="cuda", dtype=torch.bfloat16)
+    scores = torch.rand(size, 96, 2 * size, device="cuda")
+    scores[..., call % (2 * size)] = -1
+    weights, index = scores.topk(2)
+    return x, index, weights
+
+
+def _experts() -> None:
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, shared = _both(size)
+    for call in range(6):
+        x, index, weights = _routed(size, call)
+        if call % size == rank:
+            torch.cuda._sleep(9_000_000)
+        got = shared(x[rank], index[rank], weights[rank])
+        wanted = [alone(*one) for one in zip(x, index, weights, strict=True)]
+        _alike(got, wanted[rank])
+        for model, out in ((shared, got), (alone, torch.stack(wanted))):
+            model.zero_grad()
+            out.float().square().sum().backward()
+        for name, parameter in shared.named_parameters():
+            _alike(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    difference = (got.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+    assert difference < 0.03, difference
+
+
+def test_experts(pool: Ranks) -> None:
+    pool.run(_experts, timeout_s=90)
+
+
+def _captured() -> None:
+    """Experts in a CUDA graph, with new tokens and other counts at each replay."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, shared = _both(size)
+    given = [each[rank].clone() for each in _routed(size, 0)]
+    with torch.no_grad():
+        shared(*given)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = shared(*given)
+        for call in range(6):
+            fresh = [each[rank] for each in _routed(size, call)]
+            for old, new in zip(given, fresh, strict=True):
+                old.copy_(new)
+            graph.replay()
+            _alike(out, alone(*fresh))
+    torch.cuda.synchronize()
+    del graph
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_experts_in_a_graph(pool: Ranks) -> None:
+    pool.run(_captured, timeout_s=90)
+
+
+def _tables() -> None:
+    """A step on GPUs and the same on CPUs, over the same ranks."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes, pooling = [(100 + at, 16) for at in range(2 * size + 1)], [1 + at % 5 for at in range(2 * size + 1)]
+    torch.manual_seed(0)
+    cpu = dist.new_group(backend="gloo")
+    model = DLRM(8, sizes, bottom=[32, 16], top=[32, 1], pooling=pooling, group=cpu, optimizer=weft.RowwiseAdagrad(lr=0.1))
+    ours = DLRM(8, sizes, bottom=[32, 16], top=[32, 1], pooling=pooling, optimizer=weft.RowwiseAdagrad(lr=0.1)).cuda()
+    ours.load_state_dict(model.state_dict())
+    for call in range(6):
+        draw = torch.Generator().manual_seed(call)
+        indices = torch.cat(
+            [torch.randint(0, r, (64 * size * p,), generator=draw) for (r, _), p in zip(sizes, pooling, strict=True)]
+        )
+        lengths, dense = torch.tensor(pooling).repeat_interleave(64 * size), torch.randn(64 * size, 8, generator=draw)
+        for one in (model, ours):
+            device = one.bags.states.get_buffer(str(one.bags.own[0])).device
+            own = one.bags.own_bags(indices.to(device), lengths.to(device))
+            one(dense.chunk(size)[rank].to(device), *own).square().mean().backward()
+            one.zero_grad()
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value.cpu(), model.state_dict()[name], rtol=2e-3, atol=2e-4)
+    weft.close()
+    weft.close(cpu)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_tables(pool: Ranks) -> None:
+    pool.run(_tables, timeout_s=90)

@@ -1,0 +1,170 @@
+"""What ranks do in tests of the pass for torch.compile: functions with functional collectives, traced, rewritten, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rank_work import whole
+from torch.distributed import _functional_collectives as funcol
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from weft.inductor import CompilePass
+
+Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]
+"""Of x [4, 6, 8], w [8, 5] and bias [5], drawn on each rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """work: what is traced. expected: the operators that the pass puts in; or, of a place left alone, what the listing says."""
+
+    name: str
+    work: Work
+    expected: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+
+
+def scatter(x: torch.Tensor, dim: int = 0, op: str = "sum") -> torch.Tensor:
+    return funcol.reduce_scatter_tensor(x, op, dim, dist.group.WORLD)
+
+
+def reduced(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    return funcol.all_reduce(x, op, dist.group.WORLD)
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    """gather(x, 1) by slices."""
+    parts = gather(x)
+    return torch.cat([parts[i * x.shape[0] : (i + 1) * x.shape[0]] for i in range(dist.get_world_size())], 1)
+
+
+def _several(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The second factor of the last is made after the gather: it has to come before."""
+    whole_x = gather(x, 1)
+    return whole_x @ w, torch.addmm(b, whole_x.view(-1, 8), w), whole_x @ (w * 2), whole_x.sum(-1)
+
+
+def _backward(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradient of a linear whose result was scattered: gathered, it is a first factor, and a second one transposed."""
+    grad = gather(x, 1).reshape(-1, 8)
+    return grad @ w, grad.t() @ (grad * 3), grad.sum(0)
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(b / dist.get_world_size(), x.reshape(-1, 8), w).view(4, 6, 5)
+
+
+def _mean_of_pairs(x: torch.Tensor) -> torch.Tensor:
+    return x[:, 0::2] + x[:, 1::2]
+
+
+def _own_factor(whole_x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return whole_x @ (w * whole_x.sum())
+
+
+def _both_kinds(whole_x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return whole_x.bfloat16() @ w.bfloat16() + whole_x[..., :5]
+
+
+GATHERS = [
+    Case("rows", lambda x, w, b: gather(x[0]) @ w, ("all_gather_matmul",)),
+    Case("first of three dimensions", lambda x, w, b: gather(x) @ w, ("all_gather_matmul",)),
+    Case("second of three dimensions", lambda x, w, b: gather(x, 1) @ w, ("all_gather_matmul",)),
+    Case("second, where the first is one", lambda x, w, b: gather(x[:1], 1) @ w, ("all_gather_matmul",)),
+    Case("slices", lambda x, w, b: sliced(x) @ w, ("all_gather_matmul",)),
+    Case("a weight transposed", lambda x, w, b: gather(x[0]) @ w.t().contiguous().t(), ("all_gather_matmul",)),
+    Case("several, and the gathered", _several, ("all_gather_matmul",)),
+    Case("a backward", _backward, ("all_gather_matmul",)),
+    Case("cast to fewer bits", lambda x, w, b: gather(x, 1).bfloat16() @ w.bfloat16(), ("all_gather_matmul",)),
+]
+SCATTERS = [
+    Case("rows scattered", lambda x, w, b: scatter(x[0] @ w), ("matmul_reduce_scatter",)),
+    Case("first scattered", lambda x, w, b: scatter(x @ w), ("matmul_reduce_scatter",)),
+    Case("second scattered", lambda x, w, b: scatter(x @ w, 1), ("matmul_reduce_scatter",)),
+    Case("mean", lambda x, w, b: scatter(x @ w, 1, "avg"), ("matmul_reduce_scatter",)),
+    Case("a sum", lambda x, w, b: scatter(x @ w + (x * 2) @ (w * 3), 1), ("matmul_reduce_scatter",)),
+    Case("scattered and added", lambda x, w, b: scatter(x @ w, 1) + scatter((x * 2) @ w, 1), ("matmul_reduce_scatter",)),
+    Case(
+        "added to something first",
+        lambda x, w, b: (b + 0 * scatter(x @ w, 1)) + scatter(x @ w, 1) + scatter((x * 2) @ w, 1),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
+    Case("a shared bias", lambda x, w, b: scatter(_linear(x, w, b), 1), ("matmul_reduce_scatter",)),
+    Case("all-reduced", lambda x, w, b: reduced(x @ w), ("matmul_all_reduce",)),
+    Case("all-reduced with a bias", lambda x, w, b: reduced(_linear(x, w, b)), ("matmul_all_reduce",)),
+    Case("three added", lambda x, w, b: reduced(x @ w) + reduced(x @ (w + 1)) + reduced((x + 1) @ w), ("matmul_all_reduce",)),
+    Case(
+        "reductions that stay two: one has another use",
+        lambda x, w, b: (lambda y: y.sin() + (y + scatter((x * 2) @ w, 1)))(scatter(x @ w, 1)),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
+    Case(
+        "reductions that stay two: their sum has",
+        lambda x, w, b: (lambda y: y.sin() + (y + scatter((x * 2) @ w, 1)))(scatter(x @ w, 1) + x[:, :3, :5]),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
+    Case(
+        "both",
+        lambda x, w, b: scatter((gather(x, 1) @ w) @ w.t(), 1),
+        ("all_gather_matmul", "matmul_reduce_scatter"),
+    ),
+]
+ALONE = [
+    Case("last gathered", lambda x, w, b: gather(x, 2) @ torch.cat([w, w]), reason="the last: weft overlaps a gather of rows"),
+    Case("no matmul", lambda x, w, b: gather(x).sin(), reason=r"no matmul takes what is gathered \[8, 6, 8\]"),
+    Case("the second factor", lambda x, w, b: x[0] @ gather(x[0, :4]), reason="no matmul takes what is gathered"),
+    Case("a factor of its own", lambda x, w, b: _own_factor(gather(x[0]), w), reason="is computed from what is gathered"),
+    Case("a batch", lambda x, w, b: torch.bmm(gather(x), w.expand(8, 8, 5)), reason="bmm multiplies a batch"),
+    Case("cast to more bits", lambda x, w, b: gather(x.bfloat16()).float() @ w, reason="cast first, more bytes would travel"),
+    Case("of both kinds", lambda x, w, b: _both_kinds(gather(x), w), reason="is needed as .*, too"),
+    Case("float64", lambda x, w, b: gather(x.double()) @ w.double(), reason="weft takes bfloat16, float16, float32"),
+    Case("last scattered", lambda x, w, b: scatter(x @ w[:, :4], 2), reason="scattered, the last"),
+    Case("maximum", lambda x, w, b: reduced(x @ w, "max"), reason="the reduction is 'max'; weft sums"),
+    Case("needed before", lambda x, w, b: (lambda y: scatter(y) + y[:2])(x @ w), reason="needed before it is reduced"),
+    Case("cast after", lambda x, w, b: scatter((x @ w).bfloat16()), reason="is cast to torch.bfloat16 before"),
+    Case("nothing multiplied", lambda x, w, b: scatter(x.sin()), reason="no matmul makes what is reduced: aten.sin"),
+    Case("something added", lambda x, w, b: scatter(x @ w + x[..., :5]), reason="no matmul makes what is reduced"),
+    Case("a bias of its own", lambda x, w, b: scatter(torch.addmm(b, x[0], w)), reason="adds a bias of each rank's own"),
+    Case("pairs", lambda x, w, b: scatter(_mean_of_pairs(x @ w)), reason="no matmul makes what is reduced"),
+]
+
+
+def check(case: Case) -> None:
+    """Trace, rewrite, run: the same numbers, by the operators that are expected, and no collective beside them."""
+    rank = dist.get_rank()
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(rank))
+    w, b = whole(8, 5, 8, torch.float32, 7 + rank)[1], torch.randn(5, generator=torch.Generator().manual_seed(3))
+    wanted = case.work(x, w, b)
+    traced = make_fx(case.work, tracing_mode="fake")(x, w, b)
+    overlap = CompilePass()
+    overlap(traced.graph)
+    traced.recompile()
+    got = traced(x, w, b)
+    operators = tuple(op for site in overlap.sites for op in site.operators)
+    assert operators == case.expected, (case.name, overlap.report())
+    if case.expected:
+        left = [node.name for node in traced.graph.nodes if "_c10d_functional" in str(node.target)]
+        assert left == [], (case.name, traced.code)
+    for one, other in zip(_listed(got), _listed(wanted), strict=True):
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def reasons(case: Case) -> list[str]:
+    """Why the pass leaves this alone; on the way the graph must stay as it is."""
+    check(case)
+    x, w, b = torch.ones(4, 6, 8), torch.ones(8, 5), torch.ones(5)
+    overlap = CompilePass()
+    overlap(make_fx(case.work, tracing_mode="fake")(x, w, b).graph)
+    return [site.reason for site in overlap.sites]
+
+
+def _listed(found: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)

@@ -1,0 +1,199 @@
+"""The pass for torch.compile: what it finds in graphs, what it leaves alone and why, and models that torch parallelized."""
+
+from __future__ import annotations
+
+import re
+
+import inductor_work
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from torch import nn
+
+import weft
+
+pytestmark = pytest.mark.ranks
+
+
+def _found(kind: str) -> None:
+    for case in getattr(inductor_work, kind):
+        inductor_work.check(case)
+
+
+@pytest.mark.parametrize("kind", ["GATHERS", "SCATTERS"])
+def test_patterns_are_found_and_give_the_same_numbers(ranks: RankFixture, kind: str) -> None:
+    ranks(2).run(_found, kind)
+
+
+def _alone() -> list[tuple[str, str, list[str]]]:
+    return [(case.name, case.reason, inductor_work.reasons(case)) for case in inductor_work.ALONE]
+
+
+def test_what_is_left_alone_says_why(ranks: RankFixture) -> None:
+    told = ranks(2).run(_alone)
+    assert told[0] == told[1]
+    for name, wanted, reasons in told[0]:
+        assert any(re.search(wanted, reason) for reason in reasons), (name, reasons)
+
+
+class Block(nn.Module):
+    """Two columns and a row, as a transformer's MLP; residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x).tanh() * self.up(x)) + x
+
+
+def _shards(dim: int, *, replicated: bool) -> tuple[nn.Module, nn.Module, torch.Tensor, torch.Tensor]:
+    """(a model on one rank, the same over all ranks by torch's styles, its input, this rank's part)."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    alone, shared = Block(), Block()
+    shared.load_state_dict(alone.state_dict())
+    layout = Replicate() if replicated else Shard(dim)
+    column, row = ColwiseParallel(input_layouts=layout), RowwiseParallel(output_layouts=layout)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(shared, mesh, {"gate": column, "up": column, "down": row})
+    x = torch.randn(4, 6, 8)
+    return alone, shared, x, x if replicated else x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def _step(model: nn.Module, compiled: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two steps of SGD: (the last result, the gradient of x)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        x = x.detach().clone().requires_grad_()
+        y = compiled(x)
+        (y * y).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def _model(dim: int, replicated: bool) -> list[str]:
+    alone, shared, x, mine = _shards(dim, replicated=replicated)
+    overlap = weft.CompilePass()
+    torch._dynamo.reset()
+    got, grad = _step(shared, torch.compile(shared, backend=overlap.backend), mine)
+    wanted, wanted_grad = _step(alone, alone, x)
+    if not replicated:
+        own = slice(dist.get_rank(), dist.get_rank() + 1)
+        wanted, wanted_grad = (t.chunk(dist.get_world_size(), dim)[own][0] for t in (wanted, wanted_grad))
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(grad, wanted_grad)
+    for name, parameter in shared.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), alone.get_parameter(name))
+    return [overlap.report(), *(str(site) for site in overlap.sites)]
+
+
+def test_a_model_that_torch_parallelized(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_model, 1, False):
+        assert told[0].startswith("overlapped 4 of 4 places in 2 graphs\n  test_inductor.py:")
+        assert told[1:3] == ["gate, up: all_gather_matmul", "down: matmul_reduce_scatter"]
+        assert [line.partition(": ")[2].partition(";")[0] for line in told[3:]] == [
+            "all_gather_matmul",
+            "matmul_reduce_scatter",
+        ]
+
+
+def test_a_model_whose_activations_are_whole(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_model, 0, True):
+        assert told[0].startswith("overlapped 2 of 2 places in 2 graphs\n")
+        assert told[1] == "down: matmul_all_reduce"
+
+
+def _inductor() -> None:
+    """Matmuls and collectives alone: Inductor writes no kernel, which would take a compiler half a minute. The second turn has
+    graphs from the cache."""
+    torch.manual_seed(dist.get_rank())
+    x, w, v = torch.randn(4, 6, 8, requires_grad=True), torch.randn(8, 5), torch.randn(5, 8)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return inductor_work.scatter(inductor_work.gather(x) @ w @ v)
+
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        for turn in range(2):
+            torch._dynamo.reset()
+            overlap = weft.CompilePass(schedule={"all_gather_matmul": "flag_gated:2"})
+            y = torch.compile(block, fullgraph=True, options=overlap.options)(x)
+            torch.testing.assert_close(y, block(x))
+            x.grad = None
+            y.sum().backward()
+            grad = x.grad
+            x.grad = None
+            block(x).sum().backward()
+            torch.testing.assert_close(grad, x.grad)
+            assert ("came from torch.compile's caches" in overlap.report()) == (turn == 1)
+            if turn == 0:
+                found = [site.operators for site in overlap.sites]
+                assert found[:2] == [("all_gather_matmul",), ("matmul_reduce_scatter",)]
+
+
+def test_with_inductor(ranks: RankFixture) -> None:
+    ranks(2).run(_inductor)
+
+
+def _scaled() -> list[str]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def work(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        one, small = torch.ones(()), torch.float8_e4m3fn
+        product = torch._scaled_mm(x.to(small), w.to(small).t(), one, one, out_dtype=torch.bfloat16)
+        return inductor_work.scatter(product)
+
+    overlap = weft.CompilePass()
+    overlap(make_fx(work, tracing_mode="fake")(torch.ones(32, 16), torch.ones(16, 16)).graph)
+    return [site.reason for site in overlap.sites]
+
+
+def test_scaled_matmuls_are_left_alone(ranks: RankFixture) -> None:
+    assert ranks(2).run(_scaled)[0] == [
+        "reduce_scatter_tensor: scaled_mm multiplies with scales, which weft's operators do not take"
+    ]
+
+
+def _identities() -> list[str]:
+    return [weft.CompilePass().uuid(), weft.CompilePass().uuid(), weft.CompilePass(schedule="sequential").uuid()]
+
+
+def test_caches_tell_ranks_and_schedules_apart(ranks: RankFixture) -> None:
+    (first, again, other), (far, *_) = ranks(2).run(_identities)
+    assert first == again
+    assert len({first, other, far}) == 3
+
+
+def _asked() -> list[str]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    overlap = weft.CompilePass(operators=["matmul_all_reduce"], schedule="one_shot")
+    case = next(case for case in inductor_work.SCATTERS if case.name == "both")
+    graph = make_fx(case.work, tracing_mode="fake")(torch.ones(4, 6, 8), torch.ones(8, 5), torch.ones(5)).graph
+    overlap(graph)
+    return [site.reason for site in overlap.sites]
+
+
+def test_only_the_operators_asked_for(ranks: RankFixture) -> None:
+    told = ranks(2).run(_asked)[0]
+    assert told == [
+        "all_gather_into_tensor: all_gather_matmul is not among the operators to put in",
+        "reduce_scatter_tensor: matmul_reduce_scatter is not among the operators to put in",
+    ]
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="operators has 'matmul'; use all_gather_matmul"):
+        weft.CompilePass(operators=["matmul"])
+    with pytest.raises(ValueError, match="schedule has 'all_to_all_matmul'"):
+        weft.CompilePass(schedule={"all_to_all_matmul": "auto"})
+    with pytest.raises(ValueError, match="one_shot"):
+        weft.CompilePass(schedule="one_shot")
+    assert weft.CompilePass().report() == "overlapped 0 of 0 places in 0 graphs"

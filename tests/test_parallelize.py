@@ -1,0 +1,260 @@
+"""weft.parallelize on tiny models of transformers, on CPU ranks: as the same model in one process."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import model_work
+import pytest
+import torch
+from conftest import RankFixture
+from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+import weft
+import weft.nn.sites
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+BLOCKS = ["q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"]
+
+
+def places(report: str) -> dict[str, str]:
+    """What the report says of each place, by name."""
+    found = re.findall(r"^ +\d+ x (\S+(?:: \w+_proj(?:, \w+_proj)*)?): (.*)$", report, re.MULTILINE)
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [("llama", {"tie_word_embeddings": True}), ("qwen2", {}), ("qwen3", {"vocab_size": 36}), ("mistral", {"pad_token_id": 0})],
+)
+def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind: str, others: dict[str, Any]) -> None:
+    report, other = ranks(2).run(as_alone, kind, others)
+    assert report == other
+    assert report.startswith(f"{model_work.KINDS[kind]}ForCausalLM: overlapped 9 of 11 places that communicate\n")
+    told = places(report)
+    assert {name.partition(": ")[2]: said for name, said in told.items() if "_proj" in name} == dict(
+        zip(BLOCKS, ["all_gather_matmul", "matmul_reduce_scatter, matmul_all_reduce"] * 2, strict=True)
+    )
+    lookup = "an embedding with padding_idx" if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
+    assert told["model.embed_tokens"].startswith(f"not overlapped; {lookup}")
+    assert "all_gather_matmul M=22 shard_p2p time not measured (asked for)" in report
+
+
+def _some_calls_of_few_tokens() -> None:
+    """Calls on both sides of few_tokens, in training too, give one process' results."""
+    alone = tiny("qwen3")
+    model = sharded(alone, few_tokens=18)
+    alike(trained(model, (9, 10, 4)), trained(alone, (9, 10, 4)))
+    ran = str(weft.overlap_report(model))
+    assert "matmul_all_reduce M=18" in ran
+    assert "matmul_reduce_scatter M=20" in ran
+    assert "matmul_reduce_scatter M=18" not in ran
+
+
+def test_a_call_of_few_tokens_keeps_them_whole(ranks: RankFixture) -> None:
+    ranks(2).run(_some_calls_of_few_tokens)
+
+
+def _whole_blocks() -> list[str]:
+    reports = [as_alone("mixtral", {}), as_alone("llama", {"num_key_value_heads": 1})]
+    alone = tiny("llama")
+    alone.model.layers[1].mlp.up_proj = Adapter(alone.model.layers[1].mlp.up_proj)
+    model = sharded(alone, few_tokens=0)
+    alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+    return [*reports, str(weft.overlap_report(model))]
+
+
+class Adapter(nn.Module):
+    """A linear inside of something, as LoRA has it."""
+
+    def __init__(self, inside: nn.Linear) -> None:
+        super().__init__()
+        self.inside, self.down, self.up = inside, nn.Linear(inside.in_features, 2), nn.Linear(2, inside.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x) + self.up(self.down(x))
+
+
+def test_blocks_that_cannot_be_sharded_run_whole_and_say_why(ranks: RankFixture) -> None:
+    experts, heads, adapter = (places(report) for report in ranks(2).run(_whole_blocks)[0])
+    assert any(
+        said.startswith("not overlapped; runs whole on every rank, all experts on all tokens") for said in experts.values()
+    )
+    assert heads["model.layers.*.self_attn"] == (
+        "not overlapped; runs whole on every rank: num_key_value_heads is 1, for 2 ranks"
+    )
+    assert adapter["model.layers.*.mlp"].startswith("not overlapped; runs whole on every rank: up_proj: Adapter is no torch.nn")
+    assert adapter["model.layers.*.mlp: down_proj"] == "matmul_reduce_scatter, matmul_all_reduce"
+
+
+class Idle(ParallelStyle):
+    """Experts stay where they are; the block takes an equal part of the tokens on each rank, or this shows."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        module.get_submodule("experts").register_forward_pre_hook(self.same)
+        return module
+
+    @staticmethod
+    def same(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        counts = [0] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(counts, args[0].shape[:-1].numel())
+        assert len(set(counts)) == 1, counts
+
+
+def _equal_parts() -> list[str]:
+    """Lengths that ranks divide and do not, sharded and whole; what cannot be right is refused."""
+    alone, told = tiny("mixtral"), []
+    with torch.no_grad():
+        for few_tokens, ids in product((0, 128), (text(2, 8), text(3, 9), text(1, 1), text(3, 1))):
+            model = sharded(alone, few_tokens=few_tokens, experts=Idle())
+            alike(model(input_ids=ids).logits, alone(input_ids=ids).logits)
+        try:
+            model(input_ids=ids, output_router_logits=True)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_blocks_of_experts_take_equal_parts_of_the_tokens(ranks: RankFixture) -> None:
+    for (told,) in ranks(2).run(_equal_parts):
+        assert told.startswith("output_router_logits is True; with experts over ranks a router sees its rank's tokens")
+
+
+def _kept(folder: str) -> None:
+    """Weights go to files from two ranks, and into one process' model, and back into one that began on meta."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    alone = tiny("qwen2", tie_word_embeddings=True)
+    with torch.device("meta"):
+        empty = tiny("qwen2", tie_word_embeddings=True)
+    model = weft.parallelize(empty, mesh(), src_data_rank=None, few_tokens=0).to_empty(device="cpu")
+    model.model.rotary_emb = alone.model.rotary_emb
+    set_model_state_dict(model, sharded(alone).state_dict())
+    alike(model(text(2, 9)).logits, alone(text(2, 9)).logits)
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
+    again = tiny("qwen2", tie_word_embeddings=True)
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    state = get_model_state_dict(again)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(again, state)
+    alike(dict(again.named_parameters()), dict(alone.named_parameters()))
+
+
+def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
+    ranks(2).run(_kept, str(tmp_path))
+
+
+def _reported() -> str:
+    model = sharded(tiny("llama"), few_tokens=0)
+    weft.nn.sites.note(model.model.layers[0], weft.nn.sites.Site(reason="a <b> of the user's"))
+    with torch.no_grad():
+        model(text(2, 9))
+    report = weft.overlap_report(model)
+    assert (report.overlapped, report.total) == (9, 12)
+    weft.close(mesh().get_group())  # what it has run is listed for every model of the group
+    sequential = sharded(tiny("llama"), few_tokens=0, schedule="sequential")
+    with torch.no_grad():
+        sequential(text(2, 9))
+    assert weft.overlap_report(sequential).overlapped == 1, "of what ran, nothing was overlapped; the head waits for a gradient"
+    return report.html()
+
+
+def test_the_report_as_a_page(ranks: RankFixture) -> None:
+    for page in ranks(2).run(_reported):
+        assert "<title>LlamaForCausalLM: overlapped 9 of 12 places that communicate</title>" in page
+        assert "<th>model.layers.*.self_attn: q_proj, k_proj, v_proj</th><th>2</th><th>all_gather_matmul</th>" in page
+        assert "<td>all_gather_matmul M=18 shard_p2p</td><td>time not measured (asked for)</td>" in page
+        assert "a &lt;b&gt; of the user&#x27;s" in page
+        assert "<script" not in page
+
+
+def _checkpointed_and_compiled() -> None:
+    """Activation checkpoints recompute after a call of another length, and torch.compile sees whole layers."""
+    alone = tiny("llama").train()
+    model = sharded(alone, few_tokens=0)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    losses = [[m(input_ids=ids, labels=ids, use_cache=False).loss for ids in (text(2, 8), text(2, 11))] for m in (model, alone)]
+    for each in losses:
+        sum(each).backward()
+    alike({n: whole(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in alone.named_parameters()})
+    model.gradient_checkpointing_disable()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    alike(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)
+
+
+def test_checkpointed_and_compiled(ranks: RankFixture) -> None:
+    ranks(2).run(_checkpointed_and_compiled)
+
+
+def _two_dimensions() -> None:
+    """FSDP2 over two replicas of a model over two ranks: two steps, as one process has them."""
+    from torch.distributed.fsdp import fully_shard
+
+    grid = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alone = tiny("llama")
+    model = weft.parallelize(tiny("llama"), grid["tp"], few_tokens=0, schedule=model_work.SCHEDULE)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=grid["dp"])
+    fully_shard(model, mesh=grid["dp"])
+    steps = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, foreach=True) for m in (alone, model)]
+    for seed in range(2):
+        ids = text(4, 9, seed=seed)
+        alone(input_ids=ids, labels=ids).loss.backward()
+        own = ids.chunk(2)[grid["dp"].get_local_rank()]
+        model(input_ids=own, labels=own).loss.backward()
+        for each, step in zip((alone, model), steps, strict=True):
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            step.step()
+            step.zero_grad()
+    alike({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
+
+
+def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
+    ranks(4).run(_two_dimensions)
+
+
+def _refused() -> list[str]:
+    import transformers
+
+    grid = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    bert = transformers.BertModel(transformers.BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+    uneven = tiny("mixtral", num_key_value_heads=1)
+    told = []
+    for attempt in (
+        lambda: weft.parallelize(nn.Linear(4, 4), mesh()),
+        lambda: weft.parallelize(bert, mesh()),
+        lambda: weft.parallelize(tiny("llama"), grid),
+        lambda: weft.parallelize(sharded(tiny("llama")), mesh()),
+        lambda: weft.parallelize(uneven, mesh()),
+        lambda: weft.parallelize(tiny("llama"), mesh(), few_tokens=-1),
+    ):
+        try:
+            attempt()
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
+    expected = [
+        "model is a Linear; weft.parallelize knows transformers' llama, mistral",
+        "model is a BertModel (bert); weft.parallelize knows",
+        "mesh is DeviceMesh(",
+        "model has DTensors already; call weft.parallelize once",
+        "model: no block can be sharded over 2 ranks; the first runs whole on every rank: num_key_value_heads is 1",
+        "few_tokens is -1; use 0 or more",
+    ]
+    for told in ranks(2).run(_refused):
+        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told

@@ -1,0 +1,125 @@
+"""ExpertParallel: a style for torch's parallelize_module that shards a layer's experts over ranks.
+
+Tokens stay where they are: each rank routes its own, rows go to the experts' ranks within the first matmul, and come home
+within the second (weft.nn.experts). The module keeps its class's name and the names of its parameters, which become DTensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from weft.nn.experts import Experts, Routing, experts_apart
+from weft.nn.sites import Site, note
+
+_STACKED = ("gate_up_proj", "down_proj")
+"""In one order on all ranks: each is a collective."""
+_LISTED = {"w1.weight", "w2.weight", "w3.weight"}
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts over the ranks of a mesh of one dimension, an equal number on each.
+
+        parallelize_module(model, mesh, {"layers.0.mlp": weft.ExpertParallel()})
+
+    It takes weft.nn.experts.MoE; a block of transformers whose `experts` are stacked, gate_up_proj [E, 2 F, H] and down_proj
+    [E, H, F] (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's block of
+    before, with a list of experts, which become stacked ones: load its weights first.
+
+    The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0);
+    their gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's
+    tokens.
+
+    capacity: the most rows that may arrive at a rank, in multiples of what it sends (tokens times top k), which bounds memory;
+    rows past that are left out, and a ValueError says so in a later call. None: all that ranks can send, nothing is left out.
+
+    Operators: all_to_all_matmul and matmul_all_to_all with splits on the device; on GPUs they take bfloat16 and float16. Raises
+    ValueError for modules that have no such experts, and for a number of experts that ranks do not divide.
+    """
+
+    def __init__(self, *, capacity: float | None = None) -> None:
+        super().__init__()
+        if capacity is not None and not capacity > 0:
+            raise ValueError(f"capacity is {capacity!r}; it must be above 0, or None for all that ranks can send")
+        self.capacity = capacity
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; slice one of them: mesh['name']")
+        experts = getattr(module, "experts", module)
+        if isinstance(experts, nn.ModuleList):
+            experts = _stacked(module, experts)
+        _check(experts, device_mesh)
+        for name in _STACKED:
+            weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
+        experts.__dict__["_weft_capacity"] = self.capacity
+        experts.__class__ = _apart(type(experts))
+        note(experts, Site(operators=("all_to_all_matmul", "matmul_all_to_all"), reason=f"{experts.num_experts} experts"))
+        return module
+
+
+class _Apart(nn.Module):
+    """What stacked experts over ranks do."""
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        weights = cast(DTensor, self.gate_up_proj), cast(DTensor, self.down_proj)
+        into, out = (weight.to_local() for weight in weights)
+        if not getattr(self, "is_transposed", False):
+            into, out = into.transpose(1, 2), out.transpose(1, 2)
+        routing = Routing(top_k_index, cast(int, self.num_experts))
+        act, group = cast(Any, self)._apply_gate, weights[0].device_mesh.get_group()
+        return experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, self.__dict__["_weft_capacity"])
+
+
+def _apart(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of this name, of which the experts lie on several ranks."""
+    return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
+
+
+def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """ValueError unless these are stacked experts that ranks divide."""
+    own, name = {key for key, _ in experts.named_parameters()}, type(experts).__name__
+    if own != set(_STACKED) or not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
+        raise ValueError(
+            f"{name} has parameters {', '.join(sorted(own)) or 'none'}; ExpertParallel takes experts with gate_up_proj and "
+            "down_proj, stacked, without biases or norms between, as weft.nn.experts.MoE and blocks of transformers 5 have"
+        )
+    count, size = cast(torch.Tensor, experts.gate_up_proj).shape[0], mesh.size()
+    if count % size:
+        raise ValueError(f"{name} has {count} experts; {size} ranks do not divide them")
+
+
+def _stacked(block: nn.Module, experts: nn.ModuleList) -> Experts:
+    """Mixtral's list of experts as stacked ones, in its place; the block then runs them as newer blocks do."""
+    own = [{key for key, _ in expert.named_parameters()} for expert in experts]
+    gate = getattr(block, "gate", None)
+    if any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):
+        raise ValueError(f"{type(block).__name__} has a list of experts that are not Mixtral's w1, w2, w3; stack them first")
+    first = cast(Any, experts[0])
+    made = Experts(len(experts), first.w1.in_features, first.w1.out_features, first.act_fn).to(first.w1.weight)
+    with torch.no_grad():
+        for at, expert in enumerate(cast(Any, experts)):
+            made.gate_up_proj[at] = torch.cat([expert.w1.weight, expert.w3.weight])
+            made.down_proj[at] = expert.w2.weight
+    block.experts = made
+    block.__class__ = type(type(block).__name__, (_ListBlock, type(block)), {"__module__": type(block).__module__})
+    return made
+
+
+class _ListBlock(nn.Module):
+    """Mixtral's block as it was with a list: it returns the router's logits, too."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, block = hidden_states.reshape(-1, hidden_states.shape[-1]), cast(Any, self)
+        if self.training and getattr(block, "jitter_noise", 0) > 0:
+            rows = rows * torch.empty_like(rows).uniform_(1 - block.jitter_noise, 1 + block.jitter_noise)
+        logits = block.gate(rows)
+        weights, index = logits.float().softmax(-1).topk(block.top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(rows.dtype)
+        return block.experts(rows, index, weights).view(hidden_states.shape), logits

@@ -1,0 +1,195 @@
+"""Linears that call weft's operators: torch's own, of another class, with sharded weights.
+
+A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are.
+
+    ColumnLinear   weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
+    RowLinear      weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
+    Shared         column linears that read one tensor: it is gathered once for all of them
+
+What a Shared's parent is given, and when:
+
+    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, kept
+    parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
+    member's forward      is given the same tensor --> its product, once
+
+A member that is called with any other tensor, or again, multiplies by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.nn.products import How, columns, rows
+
+Tensor = torch.Tensor
+
+
+@dataclass(kw_only=True)
+class Tokens:
+    """How the tokens of what a module is given lie on ranks, along `dim`. total: of all ranks, where each has its part, as
+    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
+
+    dim: int = 1
+    total: int | None = None
+
+
+@dataclass(kw_only=True)
+class Shared:
+    """Column linears that read one tensor. _outs: what was announced and not yet taken, by member; _stand_in: for what."""
+
+    members: Sequence[ColumnLinear]
+    tokens: Tokens
+    how: How
+    _outs: dict[int, Tensor] = field(default_factory=dict)
+    _stand_in: Tensor | None = None
+
+    def announce(self, x: Tensor) -> Tensor:
+        """Multiply x by all members' weights; what the members are to be called with."""
+        products = self._products(x, self.members)
+        self._outs = dict(enumerate(products))
+        total, dim = self.tokens.total, self.tokens.dim
+        if total is None:
+            self._stand_in = x
+        else:
+            shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
+            self._stand_in = x.new_full((), torch.nan).expand(shape)
+        return self._stand_in
+
+    def take(self, member: ColumnLinear, x: Tensor) -> Tensor:
+        """A member's product: what was announced for it, or computed now."""
+        at = next(i for i, each in enumerate(self.members) if each is member)
+        if x is not self._stand_in or at not in self._outs:
+            return self._products(x, [member])[0]
+        out = self._outs.pop(at)
+        if not self._outs:
+            self._stand_in = None
+        return out
+
+    def _products(self, x: Tensor, members: Sequence[ColumnLinear]) -> list[Tensor]:
+        weights = [local(member.weight) for member in members]
+        biases = [None if member.bias is None else local(member.bias) for member in members]
+        group = group_of(members[0].weight)
+        return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=self.tokens.total)
+
+
+class ColumnLinear(nn.Linear):
+    """A linear whose outputs are sharded. x: as its Shared's tokens say."""
+
+    _weft_shared: Shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._weft_shared.take(self, x)
+
+
+class RowLinear(nn.Linear):
+    """A linear whose inputs are sharded. x [.., M, .., k]; what comes out is as its tokens say."""
+
+    _weft_tokens: Tokens
+    _weft_how: How
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else local(self.bias)
+        tokens, group = self._weft_tokens, group_of(self.weight)
+        scatter = tokens.total is not None
+        return rows(x, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    return cast(DTensor, parameter).to_local()
+
+
+def group_of(parameter: Tensor) -> dist.ProcessGroup:
+    """The ranks that share a parameter. Raises ValueError if it is sharded otherwise, too, at the time of the call."""
+    mesh = cast(DTensor, parameter).device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
+            "that has all linears that share an input (a decoder layer), not to a linear"
+        )
+    return mesh.get_group()
+
+
+class Distributor:
+    """Spreads parameters over a mesh. One that modules share stays one. src_data_rank: as torch's parallelize_module."""
+
+    def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        self.mesh, self.src_data_rank = mesh, src_data_rank
+        self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
+
+    def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
+        """Raises ValueError for a DTensor, which lies somewhere already."""
+        if isinstance(parameter, DTensor):
+            raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
+        if id(parameter) not in self._done:
+            spread = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
+            self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        return self._done[id(parameter)][1]
+
+    def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
+        """Somebody else has spread this one."""
+        self._done[id(parameter)] = parameter, spread
+
+
+def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> Shared:
+    """Make these linears ColumnLinears that share their input."""
+    for linear in linears:
+        _spread(linear, distribute, Shard(0), Shard(0))
+        linear.__class__ = ColumnLinear
+    shared = Shared(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
+    for member in shared.members:
+        member._weft_shared = shared
+    return shared
+
+
+def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> None:
+    """Make a linear a RowLinear."""
+    _spread(linear, distribute, Shard(1), Replicate())
+    linear.__class__ = RowLinear
+    row = cast(RowLinear, linear)
+    row._weft_tokens, row._weft_how = tokens, how
+
+
+def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:
+    linear.register_parameter("weight", distribute(linear.weight, weight))
+    if linear.bias is not None:
+        linear.register_parameter("bias", distribute(linear.bias, bias))
+
+
+def why_not_linear(module: nn.Module) -> str:
+    """Why weft cannot take a module for a linear; empty if it can. Raises ValueError for one that it has taken already."""
+    if isinstance(module, ColumnLinear | RowLinear):
+        raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return (
+                f"its {name} is a {type(parameter).__name__} of {parameter.dtype}; weft multiplies float32, bfloat16, float16"
+            )
+    return ""
+
+
+@dataclass(frozen=True)
+class OnInput:
+    """A pre-hook that changes a module's input: the keyword argument of that name, or else the first positional one. A value,
+    so that a copy of the module changes it by copies of what this one uses."""
+
+    argument: str
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.argument in kwargs:
+            return args, {**kwargs, self.argument: self.change(kwargs[self.argument])}
+        return (self.change(args[0]), *args[1:]), kwargs

@@ -1,0 +1,268 @@
+"""weft.parallelize: a decoder of Hugging Face's, tensor parallel with weft's operators, for training and generation.
+
+How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
+
+    embedding        whole: every rank has all tokens
+    first layer      pre-hook: each rank keeps its part of S, as torch.chunk cuts it        if there are more than few_tokens
+    norm             on this rank's tokens; the gradient of its weight is summed
+    attention, MLP   all_gather_matmul | heads, or columns, of this rank | matmul_reduce_scatter
+    last layer       hook: whole again
+    norm, head       whole; the head's columns are sharded, and its logits gathered
+
+A call of few tokens (decoding) stays whole throughout: matmul | heads | matmul_all_reduce. Which of the two a layer runs
+follows from its inputs alone, at each call, so that lengths may change, and activation checkpoints recompute what they saw.
+
+A block that cannot be sharded runs whole on every rank, between a gather and a cut; its site says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+
+from weft.nn.layouts import ColumnsOut
+from weft.nn.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
+from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
+from weft.nn.products import How
+from weft.nn.replicas import always, never, replicate, replicate_alone
+from weft.nn.sites import Site, note
+from weft.nn.styles import column_site, row_site
+
+M = TypeVar("M", bound=nn.Module)
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+"""config.model_type of the models whose forward passes are known to do nothing else with hidden states."""
+FEW_TOKENS = 128
+"""Up to these, one kernel that reduces for all ranks is the fastest (docs/measured.md)."""
+
+
+def parallelize(
+    model: M,
+    mesh: DeviceMesh,
+    *,
+    schedule: str = "auto",
+    few_tokens: int = FEW_TOKENS,
+    keep_gathered: bool = True,
+    experts: ParallelStyle | None = None,
+    src_data_rank: int | None = 0,
+) -> M:
+    """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
+
+    model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every rank.
+    mesh: of one dimension (mesh["tp"] of a larger one). Apply fully_shard, compile and activation checkpoints afterwards.
+    schedule: as weft.all_gather_matmul's, a name. few_tokens: a call with up to so many tokens keeps them whole on every rank.
+    keep_gathered: keep gathered inputs for weights' gradients. experts: a style for Mixtral's blocks of experts that takes and
+    gives as many tokens on each rank (weft.ExpertParallel()); without one they run whole on every rank. src_data_rank: as
+    parallelize_module's: whose values count; None if all ranks have the same, or none yet.
+
+    The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
+    whole; but hidden_states of layers, if asked for, are this rank's tokens. Parameters become DTensors under their old names.
+    weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing can be
+    sharded.
+    """
+    decoder = _checked_decoder(model, mesh)
+    if few_tokens < 0:
+        raise ValueError(f"few_tokens is {few_tokens}; use 0 or more")
+    how = How(schedule=schedule, keep_gathered=keep_gathered)
+    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
+    within.check(decoder.layers)
+    if experts is not None:
+        experts.src_data_rank = src_data_rank
+        decoder.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
+    for layer in decoder.layers:
+        within.layer(layer)
+    within.ends(decoder.layers)
+    within.embeddings(model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    within.rest(model)
+    return model
+
+
+def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
+    """The module that has the layers."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"model is a {type(model).__name__}{f' ({kind})' if kind else ''}; weft.parallelize knows transformers' "
+            f"{', '.join(FAMILIES)}. For others, use parallelize_module with weft.ColwiseParallel, RowwiseParallel, SharedInput"
+        )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ValueError(f"mesh is {mesh}; use a DeviceMesh of one dimension, of a larger one a part: mesh['tp']")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("model has DTensors already; call weft.parallelize once, before fully_shard")
+    return getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A child of a decoder layer with linears of two kinds: columns read its input, the row makes its output."""
+
+    columns: tuple[str, ...]
+    row: str
+
+
+_USUAL = {"self_attn": Block(("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": Block(("gate_proj", "up_proj"), "down_proj")}
+
+
+def blocks_of(config: Any) -> Mapping[str, Block]:
+    """A layer's blocks by name: by the model's own plan for tensor parallelism, else by the usual names."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for pattern, kind in (getattr(config, "base_model_tp_plan", None) or {}).items():
+        path = pattern.split(".")
+        if path[:2] == ["layers", "*"] and len(path) == 4:
+            kinds.setdefault(path[2], {}).setdefault(kind, []).append(path[3])
+    planned = {
+        parent: Block(tuple(found["colwise"]), found["rowwise"][0])
+        for parent, found in kinds.items()
+        if "colwise" in found and len(found.get("rowwise", [])) == 1
+    }
+    return planned or _USUAL
+
+
+@dataclass(frozen=True)
+class _Within:
+    """One model on its way to being sharded. tokens: of all layers, set by the one that runs."""
+
+    mesh: DeviceMesh
+    config: Any
+    how: How
+    distribute: Distributor
+    tokens: Tokens
+    few_tokens: int
+    experts: ParallelStyle | None
+
+    def check(self, layers: Any) -> None:
+        """ValueError if nothing in any layer can be sharded."""
+        blocks = blocks_of(self.config)
+        found = [(name, child) for layer in layers for name, child in layer.named_children() if not _is_leaf(child)]
+        reasons = ["" if self._takes(name) else self._why_not(child, blocks.get(name)) for name, child in found]
+        if all(reasons):
+            first = reasons[0] if reasons else "has no layers"
+            raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; the first {first}")
+
+    def _takes(self, name: str) -> bool:
+        """Whether a block is for the style of experts."""
+        return self.experts is not None and name not in blocks_of(self.config)
+
+    def layer(self, layer: nn.Module) -> None:
+        """Shard a decoder layer."""
+        blocks = blocks_of(self.config)
+        for name, child in layer.named_children():
+            why = self._why_not(child, blocks.get(name))
+            if _is_leaf(child):
+                replicate(child, self.distribute, Sharded(self.tokens))
+            elif self.experts is not None and self._takes(name):
+                self._experts(child, self.experts)
+            elif why:
+                self._whole(child, why)
+            else:
+                self._block(child, blocks[name])
+        position = list(inspect.signature(type(layer).forward).parameters).index("position_embeddings") - 1
+        layer.__class__ = noting_tokens(cast(Any, type(layer)), position)
+        layer.__dict__["_weft_tokens"] = self.tokens
+
+    def _why_not(self, child: nn.Module, block: Block | None) -> str:
+        """Why a block runs whole; empty if it can be sharded."""
+        if block is None:
+            return "runs whole on every rank, all experts on all tokens: pass experts=weft.ExpertParallel()"
+        for name in (*block.columns, block.row):
+            found = getattr(child, name, None)
+            why = why_not_linear(found) if isinstance(found, nn.Module) else "there is none"
+            if why:
+                return f"runs whole on every rank: {name}: {why}"
+        if hasattr(child, "head_dim"):
+            for name in ("num_attention_heads", "num_key_value_heads"):
+                if getattr(self.config, name) % self.mesh.size():
+                    return f"runs whole on every rank: {name} is {getattr(self.config, name)}, for {self.mesh.size()} ranks"
+        return ""
+
+    def _block(self, child: nn.Module, block: Block) -> None:
+        linears = [cast(nn.Linear, child.get_submodule(name)) for name in block.columns]
+        row = cast(nn.Linear, child.get_submodule(block.row))
+        note(child, column_site(linears, self.mesh, Shard(1), Shard(-1), parts=block.columns))
+        note(child, row_site(row, self.mesh, Shard(1), parts=(block.row,), also=("matmul_all_reduce",)))
+        shared = to_columns(linears, self.tokens, self.how, self.distribute)
+        to_row(row, self.tokens, self.how, self.distribute)
+        for name, other in child.named_children():
+            if name not in (*block.columns, block.row):
+                replicate(other, self.distribute, always)
+        child.register_forward_pre_hook(OnInput("hidden_states", shared.announce), with_kwargs=True)
+
+    def _experts(self, child: nn.Module, style: ParallelStyle) -> None:
+        """A block of experts on equal parts of the tokens, its router whole on every rank."""
+        style._apply(child, self.mesh)
+        for each in child.modules():
+            replicate_alone(each, self.distribute, always)
+        child.__class__ = evenly(cast(Any, type(child)))
+        child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
+
+    def _whole(self, child: nn.Module, why: str) -> None:
+        note(child, Site(reason=why))
+        replicate(child, self.distribute, never)
+        child.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
+        child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
+
+    def ends(self, layers: Any) -> None:
+        """What cuts the tokens before the first layer, and makes them whole after the last."""
+        cut = CutIfMany(self.mesh, self.tokens, self.few_tokens)
+        layers[0].register_forward_pre_hook(OnInput("hidden_states", cut), with_kwargs=True)
+        layers[-1].register_forward_hook(OfOutput(Gathered(self.mesh, self.tokens)))
+        note(layers[-1], Site(reason="its output is gathered for the final norm: no matmul follows in every call"))
+
+    def embeddings(self, embedding: nn.Embedding, head: nn.Module | None) -> None:
+        """Shard both by the vocabulary, also where they are one parameter."""
+        weight, why = embedding.weight, _why_not_embedding(embedding)
+        if why:
+            replicate(embedding, self.distribute, never)
+            note(embedding, Site(reason=why))
+        else:
+            style = RowwiseParallel(input_layouts=Replicate())
+            style.src_data_rank = self.distribute.src_data_rank
+            style._apply(embedding, self.mesh)
+            self.distribute.adopt(weight, embedding.get_parameter("weight"))
+            note(embedding, Site(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"))
+        if head is not None:
+            self._head(head, "it shares its weight with the embedding, which is whole" if why and _tied(head, weight) else "")
+
+    def _head(self, head: nn.Module, why: str) -> None:
+        why = why or why_not_linear(head)
+        if why:
+            note(head, Site(reason=f"runs whole on every rank: {why}"))
+            return
+        linear = cast(nn.Linear, head)
+        note(linear, column_site([linear], self.mesh, Replicate(), Replicate()))
+        to_columns([linear], Tokens(), self.how, self.distribute)
+        linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
+
+    def rest(self, model: nn.Module) -> None:
+        """Whatever is left is whole on every rank."""
+        for module in model.modules():
+            if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+                replicate_alone(module, self.distribute, never)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """A norm, in a decoder layer: all else there has children."""
+    return next(module.children(), None) is None
+
+
+def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("output_router_logits", getattr(module.config, "output_router_logits", False)):
+        raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
+
+
+def _tied(head: nn.Module, weight: object) -> bool:
+    return getattr(head, "weight", None) is weight
+
+
+def _why_not_embedding(embedding: nn.Module) -> str:
+    if type(embedding) is not nn.Embedding:
+        return f"{type(embedding).__name__} is no torch.nn.Embedding: whole on every rank"
+    if embedding.padding_idx is not None or embedding.max_norm is not None:
+        return "an embedding with padding_idx or max_norm is whole on every rank"
+    return ""

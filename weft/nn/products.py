@@ -1,0 +1,144 @@
+"""What linears with sharded weights compute, by weft's operators, and what flows back.
+
+    x [.., M, .., K]          tokens along `dim`; the caller has all M of them ("whole") or this rank's m
+    weights [n, K]            a column-sharded linear's part: n of N outputs             bias [n]
+    weight [N, k]             a row-sharded one's: k of K inputs                         bias [N]
+
+    tokens are    columns(x, weights)                                rows(x, weight)
+    sharded       all_gather_matmul                                  matmul_reduce_scatter
+    whole         matmul; its gradient by matmul_all_reduce          matmul_all_reduce
+
+Gradients of what is whole on every rank come out whole: a bias that is added to this rank's tokens gets the sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from weft import schedules
+from weft.library import backward_schedule
+from weft.library.all_reduce import run_all_reduce
+from weft.ops.all_reduce import matmul_all_reduce
+from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from weft.problem import Op
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """schedule: as the operators take it; an operator without that family has its own best. keep_gathered: keep a column side's
+    gathered input for the weights' gradient, as torch's styles do; else it is gathered again."""
+
+    schedule: str = "auto"
+    keep_gathered: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, str):
+            raise ValueError(f"schedule is a {type(self.schedule).__name__}; a module's calls differ in size, so use a name")
+        if self.schedule not in ("auto", "planned", "heuristic"):
+            schedules.parse(self.schedule)
+
+    def of(self, op: Op) -> str:
+        return backward_schedule(self.schedule, op)
+
+
+def columns(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+    how: How,
+    *,
+    dim: int = 1,
+    total: int | None = None,
+) -> list[Tensor]:
+    """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
+    as torch.chunk cuts it; None where x is whole."""
+    x, *weights = _in_one_dtype(x, weights)
+    if total is None:
+        outs = _of_whole(x, weights, group, how)
+    else:
+        outs = all_gather_matmul(
+            x,
+            [weight.t() for weight in weights],
+            group,
+            schedule=how.of("all_gather_matmul"),
+            gather_dim=dim,
+            rows=total,
+            keep_gathered=how.keep_gathered,
+        )
+    return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
+
+
+def rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, how: How, *, dim: int = 1, scatter: bool
+) -> Tensor:
+    """The sum over ranks of x @ weight^T, plus bias. scatter: this rank's part of the tokens along `dim`, [.., m, .., N]; else
+    all of them."""
+    x, weight = _in_one_dtype(x, [weight])
+    bias = None if bias is None else bias.to(x.dtype)
+    if not scatter:
+        return matmul_all_reduce(x, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
+    out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
+    return out if bias is None else out + summed(bias, group)
+
+
+def summed(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The parameter; its gradient is summed over the group. For what is whole on every rank but used for a part there."""
+    if not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    found: Tensor = _Summed.apply(parameter, group.group_name)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = functional.all_reduce(grads[0].contiguous(), "sum", ctx.group)
+        return functional.wait_tensor(total), None  # type: ignore[no-untyped-call]
+
+
+def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return [torch.nn.functional.linear(x, weight) for weight in weights]
+    outs = _Whole.apply(group.group_name, how.of("matmul_all_reduce"), x, *weights)  # type: ignore[no-untyped-call]
+    return list(outs)
+
+
+class _Whole(torch.autograd.Function):
+    """x @ weight^T for several weights' columns of this rank; x is whole, so its gradient is summed over ranks, in one go."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, schedule: str, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.schedule = group, schedule
+        ctx.save_for_backward(x, *weights)
+        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows_x, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
+        grad_x = run_all_reduce(grad, weight, None, None, ctx.group, ctx.schedule).view(x.shape)
+        wanted = zip(flat, ctx.needs_input_grad[3:], strict=True)
+        return None, None, grad_x, *(one.t() @ rows_x if needed else None for one, needed in wanted)
+
+
+def _in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Under autocast, in its dtype, as torch's linears."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return [x, *weights]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [x.to(dtype), *(weight.to(dtype) for weight in weights)]

@@ -1,0 +1,220 @@
+"""weft.overlap_report: what of a model is overlapped, how, how fast, and what is not, with the reason.
+
+    report = weft.overlap_report(model)        after some steps: schedules and times are of the calls made so far
+    print(report)                              text; report.html() is a page that loads nothing; report.write(path)
+
+It reads what the process group's operators have run and measured (weft.choices), and matches problems to places by their sizes.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft import machine, schedules
+from weft.execute.choose import machine_for
+from weft.execute.groups import GROUPS
+from weft.execute.trial import Choice
+from weft.nn.sites import Site, sites
+from weft.problem import REDUCTIONS, Op, Problem
+from weft.sim.cost import whole_collective_us, whole_gemm_us
+
+_BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
+"""What an operator's gradient communicates by; matmul_all_reduce's is local."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called:
+    """One problem that a place has run. spec: its schedule. why: how it was chosen. us, sequential_us: as measured when it was
+    chosen, None where nothing was measured. ideal_us: the larger of the matmul alone and the collective alone, as predicted for
+    this machine; None where there is no profile of it."""
+
+    op: str
+    rows: int
+    spec: str
+    why: str
+    us: float | None = None
+    sequential_us: float | None = None
+    ideal_us: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the ideal; 1 if nothing is exposed."""
+        return self.ideal_us / self.us if self.us and self.ideal_us else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Sites alike but for their layer. count: how many. calls: what they have run, forward and backward."""
+
+    site: Site
+    count: int
+    calls: tuple[Called, ...]
+
+    @property
+    def overlapped(self) -> bool:
+        """Not where all that ran was the sequential program, since nothing was faster."""
+        return self.site.overlapped and not (self.calls and all(call.spec == "sequential" for call in self.calls))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapReport:
+    """What `overlap_report` found."""
+
+    model: str
+    places: tuple[Place, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(place.count for place in self.places)
+
+    @property
+    def overlapped(self) -> int:
+        return sum(place.count for place in self.places if place.overlapped)
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *(line for place in self.places for line in _lines(place))])
+
+    @property
+    def headline(self) -> str:
+        return f"{self.model}: overlapped {self.overlapped} of {self.total} places that communicate"
+
+    def html(self) -> str:
+        """A page of its own, without scripts."""
+        return _PAGE.format(title=html.escape(self.headline), rows="\n".join(_rows(self.places)))
+
+    def write(self, path: str | Path) -> None:
+        """The page, as a file."""
+        Path(path).write_text(self.html(), encoding="utf-8")
+
+
+def overlap_report(model: nn.Module) -> OverlapReport:
+    """Every place of a model where weft's operators run, or where it communicates without them, and why.
+
+    model: after weft.parallelize, or parallelize_module with weft's styles; not collective. Raises ValueError for a model in
+    which neither has left anything.
+    """
+    found: dict[Site, int] = {}
+    for site in sites(model):
+        alike = _without_layer(site)
+        found[alike] = found.get(alike, 0) + 1
+    if not found:
+        raise ValueError(
+            f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
+            "weft.ColwiseParallel, RowwiseParallel or SharedInput first"
+        )
+    device = next(model.parameters()).device
+    places = [Place(site=site, count=count, calls=tuple(_calls(site, device))) for site, count in found.items()]
+    return OverlapReport(model=type(model).__name__, places=tuple(places))
+
+
+def _without_layer(site: Site) -> Site:
+    """A site whose module's name is that of all layers: model.layers.*.mlp."""
+    return replace(site, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.module))
+
+
+def _calls(site: Site, device: torch.device) -> Iterator[Called]:
+    """What has run of a site's problems, forward and backward, the earliest first."""
+    state = GROUPS.known(site.group)
+    if state is None or not site.n:
+        return
+    choices = {choice.problem: choice for choice in state.choices()}
+    seen: set[tuple[Problem, str]] = set()
+    for schedule in state.schedules():
+        problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
+        if isinstance(problem, Problem) and (problem, spec) not in seen and _is_of(problem, site):
+            seen.add((problem, spec))
+            yield _called(problem, spec, choices.get(problem), device)
+
+
+def _is_of(problem: Problem, site: Site) -> bool:
+    """Whether a problem is a site's, forward or backward: by its operator and sizes. What gathers has n and k swapped where
+    what reduces has them straight."""
+    if problem.op not in {*site.operators, *(_BACKWARD.get(operator) for operator in site.operators)}:
+        return False
+    alike = (problem.op in REDUCTIONS) == (site.operators[0] in REDUCTIONS)
+    return (problem.n, problem.k) == ((site.n, site.k) if alike else (site.k, site.n))
+
+
+def _called(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> Called:
+    chosen = choice is not None and choice.spec == spec
+    us = choice.us if choice is not None and chosen else {}
+    return Called(
+        op=problem.op,
+        rows=problem.m,
+        spec=spec,
+        why=_why(choice) if choice is not None and chosen else "asked for",
+        us=us.get(spec),
+        sequential_us=us.get("sequential"),
+        ideal_us=_ideal_us(problem, device),
+    )
+
+
+def _why(choice: Choice) -> str:
+    if choice.like:
+        return f"as with {' and '.join(map(str, choice.like))} rows"
+    if choice.kept:
+        return "kept from an earlier run"
+    return f"fastest of {len(choice.trials)} measured" if choice.trials else "predicted"
+
+
+def _ideal_us(problem: Problem, device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    profile = machine.load(machine_for(device))
+    try:
+        profile.require_for(problem)
+    except ValueError:
+        return None
+    return max(whole_gemm_us(profile, problem), whole_collective_us(profile, problem))
+
+
+def _lines(place: Place) -> Iterator[str]:
+    yield f"{place.count:4} x {place.site}"
+    for call in place.calls:
+        yield f"         {' '.join(filter(None, _words(call)))}"
+    if place.site.n and not place.calls:
+        yield "         not called yet"
+
+
+def _words(call: Called) -> Sequence[str]:
+    """(operator, rows, schedule, time, gain, share, why)"""
+    time_ = f"{call.us:.0f} us" if call.us else "time not measured"
+    gain = f"{call.sequential_us / call.us:.2f}x sequential" if call.us and call.sequential_us else ""
+    share = f"{call.share:.2f} of the predicted ideal" if call.share else ""
+    return call.op, f"M={call.rows}", call.spec, time_, gain, share, f"({call.why})"
+
+
+def _rows(places: Iterable[Place]) -> Iterator[str]:
+    for place in places:
+        site = place.site
+        state = ", ".join(site.operators) or "not overlapped"
+        yield _row("th", (site.name, str(place.count), state, site.reason), "yes" if place.overlapped else "no")
+        for call in place.calls:
+            yield _row("td", ("", "", " ".join(_words(call)[:3]), " ".join(filter(None, _words(call)[3:]))), "call")
+
+
+def _row(tag: str, cells: Sequence[str], kind: str) -> str:
+    return f'<tr class="{kind}">{"".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)}</tr>'
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem; max-width: 80rem; color: #1c2733; background: #fff }}
+table {{ border-collapse: collapse; width: 100% }} th, td {{ text-align: left; vertical-align: top; padding: .3rem .6rem }}
+th {{ border-top: 1px solid #c8d0d8; font-weight: 600 }} .no th {{ color: #8a3b12 }} td {{ color: #46525e }}
+</style></head>
+<body><h1>{title}</h1><table>
+<thead><tr><th>place</th><th>times</th><th>what runs</th><th>why, and how fast</th></tr></thead>
+<tbody>
+{rows}
+</tbody></table></body></html>
+"""
