@@ -1,116 +1,93 @@
-"""Which thresholds choose best? Fits the decision trees of weft/decisions/*.json to lines of benchmarks/planner.py.
+"""Which weights estimate best? Fits those of weft/decisions/*.json (weft.rules) to lines of benchmarks/planner.py.
 
-A tree is grown greedily: the threshold that takes most loss away, until a leaf has too few problems, or nothing is gained. A
-leaf's schedule is the one that loses least on average to the best known of each problem; thresholds have two digits, so that
-the table can be read. Schedules that a line does not have count as its slowest. Lines of several files are fitted together;
-those of a simulation count for less beside measured ones. `--known` adds what benchmarks/results/ has of other problems: the
-cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, in graphs.
+Of each schedule of an operator the weights, none below zero, that make the least relative errors: coordinate descent on the
+squares of (estimate / time - 1). Lines of several files are fitted together; those of a simulation count for less beside
+measured ones, and stand alone for machines that nobody has measured. `--known` adds what benchmarks/results/ has of other
+problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, in graphs. Problems of the set
+`unseen` are refused: they are there to hold weights to.
 
-    python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json out/simulated.jsonl
+    python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
+        benchmarks/results/planner_fit.jsonl out/simulated.jsonl
+
+Each line is taken with the profile that it was simulated on, measured ones with --machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from cases import CASES
-from problems import TRIED
+from problems import SEEDS, TRIED, drawn
 from scores import Line, read_lines
 
 from weft import codec
 from weft.machine import Machine, load
 from weft.problem import LookupProblem, Op, Problem
-from weft.rules import FEATURES, Feature, Leaf, Rules, Split, sizes, table
+from weft.rules import TERMS, Estimates, Weights, terms
 from weft.schedules import parse, spec
 
 RESULTS = Path(__file__).with_name("results")
-DEPTH = 3
-LEAST, LEAST_WEIGHT = 3, 1.25
-"""Problems that a leaf must have, and their weight."""
-GAIN = 0.002
-"""What a threshold must take from the mean loss of an operator."""
-SIMULATED = 0.05
+SIMULATED = 0.1
 """Weight of a simulated line beside a measured one."""
+BENCHES = ("tp", "all_to_all", "all_reduce", "embedding")
+"""Those whose lines `known` reads; each line's case begins with one."""
+ROUNDS = 2000
+RIDGE = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """losses: of each spec of TRIED, as it stands there."""
+def nonnegative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """x of at least 0 with the least |rows x - wanted|, nearly.
 
-    features: Mapping[Feature, float]
-    losses: Mapping[str, float]
-    weight: float
-
-
-def sample(line: Line, machine: Machine, weight: float) -> Sample:
-    found = sizes(line.problem, machine)
-    slowest = max(line.us.values())
-    losses = {}
-    for text in TRIED[line.problem.op]:
-        name, chunks = parse(text)
-        losses[text] = line.us.get(spec(name, chunks or line.problem.world_size), slowest) / line.best_us - 1
-    return Sample(features={name: of(found) for name, of in FEATURES.items()}, losses=losses, weight=weight)
-
-
-def grown(samples: Sequence[Sample], depth: int, gain: float) -> Split | Leaf:
-    """A tree for these problems. gain: weight times loss that a threshold must take away."""
-    leaf = _leaf(samples)
-    if depth == 0:
-        return leaf
-    best = min(_splits(samples), key=lambda found: found[0], default=None)
-    if best is None or _loss(samples) - best[0] < gain:
-        return leaf
-    _, feature, at_least = best
-    above = [s for s in samples if s.features[feature] >= at_least]
-    below = [s for s in samples if s.features[feature] < at_least]
-    then, otherwise = grown(above, depth - 1, gain), grown(below, depth - 1, gain)
-    if isinstance(then, Leaf) and isinstance(otherwise, Leaf) and then.spec == otherwise.spec:
-        return leaf
-    return Split(feature=feature, at_least=at_least, then=then, otherwise=otherwise)
+    >>> nonnegative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).round(3).tolist()
+    [2.0, 0.0]
+    """
+    square = rows.T @ rows + RIDGE * np.eye(rows.shape[1])
+    towards = rows.T @ wanted
+    found = np.zeros(rows.shape[1])
+    for _ in range(ROUNDS):
+        before = found.copy()
+        for at in range(len(found)):
+            found[at] = max(0.0, found[at] + (towards[at] - square[at] @ found) / square[at, at])
+        if np.abs(found - before).max() < 1e-7:
+            break
+    return found
 
 
-def _splits(samples: Sequence[Sample]) -> Iterator[tuple[float, Feature, float]]:
-    """(what is still lost, feature, threshold) of every threshold that leaves both sides enough."""
-    for feature in FEATURES:
-        values = sorted({s.features[feature] for s in samples})
-        for at_least in sorted({_round((low * high) ** 0.5) for low, high in pairwise(values)}):
-            above = [s for s in samples if s.features[feature] >= at_least]
-            below = [s for s in samples if s.features[feature] < at_least]
-            if min(len(above), len(below)) >= LEAST and min(_weight(above), _weight(below)) >= LEAST_WEIGHT:
-                yield _loss(above) + _loss(below), feature, at_least
+def weights(text: str, lines: Sequence[Line], fallback: Machine) -> Weights | None:
+    """Those of one schedule, fitted to the lines that have it; None if none has."""
+    name, chunks = parse(text)
+    timed = [(line, line.us.get(spec(name, chunks or line.problem.world_size))) for line in lines]
+    known = [(line, us) for line, us in timed if us is not None]
+    if not known:
+        return None
+    beside = any(not line.simulated for line, _ in known)
+    share = np.array([SIMULATED**0.5 if line.simulated and beside else 1.0 for line, _ in known])
+    relative = np.array([np.array(terms(line.problem, machine_of(line, fallback))) / us for line, us in known])
+    found = np.array([float(f"{value:.3g}") for value in nonnegative(relative * share[:, None], share)])
+    errors = np.log(np.maximum(relative @ found, 1e-9))
+    error = math.sqrt(float((share**2 @ (errors - errors.mean()) ** 2) / (share**2).sum()))
+    return Weights(spec=text, weights=tuple(found.tolist()), error=round(error, 3))
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.2g}")
+def machine_of(line: Line, fallback: Machine) -> Machine:
+    """The profile that a line's sizes are related to."""
+    return _loaded(line.machine.removeprefix("simulated ")) if line.simulated else fallback
 
 
-def _weight(samples: Sequence[Sample]) -> float:
-    return sum(s.weight for s in samples)
-
-
-def _losses(samples: Sequence[Sample]) -> dict[str, float]:
-    return {text: sum(s.weight * s.losses[text] for s in samples) for text in samples[0].losses}
-
-
-def _loss(samples: Sequence[Sample]) -> float:
-    return min(_losses(samples).values())
-
-
-def _leaf(samples: Sequence[Sample]) -> Leaf:
-    """Of equal losses the simpler one, which stands earlier."""
-    losses = _losses(samples)
-    best = min(losses, key=lambda text: losses[text])
-    return Leaf(spec=best, problems=len(samples), loss=round(losses[best] / _weight(samples), 4))
+@functools.cache
+def _loaded(name: str) -> Machine:
+    return load(name)
 
 
 def known() -> Iterator[Line]:
     """What benchmarks/results/ has measured of other problems."""
-    for bench in ("tp", "all_to_all", "all_reduce", "embedding"):
+    for bench in BENCHES:
         for text in (RESULTS / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(text)
             problem = _known_problem(bench, row["op"], row["case"], row["world_size"])
@@ -134,35 +111,40 @@ def _known_problem(bench: str, op: Op, case: str, size: int) -> Problem | None:
     return None if experts else Problem(op=op, m=int(m), n=int(n), k=int(k), world_size=size)
 
 
-def fitted(lines: Sequence[Line], machine: Machine) -> Rules:
-    """A tree for each operator, with a few words about what they come from."""
-    trees: dict[str, Split | Leaf] = {}
-    measured = any(not line.simulated for line in lines)
+def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
+    """Weights of each operator's schedules, in the order of TRIED, with a few words about what they come from.
+
+    Raises ValueError for a problem of the unseen set, and where an operator has no problem.
+    """
+    unseen = {problem for size in {line.problem.world_size for line in lines} for _, problem in drawn("unseen", size)}
+    for line in lines:
+        if line.problem in unseen and not line.case.startswith(BENCHES):
+            raise ValueError(f"{line.case} is of the unseen set (seed {SEEDS['unseen']}); give lines of --set fit")
+    found: dict[str, tuple[Weights, ...]] = {}
     for op in TRIED:
-        samples = [
-            sample(line, machine, SIMULATED if line.simulated and measured else 1.0) for line in lines if line.problem.op == op
-        ]
-        if not samples:
+        some = [line for line in lines if line.problem.op == op]
+        if not some:
             raise ValueError(f"files have no problem of {op}; every operator needs some")
-        trees[op] = grown(samples, DEPTH, GAIN * _weight(samples))
+        rows = (weights(text, some, machine) for text in TRIED[op])
+        found[op] = tuple(row for row in rows if row is not None)
     counts = {name: sum(line.machine == name for line in lines) for name in dict.fromkeys(line.machine for line in lines)}
     words = ", ".join(f"{count} problems on {name}" for name, count in counts.items())
-    return Rules(source=f"benchmarks/fit_heuristic.py: {words}", trees=trees)
+    return Estimates(source=f"benchmarks/fit_heuristic.py: {words}", weights=found)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("files", nargs="*", type=Path, help="lines of benchmarks/planner.py, set fit")
     options.add_argument("--known", action="store_true", help="add the cases of the other benchmarks")
-    options.add_argument("--machine", default="h200x8", help="the profile that features are counted with (%(default)s)")
-    options.add_argument("--out", type=Path, help="where the rules go; else they are printed alone")
+    options.add_argument("--machine", default="h200x8", help="the profile of what was measured (%(default)s)")
+    options.add_argument("--out", type=Path, help="where the weights go; else they are printed alone")
     arguments = options.parse_args()
-    lines = [line for path in arguments.files for line in read_lines(path) if not line.failed] + (
-        list(known()) if arguments.known else []
-    )
-    found = fitted(lines, load(arguments.machine))
-    for op, tree in found.trees.items():
-        print(f"{op}\n{table(tree)}")
+    lines = [line for path in arguments.files for line in read_lines(path) if not line.failed]
+    found = fitted([*lines, *(known() if arguments.known else ())], load(arguments.machine))
+    for op, rows in found.weights.items():
+        print(op, *TERMS)
+        for row in rows:
+            print(f"  {row.spec:22}", *(f"{weight:8.3g}" for weight in row.weights), f"+-{row.error:.1%}")
     if arguments.out:
         arguments.out.write_text(codec.dumps(found, indent=2) + "\n", encoding="utf-8")
 

@@ -1,8 +1,16 @@
-"""What the planner's lines say: how often heuristic and cost model choose the fastest schedule, and what they lose otherwise.
+"""What the planner's lines say: how often heuristic, cost model and tuner choose the fastest schedule, and what they lose.
 
-A pick is exact if no measured candidate was faster. Its loss is its time over the fastest one's, less one. A pick that was not
-measured (it failed, or was not tried) is counted by itself, and as neither exact nor within 5%. The cost model chooses among
-the candidates of a line, and its error is of each of them, against the measured time. Pure functions of lines.
+A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, within 2% (TIE)
+and 5% (NEAR) if none was by more. Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are
+closer it is luck which one is exact: both are said. A pick that was not measured (it failed, or was not tried) is counted by
+itself, and as none of these. Choices are among
+
+    FiCCO's     its four schedules, in world_size chunks a shard as the paper has them, and the sequential program
+    all         whatever a line has: the full space
+
+The cost model's error is of each candidate of a line, against the measured time. The tuner (`auto`) picks the fastest that it
+measures: quick, of the shortlist; full, of the whole line. Its picks are read off the line's own times. Pure functions of
+lines.
 """
 
 from __future__ import annotations
@@ -10,18 +18,19 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft import codec
 from weft.machine import Machine
 from weft.problem import LookupProblem, Problem
-from weft.rules import heuristic
-from weft.schedules import build, parse
+from weft.rules import choice, estimates, heuristic
+from weft.schedules import FAMILIES, build, parse, spec
 
-NEAR = 0.05
+NEAR, TIE = 0.05, 0.02
+FICCO = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
 AS_FAST = 0.01
 """Slower than sequential by less is not called slower: medians of repeated runs differ by as much."""
 
@@ -40,6 +49,16 @@ class Line:
     @property
     def best_us(self) -> float:
         return min(self.us.values())
+
+    def among(self, specs: Collection[str]) -> Line:
+        """The line of these candidates alone."""
+        return replace(self, us={spec: us for spec, us in self.us.items() if spec in specs})
+
+
+def ficco_specs(problem: Problem) -> tuple[str, ...]:
+    """FiCCO's choices for a problem, those that its operator has, and the sequential program."""
+    known = (name for name in FICCO if problem.op in FAMILIES[name].builders)
+    return ("sequential", *(spec(name, problem.world_size) for name in known))
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
@@ -83,6 +102,10 @@ class Verdict:
         return sum(loss == 0 for loss in self.losses)
 
     @property
+    def tied(self) -> int:
+        return sum(loss <= TIE for loss in self.losses)
+
+    @property
     def near(self) -> int:
         return sum(loss <= NEAR for loss in self.losses)
 
@@ -94,7 +117,8 @@ class Verdict:
     def __str__(self) -> str:
         other = f", {self.unmeasured} picks not measured" if self.unmeasured else ""
         return (
-            f"exact {self.exact}/{self.count} ({_share(self.exact, self.count)}), within 5% {self.near}/{self.count} "
+            f"exact {self.exact}/{self.count} ({_share(self.exact, self.count)}), within 2% {self.tied} "
+            f"({_share(self.tied, self.count)}), within 5% {self.near} "
             f"({_share(self.near, self.count)}), a wrong pick costs {self.wrong_loss:.1%}, "
             f"at worst {max(self.losses, default=math.nan):.1%}, slower than sequential {self.slower}{other}"
         )
@@ -113,6 +137,31 @@ def verdict(lines: Sequence[Line], pick: Callable[[Line], str]) -> Verdict:
         slower=sum(us > (1 + AS_FAST) * line.us["sequential"] for line, us in known),
         unmeasured=len(picked) - len(known),
     )
+
+
+def by_sizes(line: Line, machine: Machine) -> str:
+    """The heuristic's choice among a line's candidates."""
+    us = estimates(machine.links.topology).us(line.problem, machine)
+    return choice({spec: us[spec] for spec in line.us if spec in us})
+
+
+def quick(line: Line, predicted: Mapping[str, float], machine: Machine) -> str:
+    """What a quick tuner picks: the fastest of those that it measures, read off the line. predicted: by spec, in us."""
+    listed = listing(line, predicted, machine)
+    return min((spec for spec in line.us if spec in listed), key=lambda spec: line.us[spec])
+
+
+def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tuple[str, ...]:
+    """The specs that a quick tuner measures: as weft.execute.choose has them, of the line's candidates."""
+    from weft.planner import Candidate, Plan, shortlist
+    from weft.planner.shortlist import joined
+
+    times = {"predicted_us": 0.0, "computation_us": 0.0, "communication_us": 0.0, "exposed_us": 0.0}
+    rising = sorted((us, *parse(spec)) for spec, us in predicted.items())
+    found = tuple(Candidate(schedule=name, chunks=chunks or 1, **times | {"predicted_us": us}) for us, name, chunks in rising)
+    halves = {"sequential_us": predicted["sequential"], "computation_us": 0.0, "communication_us": 0.0}
+    plan = Plan(problem=line.problem, machine=machine.name, candidates=found, why="", **halves)
+    return joined(shortlist(plan), by_sizes(line, machine))
 
 
 def predictions(line: Line, machine: Machine) -> dict[str, float]:
@@ -145,10 +194,20 @@ def report(lines: Sequence[Line], machine: Machine, *, model: bool) -> str:
     rows += [f"NOT MEASURED {line.problem}: {line.failed}" for line in failed]
     for op in (*dict.fromkeys(line.problem.op for line in lines), ""):
         some = [line for line in lines if op in ("", line.problem.op)]
-        rows.append(f"{op or 'all'}: heuristic {verdict(some, lambda line: heuristic(line.problem, machine))}")
-        if model:
-            found = errors(some, predicted)
-            rows.append(f"{op or 'all'}: cost model {verdict(some, lambda line: _least(predicted[line.problem]))}")
-            spread = f"median {percentile(found, 0.5):.1%}, p95 {percentile(found, 0.95):.1%}"
-            rows.append(f"{op or 'all'}: cost model's error {spread} over {len(found)} candidates")
+        rows += [f"{op or 'all'}: {row}" for row in _figures(some, predicted, machine)]
     return "\n".join(rows)
+
+
+def _figures(some: Sequence[Line], predicted: Mapping[Problem, Mapping[str, float]], machine: Machine) -> Iterator[str]:
+    paper = [line.among(ficco_specs(line.problem)) for line in some]
+    paper = [line for line in paper if len(line.us) > 1]
+    if paper:
+        yield f"heuristic among FiCCO's {verdict(paper, lambda line: by_sizes(line, machine))}"
+    yield f"heuristic among all {verdict(some, lambda line: heuristic(line.problem, machine))}"
+    if not predicted:
+        return
+    yield f"cost model among all {verdict(some, lambda line: _least(predicted[line.problem]))}"
+    yield f"tuner, quick {verdict(some, lambda line: quick(line, predicted[line.problem], machine))}"
+    found = errors(some, predicted)
+    spread = f"median {percentile(found, 0.5):.1%}, p95 {percentile(found, 0.95):.1%}"
+    yield f"cost model's error {spread} over {len(found)} candidates"

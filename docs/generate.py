@@ -12,13 +12,17 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text dma MODE              dma.jsonl there: collectives alone
     ```text resident MODE         resource_aware.jsonl there: what residency and priority gain
     ```text training MODE         data_parallel.jsonl there: steps of a GPT
-    ```text rules TOPOLOGY        the heuristic's decision trees
+    ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
+    ```text simulated BY          benchmarks/simulated.py: predictions against measurements, by operator, family or file
     ```text t3 WHAT               figures, sublayers, mappings, sensitivity or system of `weft simulate t3`
+    ```text ficco WHAT            figures, choosers, scenarios, switch, topologies, losses, correlations, sensitivity or machine
+                                  of `weft simulate ficco`
     ```text dlrm WHAT             figures, iteration, nodes, two_nodes, slices, sensitivity or system of `weft simulate dlrm`
 
-tests/test_docs.py holds that nothing is out of date. T3's sensitivity, and what DLRM's study has beside its published case,
-take half a minute to make, so that these numbers lie in docs/t3_sensitivity.json and docs/dlrm_study.json;
-`python docs/generate.py sensitivity` writes both.
+tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity, and what DLRM's
+study has beside its published case, in docs/t3_sensitivity.json and docs/dlrm_study.json, which `python docs/generate.py
+sensitivity` writes in half a minute; FiCCO's evaluation in docs/ficco.json, which `python docs/generate.py ficco` writes in two
+or three.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ from weft import codec, machine
 from weft.cli.gantt import gantt
 from weft.machine import Topology
 from weft.models import load_model, sites
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, ColumnProblem, Op
-from weft.rules import rules, table
+from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
+from weft.rules import TERMS, Weights, estimates, heuristic
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import names
 from weft.sim.dlrm import study as dlrm_study
@@ -49,6 +53,9 @@ from weft.sim.dlrm import tables as dlrm_tables
 from weft.sim.dlrm.paper import figures as dlrm_figures
 from weft.sim.dlrm.sensitivity import Sensitivity as AtScaleSensitivity
 from weft.sim.dlrm.sensitivity import sensitivity as dlrm_sensitivity
+from weft.sim.ficco import sensitivity as ficco_sensitivity
+from weft.sim.ficco import study as ficco_study
+from weft.sim.ficco import tables as ficco_tables
 from weft.sim.published import figures_table, numbers_table
 from weft.sim.t3 import tables
 from weft.sim.t3.paper import figures
@@ -63,6 +70,7 @@ DOCUMENTS = (
     *("docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
+FICCO = ROOT / "docs" / "ficco.json"
 AT_SCALE = ROOT / "docs" / "dlrm_study.json"
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
@@ -72,7 +80,8 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|conccl|dma|resident|training|rules|t3|dlrm) ([^\n]*)\n.*?^```$",
+    r"^```text (timeline|counts|chart|results|fused|beside|conccl|dma|resident|training|rules|simulated|t3|ficco|dlrm)"
+    r" ([^\n]*)\n.*?^```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -184,11 +193,33 @@ def _fused(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
 
 
+RULES: dict[str, str] = {"switch": "h200x8", "mesh": "mi300x8", "ring": "t3_ring8"}
+"""A profile of each kind of topology, to say what the heuristic chooses on it."""
+ROWS = (256, 1024, 4096, 16384, 65536)
+
+
 def decisions(topology: Topology) -> str:
-    """The heuristic's trees for a kind of topology, and what they were fitted to."""
-    found = rules(topology)
-    trees = "\n\n".join(f"{op}\n{table(tree)}" for op, tree in found.trees.items())
-    return f"{trees}\n\n{found.source}"
+    """The heuristic's weights for a kind of topology, what they were fitted to, and what it chooses for some sizes."""
+    found = estimates(topology)
+    weights = [_table([(op, *TERMS, "error"), *map(_weighed, rows)]) for op, rows in found.weights.items()]
+    return "\n\n".join([_chosen(machine.load(RULES[topology])), *weights, found.source])
+
+
+def _weighed(row: Weights) -> tuple[str, ...]:
+    return (f"  {row.spec}", *(f"{weight:.2f}" if weight else "-" for weight in row.weights), f"{row.error:.0%}")
+
+
+def _chosen(on: machine.Machine) -> str:
+    """For the MLP of Llama 3 70B, experts of DeepSeek-V3 (all to all), and a few rows of matmul_all_reduce."""
+    rows = [(f"chosen on {on.name}, {on.world_size} ranks, by rows", *map(str, ROWS))]
+    sizes = {"all_gather_matmul": (28672, 8192), "matmul_all_to_all": (7168, 2048), "all_to_all_matmul": (4096, 7168)}
+    for op in OPS:
+        n, k = sizes.get(op, (8192, 28672))
+        fewer = 256 if op == "matmul_all_reduce" else 1
+        problems = [Problem(op=op, m=m // fewer, n=n, k=k, world_size=on.world_size) for m in ROWS]
+        name = f"  {op} N={n} K={k}" + f", rows / {fewer}" * (fewer > 1)
+        rows.append((name, *(heuristic(problem, on) for problem in problems)))
+    return _table(rows)
 
 
 def beside(mode: str) -> str:
@@ -306,6 +337,38 @@ def _stored() -> Sequence[Sensitivity]:
     return codec.loads(tuple[Sensitivity, ...], SENSITIVITY.read_text(encoding="utf-8"))  # type: ignore[arg-type]
 
 
+@functools.cache
+def kept() -> tuple[ficco_study.Study, Sequence[ficco_sensitivity.Sensitivity]]:
+    """FiCCO's evaluation and what its assumed numbers do, as they were kept."""
+    data = json.loads(FICCO.read_text(encoding="utf-8"))
+    rows = codec.load(tuple[ficco_sensitivity.Sensitivity, ...], data["sensitivity"])
+    return codec.load(ficco_study.Study, data["study"]), rows
+
+
+def keep_ficco() -> None:
+    """Simulate it, and keep it."""
+    where = ficco_study.load()
+    data = {"study": ficco_study.run(where), "sensitivity": tuple(ficco_sensitivity.sensitivity(where))}
+    FICCO.write_text(codec.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def ficco(what: str) -> str:
+    """A table of the simulated FiCCO."""
+    found, rows = kept()
+    makers: dict[str, Callable[[], Sequence[Sequence[str]]]] = {
+        "figures": lambda: ficco_tables.figures_table(found),
+        "scenarios": lambda: ficco_tables.scenarios_table(found.mesh),
+        "switch": lambda: ficco_tables.scenarios_table(found.switch),
+        "choosers": lambda: ficco_tables.choosers_table(found),
+        "topologies": lambda: ficco_tables.topologies_table(found),
+        "losses": lambda: ficco_tables.losses_table(found),
+        "correlations": lambda: ficco_tables.correlations_table(found),
+        "sensitivity": lambda: ficco_tables.sensitivity_table(rows),
+        "machine": lambda: [row[:2] for row in ficco_tables.machine_table(found)],
+    }
+    return _table(makers[what]())
+
+
 def dlrm(what: str) -> str:
     """A table of the simulated DLRM. The published case and two nodes are made anew."""
     system = dlrm_system.load()
@@ -319,6 +382,21 @@ def dlrm(what: str) -> str:
         "system": lambda: numbers_table(system),
     }
     return _table(makers[what]())
+
+
+@functools.cache
+def _compared() -> tuple[Any, tuple[Any, ...]]:
+    """The benchmark, which is in no package, and what it finds."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    import simulated
+
+    return simulated, simulated.compared(machine.load(simulated.MACHINE))
+
+
+def errors(by: str) -> str:
+    """How far predictions are from measurements, on every line that there is."""
+    benchmark, found = _compared()
+    return _table(benchmark.rows(found, by))
 
 
 @functools.cache
@@ -363,7 +441,9 @@ MAKERS: dict[str, Callable[..., str]] = {
     "resident": resident,
     "training": training,
     "rules": decisions,
+    "simulated": errors,
     "t3": t3,
+    "ficco": ficco,
     "dlrm": dlrm,
 }
 
@@ -381,6 +461,8 @@ def rewritten(text: str) -> str:
 def main() -> None:
     if sys.argv[1:] == ["sensitivity"]:
         store()
+    if sys.argv[1:] == ["ficco"]:
+        keep_ficco()
     for name in DOCUMENTS:
         path = ROOT / name
         before = path.read_text(encoding="utf-8")

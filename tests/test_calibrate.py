@@ -34,10 +34,13 @@ def samples_of(of_machine: machine.Machine) -> list[Sample]:
     found = [
         sample("launch", (16,), of_machine.launch_us),
         sample("flag", (16,), of_machine.flag_us),
-        sample("hop", (16,), of_machine.links.latency_us + 3 * of_machine.flag_us),
+        sample("hop", (16,), of_machine.links.latency_us + (of_machine.wake_us or 0.0) + 3 * of_machine.flag_us),
         sample("memory", (1 << 28,), 2 * (1 << 28) / (of_machine.gpu.hbm_gbps * 1e3)),
-        sample("several", (1 << 24, 1), size * (1 << 24) / (copy.gbps * 1e3)),
+        sample("several", (1 << 24, 1), size * (copy.copy_us + (1 << 24) / (copy.gbps * 1e3))),
         sample("several", (1 << 24, 7), size * (1 << 24) / (copy.several_gbps * 1e3)),
+        sample("turns", (1 << 24, 4), 4 * size * copy.copy_us + size * (1 << 24) / (copy.turned_gbps(4) * 1e3)),
+        sample("power", (1,), 100.0),
+        sample("power", (40,), (100.0 + 39 * 100.0 / (of_machine.gpu.sustained or 1.0)) / 40),
         sample("gemm alone", (), 100.0),
         sample("gemm beside copy", (), 110.0),
     ]
@@ -55,12 +58,14 @@ def samples_of(of_machine: machine.Machine) -> list[Sample]:
 def test_a_machine_is_read_off_its_samples() -> None:
     """From the base with other numbers back to them: a profile does not depend on what the base says of what is measured."""
     tiles = tuple(dataclasses.replace(tile, efficiency=0.8 * tile.efficiency) for tile in H200.gpu.tiles)
-    gpu = dataclasses.replace(H200.gpu, hbm_gbps=3000.0, tiles=tiles, tile_us=1.5)
-    copies = dataclasses.replace(H200.copies, copy_us=4.0, gbps=200.0, several_gbps=150.0)
-    truth = dataclasses.replace(H200, gpu=gpu, copies=copies, launch_us=5.0, flag_us=0.5)
+    gpu = dataclasses.replace(H200.gpu, hbm_gbps=3000.0, tiles=tiles, tile_us=1.5, sustained=0.8)
+    copies = dataclasses.replace(H200.copies, copy_us=4.0, gbps=200.0, several_gbps=150.0, turning=0.3)
+    truth = dataclasses.replace(H200, gpu=gpu, copies=copies, launch_us=5.0, flag_us=0.5, wake_us=9.0)
     made = Profile(H200, samples_of(truth), world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
     assert (made.launch_us, made.flag_us, made.links.latency_us) == (5.0, 0.5, pytest.approx(1.0))
-    assert made.copies == dataclasses.replace(copies, gbps=pytest.approx(200.0), copy_us=pytest.approx(4.0, rel=1e-2))
+    near = {"gbps": pytest.approx(200.0), "copy_us": pytest.approx(4.0, rel=1e-2), "turning": pytest.approx(0.3, rel=0.02)}
+    assert made.copies == dataclasses.replace(copies, **near)
+    assert (made.gpu.sustained, made.wake_us) == (pytest.approx(0.8, rel=1e-3), pytest.approx(9.0))
     assert made.gpu.hbm_gbps == pytest.approx(3000, rel=1e-3)
     assert made.stores.gbps == truth.stores.gbps
     assert made.stores.sms == 16

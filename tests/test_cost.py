@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from machine_tiny import tiny
 
-from weft.machine import load
+from weft.machine import Table, load
 from weft.problem import OPS, Problem
 from weft.schedules import build
 from weft.sim import collective_us, gemm_us, run
@@ -78,9 +78,28 @@ def test_collective_between_and_beyond_the_points() -> None:
     assert collective_us(H200, "all_gather", 1, 8) == 5.4
 
 
+def test_collective_as_measured_on_fewer_ranks() -> None:
+    """What was measured is met; between two sizes, and past the last one, the scaled table is corrected by as much."""
+    table = H200.collectives["all_gather"]
+    assert isinstance(table, Table)
+    (four,) = (other for other in table.also if other.world_size == 4)
+    for size, us in four.points:
+        assert collective_us(H200, "all_gather", size, 4) == pytest.approx(us)
+    last, us = four.points[-1]
+    assert collective_us(H200, "all_gather", 4 * last, 4) == pytest.approx(4 * us, rel=0.01)
+    (low, low_us), (high, high_us) = four.points[2:4]
+    assert low_us < collective_us(H200, "all_gather", (low * high) ** 0.5, 4) < high_us
+
+
+def test_columns_are_laid_side_by_side_once_they_are_there() -> None:
+    laid_us = 2 * 8 * 2**20 / (H200.gpu.hbm_gbps * 1e3)
+    rows_us = collective_us(H200, "all_to_all", 2**20, 8)
+    assert collective_us(H200, "all_to_all_columns", 2**20, 8) == pytest.approx(rows_us + laid_us)
+
+
 def test_collective_on_fewer_ranks() -> None:
     """Of what bytes cost, 3 of 7 peers' share is left on a switch, all of it on a mesh."""
-    assert collective_us(H200, "all_gather", 2**26, 4) == pytest.approx(5.4 + (1317.65 - 5.4) * 3 / 7)
+    assert collective_us(H200, "all_gather", 2**26, 3) == pytest.approx(5.4 + (1317.65 - 5.4) * 2 / 7)
     mesh = load("mi300x8")
     eight, four = (collective_us(mesh, "all_gather", 2**26, n) for n in (8, 4))
     assert eight - four == pytest.approx(4 * 1.5)

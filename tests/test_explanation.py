@@ -20,7 +20,7 @@ from weft.sim import run
 
 H200 = load("h200x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
-SMALL = dataclasses.replace(GATHER, m=64, n=1024, k=1024)
+SMALL = dataclasses.replace(GATHER, m=256, world_size=8)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -19,8 +19,8 @@ FRONT_DOOR = "weft"
 OUTER = 7
 
 LAYERS: dict[str, int] = {
-    **dict.fromkeys(["codec", "errors", "machine", "problem", "span", "version"], 0),
-    **dict.fromkeys(["between", "cache", "checker", "rules", "schedule", "schedules", "timelines", "work"], 1),
+    **dict.fromkeys(["codec", "errors", "machine", "problem", "settings", "span", "version"], 0),
+    **dict.fromkeys(["between", "cache", "checker", "rules", "schedule", "schedules", "timelines", "together", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
     **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
     **dict.fromkeys(["controls", "transports"], 4),
@@ -34,7 +34,7 @@ LAYERS: dict[str, int] = {
 PACKAGES: dict[int, set[str]] = {
     2: {"numpy", "simpy"},
     3: {"atomicshm", "cuda", "torch", "triton"},
-    OUTER: {"plotly", "rich", "typer"},
+    OUTER: {"google", "plotly", "rich", "typer"},
 }
 """Packages beside the standard library that may be imported from this layer on."""
 

@@ -110,7 +110,7 @@ def test_the_planner_hides_the_exchange_of_large_lookups() -> None:
     large = plan(LookupProblem.of(batch=8192, dims=((128,) * 32,) * 8, pooling=32), machine.load("h200x8"))
     assert large.chosen.schedule == "direct_store"
     assert "the lookup alone takes" in large.why
-    assert large.sequential_us > 1.2 * large.chosen.predicted_us
+    assert large.sequential_us > 1.15 * large.chosen.predicted_us
     assert {spec.partition(":")[0] for spec in shortlist(large)} <= set(names("embedding_bag_all_to_all"))
     small = plan(LookupProblem.of(batch=64, dims=((16,),) * 8), machine.load("h200x8"))
     assert small.chosen.schedule == "sequential"

@@ -69,9 +69,9 @@ BAD = [
     ("links.topology", "pcie", r"links\.host_gbps is missing"),
     ("stores.gbps", [[8, 1.0], [4, 2.0]], r"stores\.gbps has \[8, 4\] in its first column"),
     ("stores.sms", 132, r"stores\.sms is 132; it must be below gpu\.sms, 132"),
-    ("collectives.all_gather", None, r"sources\.collectives\.all_gather\.points is about no number"),
+    ("collectives.all_gather", None, r"sources\.collectives\.all_gather\.also is about no number"),
     ("collectives.all_gather.points", [[1, -2.0]], r"collectives\.all_gather\.points is -2\.0"),
-    ("sources", {}, r"sources\.collectives\.all_gather\.points is missing; say where"),
+    ("sources", {}, r"sources\.collectives\.all_gather\.also is missing; say where"),
     ("typo", 1, r"typo is not a field of Machine"),
 ]
 

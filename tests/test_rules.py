@@ -33,7 +33,7 @@ from weft.problem import (
     Op,
     Problem,
 )
-from weft.rules import FEATURES, Leaf, Split, decide, rules, sizes, table
+from weft.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
 from weft.schedules import check_op, parse, spec
 
 H200, MI300X = machine.load("h200x8"), machine.load("mi300x8")
@@ -82,35 +82,33 @@ def test_it_names_a_schedule_of_the_operator_always(problem: Problem, on: machin
         weft.check(weft.build(problem, name, chunks))
 
 
-def leaves(tree: Split | Leaf) -> list[Leaf]:
-    return [tree] if isinstance(tree, Leaf) else [*leaves(tree.then), *leaves(tree.otherwise)]
-
-
 @pytest.mark.parametrize("topology", ["switch", "mesh", "ring", "pcie"])
-def test_every_operator_has_a_tree_of_schedules_that_it_has(topology: machine.Topology) -> None:
-    found = rules(topology)
-    assert set(found.trees) == {*OPS, *LOOKUP_OPS}
-    for op, tree in found.trees.items():
-        for leaf in leaves(tree):
-            check_op(parse(leaf.spec)[0], op)  # type: ignore[arg-type]
-            assert leaf.problems > 0
-            assert leaf.loss < 0.2
+def test_every_operator_has_weights_of_schedules_that_it_has(topology: machine.Topology) -> None:
+    found = estimates(topology)
+    assert set(found.weights) == {*OPS, *LOOKUP_OPS}
+    for op, rows in found.weights.items():
+        assert rows[0].spec == "sequential"
+        for row in rows:
+            check_op(parse(row.spec)[0], op)  # type: ignore[arg-type]
+            assert row.error < 0.6
     assert codec.loads(type(found), codec.dumps(found)) == found
 
 
 def test_what_is_known_of_8_h200() -> None:
-    """On 4 x H200 a few rows of all_gather_matmul are best sequential (or nearly), thousands are not; one row is one_shot's."""
+    """On 4 x H200, 512 rows of all_gather_matmul take 117 us sequential, 120 as sequential_stores, 145 or more by most
+    overlaps; thousands of rows overlap; one row is one_shot's."""
     few = Problem(op="all_gather_matmul", m=512, n=28672, k=8192, world_size=4)
-    assert heuristic(few, H200) == "sequential"
+    assert heuristic(few, H200) in ("sequential", "sequential_stores")
     assert heuristic(Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4), H200) != "sequential"
     assert heuristic(Problem(op="matmul_all_reduce", m=1, n=8192, k=14336, world_size=4), H200) == "one_shot"
 
 
 def test_a_mesh_is_not_a_switch() -> None:
-    """A ring from peer to peer leaves a mesh's links idle (FiCCO): never chosen there where chunks of all peers pay."""
+    """A ring from peer to peer leaves a mesh's links idle (FiCCO): it is estimated slower than chunks of all peers there."""
     large = Problem(op="all_gather_matmul", m=65536, n=28672, k=8192, world_size=8)
-    assert heuristic(large, H200) == "shard_p2p"
-    assert parse(heuristic(large, MI300X))[0] in ("hetero_fused_1d", "flag_gated")
+    for on, better in ((H200, True), (MI300X, False)):
+        us = estimates(on.links.topology).us(large, on)
+        assert (us["shard_p2p"] < us["hetero_fused_1d:8"]) is better
 
 
 def test_features_by_hand() -> None:
@@ -129,19 +127,42 @@ def test_features_by_hand() -> None:
     assert sizes(uneven, H200).inner == 7
 
 
-def test_a_tree_is_walked_and_printed() -> None:
-    low, high = Leaf(spec="sequential", problems=3, loss=0.01), Leaf(spec="shard_p2p", problems=4, loss=0.02)
-    tree = Split(feature="shard_rows", at_least=100, then=high, otherwise=low)
-    for m, leaf in ((396, low), (400, high)):
-        assert decide(tree, sizes(Problem(op="all_gather_matmul", m=m, n=8, k=8, world_size=4), H200)) is leaf
-    assert table(tree).splitlines() == [
-        "shard_rows >= 100",
-        "    shard_p2p  (4 problems, 2.0% from the best)",
-        "else",
-        "    sequential  (3 problems, 1.0% from the best)",
-    ]
-    with pytest.raises(ValueError, match="schedule is 'nothing'"):
-        Leaf(spec="nothing", problems=1, loss=0.0)
+def test_terms_by_hand() -> None:
+    """A product of 512 x 256 by 256 takes two tiles of 128 x 256 an SM's time each; three peers get a shard each."""
+    problem, on = Problem(op="all_gather_matmul", m=512, n=1024, k=256, world_size=4), tiny(world_size=4)
+    found = dict(zip(TERMS, terms(problem, on), strict=True))
+    sent_us = 3 * 128 * 256 * 2 / (on.links.gbps * 1e3)
+    memory = on.gpu.hbm_gbps * 1e3
+    assert sent_us in (found["longer"], found["shorter"])
+    assert found["result"] == 512 * 256 * 2 / memory
+    assert found["operand"] == 512 * 256 * 2 / memory
+    assert (found["copies"], found["launches"]) == (3 * on.copies.copy_us, on.launch_us)
+    assert min(found["shards"], found["chunks"]) >= 0
+    lookup = LookupProblem.of(batch=64, dims=((16,), (16,)), pooling=10)
+    assert terms(lookup, H200)[TERMS.index("result")] * 10 in terms(lookup, H200)[:2]
+
+
+def test_an_estimate_is_a_sum_and_the_least_one_wins_by_a_margin() -> None:
+    def weighed(spec: str, longer: float) -> Weights:
+        return Weights(spec=spec, weights=(longer, *[0.0] * (len(TERMS) - 1)), error=0.1)
+
+    rows = (weighed("sequential", 2.0), weighed("shard_p2p", 1.5), weighed("uniform_fused_1d", 1.0))
+    problem = Problem(op="all_gather_matmul", m=512, n=1024, k=256, world_size=4)
+    us = Estimates(source="by hand", weights={"all_gather_matmul": rows}).us(problem, H200)
+    longer_us = terms(problem, H200)[0]
+    assert us == {"sequential": 2 * longer_us, "shard_p2p": 1.5 * longer_us, "uniform_fused_1d:4": longer_us}
+    assert choice(us) == "uniform_fused_1d:4"
+    assert choice({"sequential": 10.0, "shard_p2p": 9.95}) == "sequential"
+    for bad in ((1.0,), (-1.0, *[0.0] * 7)):
+        with pytest.raises(ValueError, match="give one of at least 0 for each of longer"):
+            Weights(spec="sequential", weights=bad, error=0.0)
+    with pytest.raises(ValueError, match="schedule is 'one_shot'"):
+        Estimates(source="", weights={"all_gather_matmul": (weighed("one_shot", 1.0),)})
+
+
+def test_between_nodes_it_is_sequential() -> None:
+    across = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8, nodes=(4, 4))
+    assert heuristic(across, H200) == "sequential"
 
 
 def test_mistakes() -> None:

@@ -36,10 +36,11 @@ _CHUNKS = 1 << 20
 """More than a spec can have: see `encode`."""
 
 
-def space() -> str:
-    """A digest of the schedules that there are to choose from: what was measured among others may no longer be the best."""
+def space(effort: str = "quick") -> str:
+    """A digest of the schedules that there are to choose from, and of how many of them were measured: what was measured among
+    others may no longer be the best."""
     families = [[f.name, f.chunked, sorted(f.builders), f.words] for f in FAMILIES.values()]
-    return hashlib.sha256(json.dumps([_FORMAT, families]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([_FORMAT, families, effort]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)

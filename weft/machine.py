@@ -44,7 +44,9 @@ class Gpu:
 
     tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
     stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU; smem_bytes:
-    of one SM.
+    of one SM. burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
+    rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
+    may use, where they are others.
     """
 
     sms: int
@@ -55,6 +57,25 @@ class Gpu:
     hbm_gbps: float
     l2_bytes: int
     smem_bytes: int
+    burst_us: float | None = None
+    sustained: float | None = None
+    kernel_tiles: tuple[Tile, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
+            both = "give both, sustained at most 1, or neither"
+            raise ValueError(f"gpu.sustained is {self.sustained}, and gpu.burst_us {self.burst_us}; {both}")
+
+    def paced_us(self, busy_us: float) -> float:
+        """What matmuls take that would take `busy_us` at full rate, one after the other.
+
+        >>> gpu = load("h200x8").gpu
+        >>> gpu.paced_us(100.0), gpu.paced_us(4000.0) > 4000.0
+        (100.0, True)
+        """
+        if self.burst_us is None or self.sustained is None:
+            return busy_us
+        return busy_us + max(0.0, busy_us - self.burst_us) * (1 / self.sustained - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,24 +83,39 @@ class CopyEngines:
     """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
 
     engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
+    turning: copies that go to several peers in turns, round after round, take up to so much more of their time: ranks drift
+    apart, and two send to one. None for nothing.
+    strided: what moves rows that do not lie together; a kernel waits for SMs.
     """
 
     copy_us: float
     gbps: float
     several_gbps: float
     engines: int
+    strided: Literal["engine", "kernel"] = "engine"
+    turning: float | None = None
+
+    def turned_gbps(self, rounds: int) -> float:
+        """The rate of copies that go to several peers in so many rounds.
+
+        >>> CopyEngines(copy_us=1.0, gbps=300.0, several_gbps=300.0, engines=1, turning=1.0).turned_gbps(2)
+        200.0
+        """
+        return self.gbps / (1 + (self.turning or 0.0) * (1 - 1 / rounds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
     """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies.
 
-    stall: share of a remote store's time that the tile which stores cannot hide.
+    stall: share of a remote store's time that the tile which stores cannot hide. tiles: share of the rate that stores from a
+    matmul's tiles reach, all of it where that is None.
     """
 
     gbps: tuple[tuple[int, float], ...]
     sms: int
     stall: float
+    tiles: float | None = None
 
     def rate(self, sms: int) -> float:
         """Rate on `sms` SMs, on the line between the table's points (through zero below the first).
@@ -119,11 +155,15 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising."""
+    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising.
+
+    also: the same on fewer ranks, where that was measured, with as few points as there are.
+    """
 
     TAGGED: ClassVar[bool] = True
     world_size: int
     points: tuple[tuple[int, float], ...]
+    also: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +181,14 @@ class Machine:
     """One host's GPUs and what connects them. See the module's text.
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
-    a stream to the start of the next one's work. flag_us: a stream's wait or signal. collectives: vendor's, by name;
-    all_to_all may be missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an
-    all_gather.
-    contention: how many times as long the first takes beside the second ("gemm beside copies"), where that was measured; the
-    simulator does not use it. network: between several such hosts, if known.
+    a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on
+    of a copy lane that waited for it, None for nothing. fork_us: of a call on several lanes, to start those beside the compute
+    lane, and from a copy lane to come back, where that was measured. stages: whether vendors' matmuls and collectives are
+    called through torch, with what that does around them (weft.sim.staging). collectives: vendor's, by name; all_to_all may be
+    missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
+    contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
+    simulator uses that of gemm and copy, of copies at the full rate. network: between several such hosts, if known. device:
+    what its numbers were measured on, as its driver names it; empty where they are of several sources.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
     measurements differ: half of what lies between their quartiles, as a share of the median.
     """
@@ -164,6 +207,10 @@ class Machine:
     contention: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
     network: Network | None = None
+    wake_us: float | None = None
+    device: str = ""
+    stages: bool = False
+    fork_us: float | None = None
 
     def __post_init__(self) -> None:
         for path, value in numbers(self):
@@ -181,7 +228,10 @@ class Machine:
 
     def _check_tables(self) -> None:
         tables = {"stores.gbps": self.stores.gbps}
-        tables |= {f"collectives.{op}.points": c.points for op, c in self.collectives.items() if isinstance(c, Table)}
+        for op, model in self.collectives.items():
+            if isinstance(model, Table):
+                tables |= {f"collectives.{op}.points": model.points}
+                tables |= {f"collectives.{op}.also[{i}].points": table.points for i, table in enumerate(model.also)}
         for path, rows in tables.items():
             keys = [key for key, _ in rows]
             if not keys or keys != sorted(set(keys)):

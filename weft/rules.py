@@ -1,12 +1,25 @@
 """The heuristic: from static sizes alone to a schedule, in some microseconds and without simulation.
 
 Contract: `heuristic` is a pure function, total over problems that the machine has GPUs and a rate for, and what it names is
-a schedule of the operator. Its decision trees are data (`decisions/*.json`, one file a kind of topology, a tree an operator),
-fitted to measured and simulated times by `benchmarks/fit_heuristic.py`; docs/planner.md prints them.
+a schedule of the operator. It takes the schedule with the least estimate. An estimate is a sum of a few times, which are read
+off sizes and the machine's profile, each with a weight of the schedule's (in us; G the matmul alone, C the transfer alone):
 
-After FiCCO (arXiv 2512.10236), which chooses by the GEMM's op-to-byte ratio, its memory traffic, and M against K; added is
-what relates a size to the machine, so that thresholds hold on another one. Legend, of the rank with most work: its matmul is
-rows x cols x inner; it sends `sent_bytes` in all.
+    longer    max(G, C)
+    shorter   min(G, C)                                       hidden, but for the share that its weight says
+    shards    G in world_size pieces of rows, less G          decomposition: ragged waves, launches
+    chunks    G in world_size^2 pieces, less that of shards
+    result    the product through the memory, once            sums, staging, what is added
+    operand   a through the memory, once
+    copies    a copy's fixed cost for each peer
+    launches  a kernel's launch
+
+So head, tail, losses and fixed costs are weights that hold on other sizes and, as far as its profile says, on other machines.
+They are data (`decisions/*.json`, one file a kind of topology), fitted to measured and simulated times by
+`benchmarks/fit_heuristic.py`; docs/planner.md prints them. Whole sizes are those of the rank with most work: its matmul is
+rows x cols x inner.
+
+FiCCO (arXiv 2512.10236) chooses by the GEMM's op-to-byte ratio, its memory traffic, and M against K, held against thresholds.
+These and others are `FEATURES`, which losses are held against (weft.planner.signature); `sent_bytes` is what a rank sends:
 
     world_size       ranks
     shard_rows       M / world_size: what chunks cut
@@ -24,13 +37,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from weft import codec
 from weft.machine import Machine, Topology
-from weft.problem import COLLECTIVE_OPS, REDUCTIONS, Op, Problem
-from weft.schedules import FAMILIES, parse, spec
+from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, REDUCTIONS, Op, Problem
+from weft.schedules import FAMILIES, check_op, parse, spec
 
 Feature = Literal[
     "world_size",
@@ -43,18 +57,22 @@ Feature = Literal[
     "copies_hidden",
     "waves",
 ]
+TERMS = ("longer", "shorter", "shards", "chunks", "result", "operand", "copies", "launches")
+"""The times of an estimate, in the order of its weights."""
+MARGIN = 0.01
+"""An overlap must be estimated to take less than the sequential program by more than this, as in a trial."""
 _MIB = 1 << 20
 _TILE = 128 * 256
+_TILES = ((128, 256, 128 * 256), (128, 128, 128 * 128 / 0.975), (64, 128, 64 * 128 / 0.785))
+"""Rows, columns, and elements over the tile's rate, relative to that of the profile's first tile."""
 _FOLDER = Path(__file__).with_name("decisions")
 _FILES: dict[Topology, str] = {"switch": "switch", "pcie": "switch", "ring": "ring", "mesh": "mesh"}
 """A host's shared bridge is nearest to a switch: any pair, through ports that all traffic shares."""
-
-
 _LIKE: dict[Op, Op] = {
     "matmul_all_to_all_columns": "matmul_all_to_all",
     "all_to_all_columns_matmul": "all_to_all_matmul",
 }
-"""Operators without a tree of their own, and whose they take: as much is multiplied, and as much sent."""
+"""Operators without weights of their own, and whose they take: as much is multiplied, and as much sent."""
 
 
 class Sizes(NamedTuple):
@@ -118,75 +136,119 @@ FEATURES: dict[Feature, Callable[[Sizes], float]] = {
 """See the module's text. For problems on two ranks or more with a result that is not empty."""
 
 
+def terms(problem: Problem, machine: Machine) -> tuple[float, ...]:
+    """What estimates are made of, as TERMS names them, in us. For problems as FEATURES are."""
+    found, size = sizes(problem, machine), problem.world_size
+    memory = machine.gpu.hbm_gbps * 1e3
+    result_us = found.rows * found.cols * problem.itemsize / memory
+    if problem.op in LOOKUP_OPS:
+        whole_us = cut_us = chunked_us = result_us * problem.k
+    else:
+        whole_us, cut_us, chunked_us = (_matmul_us(found, pieces) for pieces in (1, size, size * size))
+    sent_us = found.sent_us
+    return (
+        max(whole_us, sent_us),
+        min(whole_us, sent_us),
+        max(0.0, cut_us - whole_us),
+        max(0.0, chunked_us - cut_us),
+        result_us,
+        found.rows * found.inner * problem.itemsize / memory,
+        (size - 1) * machine.copies.copy_us,
+        machine.launch_us,
+    )
+
+
+def _matmul_us(found: Sizes, pieces: int) -> float:
+    """The matmul in so many pieces of rows, one after the other: whole waves of the best of a few tiles, or its traffic."""
+    machine, cols, inner = found.machine, found.cols, found.inner
+    gpu = machine.gpu
+    rows = -(-found.rows // pieces)
+    element_us = 2 * inner * gpu.sms / (machine.tflops(found.problem.dtype) * 1e6 * gpu.tiles[0].efficiency)
+    sms, tile_us = gpu.sms, gpu.tile_us
+    best_us = min(
+        [-(-(-(-rows // high) * -(-cols // wide)) // sms) * (area * element_us + tile_us) for high, wide, area in _TILES]
+    )
+    traffic = (rows * inner + inner * cols + rows * cols) * found.problem.itemsize
+    return pieces * (max(best_us, traffic / (gpu.hbm_gbps * 1e3)) + machine.launch_us)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """spec: as `schedule=` takes it; without a count, world_size chunks. problems: of the fit that came here. loss: by which
-    they are slower than the best schedule known for each, on average."""
+class Weights:
+    """How long a schedule takes: one weight for each of TERMS. spec: as `schedule=` takes it; without a count, world_size
+    chunks. error: of the estimates, against the times that they were fitted to: the standard deviation of the logarithm.
+
+    Raises ValueError for an unknown schedule, and for weights that are not as many as TERMS, or below zero.
+    """
 
     spec: str
-    problems: int
-    loss: float
+    weights: tuple[float, ...]
+    error: float
 
     def __post_init__(self) -> None:
         parse(self.spec)
+        if len(self.weights) != len(TERMS) or min(self.weights) < 0:
+            raise ValueError(
+                f"weights of {self.spec} are {self.weights}; give one of at least 0 for each of {', '.join(TERMS)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
-    """then: where the feature is at least the threshold."""
-
-    TAGGED: ClassVar[bool] = True
-    feature: Feature
-    at_least: float
-    then: Split | Leaf
-    otherwise: Split | Leaf
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """A tree for each operator. source: which times they were fitted to."""
+class Estimates:
+    """Weights of every schedule that the heuristic knows of an operator, simpler ones first. source: which times they were
+    fitted to. Raises ValueError for a schedule that the operator lacks."""
 
     source: str
-    trees: Mapping[str, Split | Leaf]
+    weights: Mapping[str, tuple[Weights, ...]]
+
+    def __post_init__(self) -> None:
+        for op, rows in self.weights.items():
+            for row in rows:
+                check_op(parse(row.spec)[0], op)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def _known(self) -> dict[tuple[Op, int], tuple[tuple[str, tuple[float, ...]], ...]]:
+        return {}
+
+    def us(self, problem: Problem, machine: Machine) -> dict[str, float]:
+        """Each schedule's estimate, in us."""
+        times = terms(problem, machine)
+        return {text: sum(map(mul, weights, times)) for text, weights in self._rows(problem.op, problem.world_size)}
+
+    def _rows(self, op: Op, world_size: int) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        """(spec, weights) of schedules that the operator has."""
+        known = self._known.get((op, world_size))
+        if known is not None:
+            return known
+        found = []
+        for row in self.weights[_LIKE.get(op, op)]:
+            name, chunks = parse(row.spec)
+            if op in FAMILIES[name].builders:
+                found.append((spec(name, chunks or world_size), row.weights))
+        return self._known.setdefault((op, world_size), tuple(found))
 
 
 @functools.cache
-def rules(topology: Topology) -> Rules:
-    """The shipped rules for a kind of topology."""
-    return codec.read(Rules, _FOLDER / f"{_FILES[topology]}.json")
+def estimates(topology: Topology) -> Estimates:
+    """The shipped weights for a kind of topology."""
+    return codec.read(Estimates, _FOLDER / f"{_FILES[topology]}.json")
 
 
 def heuristic(problem: Problem, machine: Machine) -> str:
     """The schedule that static sizes speak for, as `schedule=` takes it. Sequential where there is nothing to overlap, for a
-    collective by itself, and where an operator without a tree of its own lacks what its like has.
+    collective by itself, between nodes, and where no overlap is estimated to be faster.
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
-    machine.require(problem.world_size)
+    machine.require_for(problem)
     if problem.op in COLLECTIVE_OPS:
         return "sequential"
     machine.tflops(problem.dtype)
-    if problem.world_size == 1 or not problem.m or not problem.n:
+    if problem.world_size == 1 or not problem.m or not problem.n or problem.nodes:
         return "sequential"
-    tree = rules(machine.links.topology).trees[_LIKE.get(problem.op, problem.op)]
-    name, chunks = parse(decide(tree, sizes(problem, machine)).spec)
-    return spec(name, chunks or problem.world_size) if problem.op in FAMILIES[name].builders else "sequential"
+    return choice(estimates(machine.links.topology).us(problem, machine))
 
 
-def decide(tree: Split | Leaf, found: Sizes) -> Leaf:
-    """Walk a tree."""
-    while isinstance(tree, Split):
-        tree = tree.then if FEATURES[tree.feature](found) >= tree.at_least else tree.otherwise
-    return tree
-
-
-def table(tree: Split | Leaf) -> str:
-    """A tree as text: a line for each leaf and threshold, in the order in which they are tried."""
-    return "\n".join(_lines(tree, ""))
-
-
-def _lines(tree: Split | Leaf, indent: str) -> list[str]:
-    if isinstance(tree, Leaf):
-        return [f"{indent}{tree.spec}  ({tree.problems} problems, {tree.loss:.1%} from the best)"]
-    condition = f"{indent}{tree.feature} >= {tree.at_least:g}"
-    return [condition, *_lines(tree.then, indent + "    "), f"{indent}else", *_lines(tree.otherwise, indent + "    ")]
+def choice(us: Mapping[str, float]) -> str:
+    """The spec with the least time, sequential unless another one takes less by MARGIN. us: by spec."""
+    best = min(us, key=us.__getitem__)
+    return best if us[best] < (1 - MARGIN) * us["sequential"] else "sequential"

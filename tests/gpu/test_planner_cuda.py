@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
 from collections.abc import Iterator
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from rank_work import check_gather, check_scatter
 
 import weft
+from weft import codec
 from weft.calibrate import common, gpu_probes
 from weft.calibrate.samples import Sample
+from weft.execute.choose import profile_for
 from weft.execute.groups import GroupState
 from weft.execute.ranks import Ranks
+from weft.machine import load
 from weft.schedule import Schedule
 
 GPUS = torch.cuda.device_count()
@@ -77,10 +81,42 @@ def test_a_kept_plan_needs_no_trial(pool: Ranks, tmp_path: Path) -> None:
     assert all(answer == ([(spec, True, us)], 1) for answer in second), "the same choice, one schedule bound"
 
 
+def _elsewhere(file: str) -> tuple[str, str, int]:
+    """A profile of another GPU is refused before anything runs, unless forced; without effort auto measures nothing."""
+    faulthandler.dump_traceback_later(ALARM_S, exit=True)
+    os.environ["WEFT_MACHINE"], os.environ["WEFT_EFFORT"] = file, "none"
+    device, message = torch.device("cuda", torch.cuda.current_device()), ""
+    try:
+        profile_for(device)
+    except ValueError as error:
+        message = str(error)
+    os.environ["WEFT_MACHINE_FORCE"] = "1"
+    try:
+        name = profile_for(device).name
+        for call in range(6):
+            check_gather(512, 1024, 512, torch.bfloat16, "auto", call)
+        measured = sum(len(choice.us) for choice in weft.choices())
+    finally:
+        for key in ("WEFT_MACHINE", "WEFT_MACHINE_FORCE", "WEFT_EFFORT"):
+            del os.environ[key]
+        weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return message, name, measured
+
+
+def test_a_profile_of_another_gpu_is_refused_unless_forced(pool: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(codec.dumps(dataclasses.replace(load("h200x8"), name="other", device="a GPU of another name")))
+    for message, name, measured in pool.run(_elsewhere, str(file), timeout_s=80):
+        assert "measured on a GPU of another name; this is " in message
+        assert (name, measured) == ("other", 0)
+
+
 def _probed() -> list[Sample]:
     faulthandler.dump_traceback_later(ALARM_S, exit=True)
     found = [*gpu_probes.launches("cuda"), *gpu_probes.flags("cuda"), *gpu_probes.hops("cuda")]
     found += [*gpu_probes.copies("cuda", "push"), *gpu_probes.several("cuda"), *gpu_probes.stores("cuda")]
+    found += gpu_probes.power("cuda")
     found += common.gemms("cuda", [(2048, 2048, 2048)], "bfloat16")
     for op in common.COLLECTIVES:
         found += common.collectives("cuda", op, (1 << 14, 1 << 20))
@@ -97,4 +133,5 @@ def test_probes_see_what_a_gpu_can_do(pool: Ranks) -> None:
     assert all(0.05 < time < 100_000 for time in us.values())
     assert us["copy push", (1 << 26, 1)] > us["copy push", (1 << 20, 1)] > us["copy push", (1 << 16, 1)] / 2
     assert us["launch", (16,)] < 50
+    assert us["power", (40,)] > 0.8 * us["power", (1,)]
     assert 2 * 2048**3 / us["gemm bfloat16", (2048, 2048, 2048)] / 1e6 > 10, "TFLOP/s"

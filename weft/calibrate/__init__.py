@@ -70,6 +70,7 @@ def probes(device: str) -> tuple[Probe, ...]:
     if on_gpu:
         found += [Probe(name=f"copies, {way}", work=own.copies, arguments=(way,)) for way in ("push", "pull")]
         found += [Probe(name="copies to all", work=own.several), Probe(name="stores", work=own.stores)]
+        found.append(Probe(name="matmuls in a row", work=own.power))
     else:
         found.append(Probe(name="copies", work=own.copies))
     return tuple(found)
@@ -92,7 +93,7 @@ def calibrate(*, device: str, ranks: int, name: str, progress: Progress) -> tupl
     where = torch.cuda.get_device_name(0) if device == "cuda" else f"CPU of {os.cpu_count()} cores"
     words = f"{ranks} x {where}, calibrated" if device == "cuda" else f"{ranks} processes on a {where}, calibrated"
     made = Profile(base(device, ranks), samples, world_size=ranks, when=f"{today}, weft {__version__}")
-    return made.machine(name, words), samples
+    return made.machine(name, words, device=torch.cuda.get_device_name(0) if device == "cuda" else "cpu"), samples
 
 
 def _run(device: str, ranks: int, todo: Sequence[Probe], progress: Progress) -> list[Sample]:

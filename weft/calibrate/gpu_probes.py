@@ -26,6 +26,9 @@ _MANY, _HOPS = 16, 16
 _STORE_BYTES = 1 << 24
 _BESIDE_BYTES = 1 << 25
 _BESIDE_GEMM = 4096
+_LONG = 40
+"""Matmuls of 4096 in a row: some 7 ms of an H200."""
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,19 @@ def several(device: str) -> list[Sample]:
         torch.cuda.synchronize(clock.device)
         for lane in lanes:
             give_back(lane)
+    if size > 2:
+        found.append(clock.sample("turns", (nbytes, _ROUNDS), _push_to_all(area, nbytes, [], rounds=_ROUNDS), repeat=2))
     return found
 
 
-def _push_to_all(area: Peers, nbytes: int, lanes: list[torch.cuda.Stream]) -> Callable[[], None]:
+def _push_to_all(area: Peers, nbytes: int, lanes: list[torch.cuda.Stream], *, rounds: int = 1) -> Callable[[], None]:
+    """To every peer in turn, a piece in each of `rounds`."""
     mine, size = dist.get_rank(), dist.get_world_size()
-    copy = Driver().copier(rows=1, row_bytes=nbytes, pitches=(nbytes, nbytes))
+    piece = nbytes // rounds
+    copy = Driver().copier(rows=1, row_bytes=piece, pitches=(piece, piece))
     # The slot that a rank writes at a peer is its own; what it reads nobody writes.
-    moves = [(area.addresses[(mine + i) % size] + mine * nbytes, area.addresses[mine] + mine * nbytes) for i in range(1, size)]
+    slots = [mine * nbytes + part * piece for part in range(rounds)]
+    moves = [(area.addresses[(mine + i) % size] + at, area.addresses[mine] + at) for at in slots for i in range(1, size)]
 
     def work() -> None:
         caller = torch.cuda.current_stream()
@@ -151,6 +159,15 @@ def _push_to_all(area: Peers, nbytes: int, lanes: list[torch.cuda.Stream]) -> Ca
             caller.wait_stream(lane)
 
     return work
+
+
+def power(device: str) -> list[Sample]:
+    """A matmul after a pause, and one of many in a row; key: how many, the time is of one."""
+    clock = Clock(device)
+    options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16}
+    a, b = (torch.randn(_BESIDE_GEMM, _BESIDE_GEMM, **options) for _ in range(2))
+    out = torch.empty_like(a)
+    return [clock.sample("power", (count,), lambda: torch.mm(a, b, out=out), repeat=count) for count in (1, _LONG)]
 
 
 def stores(device: str) -> list[Sample]:

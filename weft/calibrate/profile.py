@@ -57,8 +57,8 @@ class Profile:
         self._sources: dict[str, str] = {"world_size": f"measured {when}"}
         self._spreads: dict[str, float] = {}
 
-    def machine(self, name: str, words: str) -> Machine:
-        """`base` with what was measured in its place. Raises ValueError if a probe is missing."""
+    def machine(self, name: str, words: str, *, device: str = "") -> Machine:
+        """`base` with what was measured in its place. device: as a Machine has it. Raises ValueError if a probe is missing."""
         values: dict[str, Any] = {
             "name": name,
             "words": words,
@@ -69,8 +69,13 @@ class Profile:
             "links": self._links(),
             "launch_us": self._single("launch_us", "launch"),
             "flag_us": self._single("flag_us", "flag"),
+            "fork_us": self.base.fork_us,
             "collectives": {op: self._collective(op) for op in COLLECTIVES},
             "contention": self._contention(),
+            "network": self.base.network,
+            "wake_us": self._wake_us(),
+            "stages": self.base.stages,
+            "device": device,
         }
         paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
         sources = {path: self._sources.get(path) or f"{self.base.name}: {self.base.sources[path]}" for path in paths}
@@ -90,7 +95,17 @@ class Profile:
         (nbytes,) = copied[0].key
         self._say("gpu.hbm_gbps", f"a copy of {nbytes >> 20} MiB, read and write", copied)
         gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(2e-3 * nbytes / copied[0].median_us, 1))
-        return self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu)))
+        return self._with_power(self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu))))
+
+    def _with_power(self, gpu: Gpu) -> Gpu:
+        """What matmuls in a row reach of the rate of one after a pause, where the base says from when on."""
+        found = sorted((sample for sample in self.samples if sample.what == "power"), key=lambda sample: sample.key)
+        if len(found) < 2 or gpu.burst_us is None:
+            return gpu
+        one, many = found
+        more_us = (many.key[0] * many.median_us - one.median_us) / (many.key[0] - 1)
+        self._say("gpu.sustained", f"one matmul after a pause over one of {many.key[0]} in a row", found)
+        return dataclasses.replace(gpu, sustained=round(min(1.0, one.median_us / more_us), 4))
 
     def _tflops(self, gpu: Gpu) -> dict[str, float]:
         """The base's peak by dtype, but never less than was reached."""
@@ -135,7 +150,9 @@ class Profile:
         copy_us = round(max(_LEAST_US, statistics.median(many)), 3) if many else fitted.fixed_us
         self._say("copies.copy_us", "of several in a row, less their bytes" if many else "fitted to copies by size", pushes)
         self._say("copies.gbps", "fitted to copies by size, all ranks at once", pushes)
-        return self._with_several(CopyEngines(copy_us=copy_us, gbps=fitted.gbps, several_gbps=fitted.gbps, engines=1))
+        rates = {"copy_us": copy_us, "gbps": fitted.gbps, "several_gbps": fitted.gbps}
+        copies = dataclasses.replace(self.base.copies, **rates, engines=1)  # type: ignore[arg-type]
+        return self._with_several(copies)
 
     def _with_several(self, copies: CopyEngines) -> CopyEngines:
         found = [sample for sample in self.samples if sample.what == "several"]
@@ -143,12 +160,25 @@ class Profile:
             self._sources["copies.several_gbps"] = self._sources["copies.gbps"]
             self._sources["copies.engines"] = f"measured {self._when}: one stream was all there was to try"
             return copies
+        copies = self._with_turns(copies, found)
         one, more = sorted(found, key=lambda sample: sample.key[1])
         self._say("copies.several_gbps", f"to every peer, on {more.key[1]} streams", [more])
         self._say("copies.engines", "the faster of one stream and one for each peer", found)
         several_gbps = (self.world_size - 1) * more.key[0] / more.median_us / 1e3
         faster = more.median_us < 0.95 * one.median_us
         return dataclasses.replace(copies, several_gbps=round(several_gbps, 2), engines=more.key[1] if faster else 1)
+
+    def _with_turns(self, copies: CopyEngines, several: Sequence[Sample]) -> CopyEngines:
+        """By how much copies to all peers in turns take longer than whole ones, less the fixed cost of there being more."""
+        turns = [sample for sample in self.samples if sample.what == "turns"]
+        if not turns:
+            return copies
+        one, (nbytes, rounds) = min(several, key=lambda sample: sample.key[1]), turns[0].key
+        pushes = self.world_size - 1
+        whole_us = one.median_us - pushes * copies.copy_us
+        longer = (turns[0].median_us - pushes * rounds * copies.copy_us) / max(_LEAST_US, whole_us) - 1
+        self._say("copies.turning", f"to every peer, {nbytes >> 20} MiB in {rounds} rounds", turns)
+        return dataclasses.replace(copies, turning=round(max(0.001, longer / (1 - 1 / rounds)), 3))
 
     def _stores(self) -> Stores:
         found = sorted((s for s in self.samples if s.what == "stores"), key=lambda sample: sample.key[1])
@@ -167,13 +197,23 @@ class Profile:
         self._say("links.gbps", "the fastest copy, without its fixed cost", pushes)
         fitted = line((s.key[0], s.median_us) for s in pushes if s.key[1] == 1)
         flag_us = of(self.samples, "flag")[0].median_us
-        self._say("links.latency_us", "a round of signals between neighbours, less three flag operations", hops)
-        latency_us = round(max(_LEAST_US, hops[0].median_us - 3 * flag_us), 3)
+        latency_us = self.base.links.latency_us
+        if self.base.wake_us is None:
+            self._say("links.latency_us", "a round of signals between neighbours, less three flag operations", hops)
+            latency_us = round(max(_LEAST_US, hops[0].median_us - 3 * flag_us), 3)
         host_gbps = self.base.links.host_gbps
         if host_gbps is not None:
             self._say("links.host_gbps", "all ranks' copies at once", pushes)
             host_gbps = round(fitted.gbps * self.world_size, 2)
         return dataclasses.replace(self.base.links, gbps=fitted.gbps, latency_us=latency_us, host_gbps=host_gbps)
+
+    def _wake_us(self) -> float | None:
+        """Of devices whose streams sleep while they wait: what a round of signals takes beyond its operations and the way."""
+        if self.base.wake_us is None:
+            return None
+        hops, flag_us = of(self.samples, "hop"), of(self.samples, "flag")[0].median_us
+        self._say("wake_us", "a round of signals between neighbours, less three flag operations and the links' latency", hops)
+        return round(max(_LEAST_US, hops[0].median_us - 3 * flag_us - self.base.links.latency_us), 3)
 
     def _collective(self, op: str) -> Table:
         """Times never fall with size: noise is ironed out upwards."""

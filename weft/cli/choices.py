@@ -12,15 +12,18 @@ CPU_RANKS = 4
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choose_sites(name: str, op: str | None) -> tuple[Model, tuple[Site, ...]]:
-    """The model, and its sites: only those of `op`, if it is given."""
+def choose_sites(name: str, op: str | None, site: str | None = None) -> tuple[Model, tuple[Site, ...]]:
+    """The model, and its sites: only those of `op`, and the one of that name, if it is given."""
     only = None if op is None else choose_op(op)
     model = load_model(name)
     everything = decode_sites(model) if only == "matmul_all_reduce" else sites(model)
     found = tuple(s for s in everything if only in (None, s.op))
     if only is not None and not found:
         raise ValueError(f"op is {op!r}; model {model.name} has no site of it, use another or none")
-    return model, found
+    named = tuple(one for one in found if site in (None, one.name))
+    if not named:
+        raise ValueError(f"site is {site!r}; model {model.name} has {', '.join(one.name for one in found)}")
+    return model, named
 
 
 def choose_dtype(dtype: str) -> DType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,13 +29,24 @@ def command(
     op: options.OP = None,
     schedule: options.SCHEDULE = "auto",
     dtype: options.DTYPE = "bfloat16",
+    site: Annotated[str | None, typer.Option(metavar="NAME", help="Only this site, as the tables name it.")] = None,
     why: Annotated[bool, typer.Option("--why", help="Take each choice apart: its time, and what would change it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plans as JSON, candidates and spans included.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the schedule of the one site, for weft simulate FILE.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the predictions as a trace for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Choose a schedule for each distributed site of a model, without running anything."""
     from weft.machine import load
 
-    sizes, sites = choices.choose_sites(model, op)
+    sizes, sites = choices.choose_sites(model, op, site)
+    if save is not None and len(sites) != 1:
+        raise ValueError(f"--save takes one schedule; name its site by --site, of {', '.join(one.name for one in sites)}")
+    output.require_file(save, "--save")
+    output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, sites)
     kind = choices.choose_dtype(dtype)
     target = load(machine)
@@ -45,10 +57,31 @@ def command(
     if as_json:
         data = _as_data(sizes, target, plans) | (_reasons(target, plans) if why else {})
         print(json.dumps(data, indent=2, allow_nan=False))
+        _write(target, plans, save, trace, silent=True)
         return
     _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans)
     if why:
         _explain(target, plans)
+    _write(target, plans, save, trace, silent=False)
+
+
+def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None, trace: Path | None, *, silent: bool) -> None:
+    """The chosen schedule of the only site, and the predicted spans of all."""
+    written = []
+    if save is not None:
+        from weft.schedules import build
+
+        ((_, plan),) = plans
+        schedule = build(plan.problem, plan.chosen.schedule, plan.chosen.chunks, fan_out=machine.fans_out)
+        save.write_text(codec.dumps(schedule) + "\n", encoding="utf-8")
+        written.append(save)
+    if trace is not None:
+        from weft.report.trace import write_calls
+
+        calls = {f"{site} {plan.chosen.spec} predicted": plan.spans for site, plan in plans}
+        written.append(write_calls(calls, trace, about=f"predicted on {machine.name}"))
+    for path in written if not silent else ():
+        print(f"wrote {path}")
 
 
 def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:

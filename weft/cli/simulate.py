@@ -1,137 +1,207 @@
-"""weft simulate: a published evaluation, simulated, with its figures beside ours."""
+"""weft simulate: a published evaluation, simulated, with its figures beside ours; or one schedule on one machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from weft.cli import output
-from weft.cli.progress import Progress, progress_bar
+from weft.cli import options, output
+from weft.cli.progress import progress_bar
+from weft.cli.simulate_schedule import Outputs, simulate_schedule
+from weft.span import Span
 
-S = TypeVar("S")
-D = TypeVar("D")
-R = TypeVar("R")
+STUDIES = ("t3", "ficco", "dlrm")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study(Generic[S, D, R]):
-    """What a study is made of: its system S with one number changed, all its results D, the rows R of its sensitivity; what is
-    printed, recorded and written of them."""
+class Done:
+    """A study that was simulated: as data, on the console, as a page in a folder whose path it returns, as spans by call."""
 
-    load: Callable[[], S]
-    changed: Callable[[S, str, str], S]
-    run: Callable[[S, Progress], D]
-    sensitivity: Callable[[S, Progress], Iterable[R]]
-    shown: Callable[[D, Sequence[R]], Iterator[str | list[tuple[str, ...]]]]
-    record: Callable[[D, Sequence[R]], dict[str, Any]]
-    write: Callable[[D, Sequence[R], Path], Path]
+    record: Callable[[], dict[str, Any]]
+    show: Callable[[], None]
+    write: Callable[[Path], Path]
+    calls: Callable[[], dict[str, tuple[Span, ...]]] | None = None
 
 
 def command(
     study: Annotated[
         str,
-        typer.Argument(metavar="STUDY", help="t3: track and trigger (arXiv 2401.16677); dlrm: DLRM at scale (2305.06942)."),
+        typer.Argument(
+            metavar="STUDY|FILE",
+            help="t3: track and trigger (arXiv 2401.16677). ficco: overlap finer than the shard (arXiv 2512.10236). "
+            "dlrm: DLRM at scale (arXiv 2305.06942). "
+            "A JSON file: a schedule, as weft plan --save has it.",
+        ),
     ],
-    settings: Annotated[
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a schedule: a name from weft machines, or a JSON file. Default: h200x8."),
+    ] = None,
+    changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a number of the system, such as hbm.gbps=2000, nodes=128. Repeatable."
+            "--set", metavar="KEY=VALUE", help="Change a number of the system or machine, such as hbm.gbps=2000. Repeatable."
         ),
     ] = None,
+    scenarios: Annotated[
+        list[str] | None,
+        typer.Option("--scenario", metavar="NAME", help="ficco: of its GEMMs this one, such as g5. Repeatable. Default: all."),
+    ] = None,
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: half a minute.")
+        bool, typer.Option("--sensitivity", help="Also take each assumed number a quarter lower and higher: a minute or two.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all results as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML report, DIR/index.html.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
+    chakra: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of a schedule: write Chakra traces, and ASTRA-sim's other files.")
+    ] = None,
 ) -> None:
-    """Simulate a published system on hardware that does not exist, and compare with what was published."""
+    """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
+    schedule on one machine."""
+    outputs = Outputs(as_json=as_json, report=report, trace=trace, chakra=chakra)
+    if study not in STUDIES and (study.endswith(".json") or Path(study).is_file()):
+        if sensitivity or scenarios:
+            raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
+        simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)
+        return
     if study not in STUDIES:
-        raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}")
-    _simulate(STUDIES[study](), settings or [], sensitivity, as_json, report)
-
-
-def _simulate(study: Study[S, D, R], settings: Sequence[str], sensitivity: bool, as_json: bool, report: Path | None) -> None:
-    system = _system(study, settings)
-    output.require_folder(report, "--report")
-    with progress_bar() as progress:
-        done = study.run(system, progress)
-        rows = tuple(study.sensitivity(system, progress)) if sensitivity else ()
+        raise ValueError(f"study is {study!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
+    for name, value in (("--machine", machine), ("--chakra", chakra)):
+        if value is not None:
+            raise ValueError(f"{name} is for a schedule in a JSON file, not for {study}")
+    if trace is not None and study == "dlrm":
+        raise ValueError("--trace is for t3, ficco and schedules; dlrm's timelines are in its --report")
+    outputs.require()
+    simulate = {"t3": _t3, "ficco": _ficco, "dlrm": _dlrm}[study]
+    done = simulate(changes or [], scenarios or [], sensitivity)
     if as_json:
-        print(json.dumps(study.record(done, rows), indent=2, allow_nan=False))
+        print(json.dumps(done.record(), indent=2, allow_nan=False))
     else:
-        _show(study.shown(done, rows))
+        done.show()
     if report is not None:
-        path = study.write(done, rows, report)
+        path = done.write(report)
         if not as_json:
             print(f"wrote {path}")
+    if trace is not None and done.calls is not None:
+        from weft.report.trace import write_calls
+
+        write_calls(done.calls(), trace, about=study)
+        if not as_json:
+            print(f"wrote {trace}")
 
 
-def _system(study: Study[S, D, R], settings: Sequence[str]) -> S:
-    system = study.load()
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set {setting}: it must be KEY=VALUE, such as hbm.gbps=2000")
-        system = study.changed(system, key.strip(), value)
-    return system
+def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
+    from weft.report.t3 import write_t3_report
+    from weft.sim.profile import changed
+    from weft.sim.t3 import sensitivity as sensitivities
+    from weft.sim.t3 import study, tables
+    from weft.sim.t3.record import calls, record
+    from weft.sim.t3.system import load
+
+    _all("t3", scenarios, "sub-layers")
+    system = load()
+    for given in changes:
+        system = changed(system, *settings.parse(given, "hbm.gbps=2000"))
+    with progress_bar() as progress:
+        done = study.run(system, progress)
+        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    return Done(
+        record=lambda: record(done, rows),
+        show=lambda: _show(tables.shown(done, rows)),
+        write=lambda folder: write_t3_report(done, rows, folder),
+        calls=lambda: calls(done),
+    )
+
+
+def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
+    from weft.report.dlrm import write_dlrm_report
+    from weft.sim.dlrm import sensitivity as sensitivities
+    from weft.sim.dlrm import study, tables
+    from weft.sim.dlrm.record import record
+    from weft.sim.dlrm.system import load
+    from weft.sim.profile import changed
+
+    _all("dlrm", scenarios, "fabrics")
+    system = load()
+    for given in changes:
+        system = changed(system, *settings.parse(given, "nodes=128"))
+    with progress_bar() as progress:
+        done = study.run(system, progress)
+        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    return Done(
+        record=lambda: record(done, rows),
+        show=lambda: _show(tables.shown(done, rows)),
+        write=lambda folder: write_dlrm_report(done, rows, folder),
+    )
+
+
+def _all(study: str, scenarios: Sequence[str], what: str) -> None:
+    """Raises ValueError if a part of a study was asked for that is simulated whole."""
+    if scenarios:
+        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, {study} simulates all of its {what}")
+
+
+def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
+    from weft import settings
+    from weft.models.gemms import FICCO_GEMMS, ficco_gemm
+    from weft.report.ficco import write_ficco_report
+    from weft.sim.ficco import sensitivity as sensitivities
+    from weft.sim.ficco import study, tables
+    from weft.sim.ficco.paper import figures
+    from weft.sim.ficco.record import record
+
+    machine = study.load()
+    for given in changes:
+        machine = study.changed(machine, *settings.parse(given, "links.gbps=64"))
+    cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
+    with progress_bar() as progress:
+        done = study.run(machine, cases, progress=progress)
+        rows = tuple(sensitivities.sensitivity(machine, progress)) if sensitivity else ()
+
+    def show() -> None:
+        output.console().print(str(machine))
+        _print(tables.scenarios_table(done.mesh))
+        for made in (tables.topologies_table, tables.correlations_table, tables.choosers_table):
+            _print(made(done))
+        _print(tables.figures_table(done))
+        _verdict([figure.ok for figure in figures(done)])
+        if rows:
+            _print(tables.sensitivity_table(rows))
+
+    return Done(
+        record=lambda: record(done, rows),
+        show=show,
+        write=lambda folder: write_ficco_report(done, rows, folder),
+        calls=lambda: study.calls(done),
+    )
+
+
+def _verdict(good: Sequence[bool]) -> None:
+    output.console().print(f"{sum(good)} of {len(good)} figures are within their tolerance.")
 
 
 def _show(parts: Iterable[str | list[tuple[str, ...]]]) -> None:
-    """Lines, and tables whose first row has the heads, each with a line before it."""
-    out = output.console()
+    """Lines, and tables."""
     for part in parts:
         if isinstance(part, str):
-            out.print(part)
-            continue
-        listed = output.table(*part[0])
-        for row in part[1:]:
-            listed.add_row(*row)
-        out.print()
-        out.print(listed)
+            output.console().print(part)
+        else:
+            _print(part)
 
 
-# Studies are loaded when asked for: each has its own packages to import.
-
-
-def _t3() -> Study[Any, Any, Any]:
-    from weft.report.t3 import write_t3_report
-    from weft.sim.profile import changed
-    from weft.sim.t3 import study, system, tables
-    from weft.sim.t3.record import record
-    from weft.sim.t3.sensitivity import sensitivity
-
-    return Study(
-        load=system.load,
-        changed=changed,
-        run=study.run,
-        sensitivity=sensitivity,
-        shown=tables.shown,
-        record=record,
-        write=write_t3_report,
-    )
-
-
-def _dlrm() -> Study[Any, Any, Any]:
-    from weft.report.dlrm import write_dlrm_report
-    from weft.sim.dlrm import study, system, tables
-    from weft.sim.dlrm.record import record
-    from weft.sim.dlrm.sensitivity import sensitivity
-    from weft.sim.profile import changed
-
-    return Study(
-        load=system.load,
-        changed=changed,
-        run=study.run,
-        sensitivity=sensitivity,
-        shown=tables.shown,
-        record=record,
-        write=write_dlrm_report,
-    )
-
-
-STUDIES: dict[str, Callable[[], Study[Any, Any, Any]]] = {"t3": _t3, "dlrm": _dlrm}
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    """A table whose first row has the heads, with a line before it."""
+    listed = output.table(*rows[0])
+    for row in rows[1:]:
+        listed.add_row(*row)
+    out = output.console()
+    out.print()
+    out.print(listed)

@@ -17,6 +17,7 @@ from weft.problem import CollectiveProblem, LookupProblem
 from weft.schedule import Collective, Flag, Lookup, Reduce, Schedule, Wait, advances, regions
 from weft.span import Span
 from weft.team import Team
+from weft.together import runs
 
 if TYPE_CHECKING:
     from weft.execute.exchange import FusedExchange
@@ -126,7 +127,7 @@ class BoundProgram(ABC):
     def _add_kernels(self) -> None:
         # Where no kernel runs, nothing needs Triton: it is imported here.
         from weft.execute.fused import fused_step, growth
-        from weft.execute.pushes import FusedPush, push_growth, runs
+        from weft.execute.pushes import FusedPush, push_growth
 
         device, itemsize = self._space.device, self.dtype.itemsize
         self._growth = growth(self.schedule, device) | push_growth(self.schedule, itemsize, device)

@@ -2,13 +2,18 @@
 
 "auto" stands for the fastest of `contenders`, measured (weft.execute.trial), where calls can be timed, and for `predicted`
 elsewhere; "planned" for `predicted` everywhere; "heuristic" for what sizes alone speak for (weft.rules). Pure functions of
-agreed values, so that ranks choose alike.
+agreed values, so that ranks choose alike; and of the environment, which is to be the same on all ranks:
+
+    WEFT_EFFORT          none: auto is planned. quick (default): it measures a shortlist. full: every candidate of the planner
+    WEFT_MACHINE         a profile to predict with, by name or file, in place of the shipped one that is nearest to the device
+    WEFT_MACHINE_FORCE   1: even if that profile was measured on another device
 """
 
 from __future__ import annotations
 
+import os
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -23,6 +28,17 @@ if TYPE_CHECKING:
 
 CHOSEN_HERE = ("auto", "planned", "heuristic")
 """What `schedule=` takes beside what names a schedule."""
+Effort = Literal["none", "quick", "full"]
+FULL_AT_MOST = 48
+"""Candidates that a full trial measures."""
+
+
+def effort() -> Effort:
+    """How much "auto" measures. Raises ValueError for an unknown word."""
+    word = os.environ.get("WEFT_EFFORT", "quick")
+    if word not in get_args(Effort):
+        raise ValueError(f"WEFT_EFFORT is {word!r}; use none, quick or full")
+    return word  # type: ignore[return-value]
 
 
 def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
@@ -50,16 +66,19 @@ def predicted(problem: Problem, device: torch.device) -> str:
 
 
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """The specs worth measuring: the planner's shortlist, sequential first, and what sizes alone speak for, in the place of the
-    last one if there are too many. Sequential alone, with a warning, where no profile has so many GPUs."""
+    """The specs worth measuring, sequential first: the planner's shortlist and what sizes alone speak for, or at full effort
+    every candidate. Sequential alone, with a warning, where no profile has so many GPUs."""
     from weft.planner import shortlist
-    from weft.planner.shortlist import AT_MOST
+    from weft.planner.shortlist import joined
 
     found = _plan(problem, device)
     if found is None:
         return ("sequential",)
-    listed, named = shortlist(found), by_sizes(problem, device)
-    return listed if named in listed else (*listed[: AT_MOST - 1], named)
+    named = by_sizes(problem, device)
+    if effort() == "full":
+        specs = ["sequential", *(candidate.spec for candidate in found.candidates)]
+        return joined(tuple(dict.fromkeys(specs))[:FULL_AT_MOST], named, FULL_AT_MOST)
+    return joined(shortlist(found), named)
 
 
 def _plan(problem: Problem, device: torch.device) -> Plan | None:
@@ -71,13 +90,29 @@ def _plan(problem: Problem, device: torch.device) -> Plan | None:
 
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
-    profile = machine.load(machine_for(device))
+    profile = profile_for(device)
     try:
         profile.require_for(problem)
     except ValueError as error:
         warnings.warn(f"no machine profile has {problem.world_size} GPUs ({error}): sequential", stacklevel=3)
         return None
     return profile
+
+
+def profile_for(device: torch.device) -> Machine:
+    """The profile to predict with: WEFT_MACHINE, else the shipped one that is nearest to the device.
+
+    Raises ValueError if WEFT_MACHINE cannot be read, or was measured on another device and is not forced.
+    """
+    named = os.environ.get("WEFT_MACHINE")
+    if not named:
+        return machine.load(machine_for(device))
+    found = machine.load(named)
+    here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if found.device not in ("", here) and os.environ.get("WEFT_MACHINE_FORCE") != "1":
+        cure = "calibrate this one (weft calibrate), or set WEFT_MACHINE_FORCE=1"
+        raise ValueError(f"WEFT_MACHINE is {named}, measured on {found.device}; this is {here}: {cure}")
+    return found
 
 
 def machine_for(device: torch.device) -> str:

@@ -25,7 +25,7 @@ from weft.checker import check
 from weft.controls.streams import comm_stream, give_back
 from weft.execute.bound import BoundProgram
 from weft.execute.calls import Call
-from weft.execute.choose import choose, contenders, predicted
+from weft.execute.choose import choose, contenders, effort, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
@@ -185,7 +185,7 @@ class GroupState:
         """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
         problem, spec, device = key
         # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-        timer = timer_for(device) if spec == "auto" and call.tried else None
+        timer = timer_for(device) if spec == "auto" and call.tried and effort() != "none" else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         trials: tuple[Trial, ...] = ()

@@ -18,6 +18,7 @@ import torch
 from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
+from weft.execute.choose import effort
 from weft.execute.trial import Choice, Trial
 from weft.execute.versions import machine_of, versions
 from weft.problem import Problem
@@ -65,7 +66,7 @@ class KeptPlans:
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)
-        return Key(machine=machine, versions=known, problem=problem, space=space())
+        return Key(machine=machine, versions=known, problem=problem, space=space(effort()))
 
 
 class Unproved:

@@ -1,51 +1,18 @@
 """Runs of copies as kernels: what a lane that runs on SMs sends, by stores.
 
-Such a lane is one of communication blocks ("blocks"), or the compute lane. Its steps that follow each other as Copy, Signal,
-Copy, Signal ..., each signal to the copy's receiver, are one kernel (weft.kernels.push), whose copies each add to the flag
-of their Signal, tile by tile. Other steps end a run. Which steps run so depends on the schedule alone, since a flag that a
-kernel counts grows by tiles, and its waiter must know.
+Which steps run so, weft.together says. Such a run is one kernel (weft.kernels.push), whose copies each add to the flag of their
+Signal, tile by tile.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from weft.execute.bindings import Bindings, Where
 from weft.execute.fused import FlagWords
 from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
-from weft.schedule import Copy, Flag, Lane, Region, Schedule, Signal
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Steps [first, last) of a lane, as copies with the flags that they raise."""
-
-    first: int
-    last: int
-    copies: tuple[tuple[Copy, Flag], ...]
-
-
-def runs(lane: Lane) -> Iterator[Run]:
-    """The runs of a lane, in order; none in copy lanes, which are copy engines', nor of steps that are another kernel's."""
-    position, fused = 0, dict(lane.fused)
-    while lane.kind != "copy" and position < len(lane.steps):
-        if position in fused:
-            position = fused[position]
-            continue
-        copies, first = [], position
-        pairs = zip(lane.steps[position::2], lane.steps[position + 1 :: 2], strict=False)
-        for copy, signal in pairs:
-            # A signal to anyone but the receiver may stand for more than this copy.
-            if not (isinstance(copy, Copy) and isinstance(signal, Signal) and signal.flag.rank == copy.dst.rank):
-                break
-            copies.append((copy, signal.flag))
-        position += 2 * len(copies)
-        if copies:
-            yield Run(first, position, tuple(copies))
-        position += not copies
+from weft.schedule import Flag, Region, Schedule
+from weft.together import Run, runs
 
 
 def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict[Flag, int]:

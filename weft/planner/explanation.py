@@ -171,10 +171,12 @@ def _faster_links(machine: Machine, factor: float) -> Machine:
     """All that moves bytes between ranks, but the vendor's tables, which are measured: their times shrink with the rate."""
 
     def faster(model: Table | AlphaBeta) -> Table | AlphaBeta:
-        if isinstance(model, AlphaBeta):
-            return dataclasses.replace(model, gbps=model.gbps * factor)
+        return faster_table(model) if isinstance(model, Table) else dataclasses.replace(model, gbps=model.gbps * factor)
+
+    def faster_table(model: Table) -> Table:
         fixed = model.points[0][1]
-        return dataclasses.replace(model, points=tuple((size, fixed + (us - fixed) / factor) for size, us in model.points))
+        points = tuple((size, fixed + (us - fixed) / factor) for size, us in model.points)
+        return Table(world_size=model.world_size, points=points, also=tuple(faster_table(table) for table in model.also))
 
     copies, links = machine.copies, machine.links
     host = links.host_gbps and links.host_gbps * factor

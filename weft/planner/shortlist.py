@@ -32,6 +32,11 @@ def shortlist(found: Plan) -> tuple[str, ...]:
     return ("sequential", *(rival.spec for rival in rivals[: AT_MOST - 1]))
 
 
+def joined(listed: Sequence[str], named: str, at_most: int = AT_MOST) -> tuple[str, ...]:
+    """A list with the heuristic's choice, in the place of the last one if there are too many."""
+    return tuple(listed) if named in listed else (*listed[: at_most - 1], named)
+
+
 def _simplest(family: Sequence[Candidate]) -> Candidate:
     """family: best first."""
     near = (candidate for candidate in family if candidate.predicted_us <= NEARLY * family[0].predicted_us)

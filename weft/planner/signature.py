@@ -13,7 +13,7 @@ flags and collectives, or tiles and memory. So waits and orders stay as they are
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,11 +106,22 @@ def _over(beside_us: float, alone_us: float) -> float | None:
     return beside_us / alone_us if alone_us > FREE_US else None
 
 
+def apart(machine: Machine) -> Machine:
+    """`machine`, whose kernels and copies do not slow each other."""
+    sources, spreads = (
+        {path: value for path, value in known.items() if not path.startswith("contention.")}
+        for known in (machine.sources, machine.spreads)
+    )
+    return dataclasses.replace(machine, contention={}, sources=sources, spreads=spreads)  # type: ignore[arg-type]
+
+
 def without_communication(machine: Machine) -> Machine:
     """`machine`, whose copies, stores, links, flags and collectives cost nothing."""
+    machine = apart(machine)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
     # Numbers of a model have other paths than a table's, and every number needs a source.
-    sources = {path: source for path, source in machine.sources.items() if not path.startswith("collectives.")}
+    gone = ("collectives.", "fork_us")
+    sources = {path: source for path, source in machine.sources.items() if not path.startswith(gone)}
     spreads = {path: spread for path, spread in machine.spreads.items() if path in sources}
     for op in machine.collectives:
         sources |= dict.fromkeys((f"collectives.{op}.{name}" for name in ("fixed_us", "step_us", "gbps")), "assumed, nothing")
@@ -120,6 +131,8 @@ def without_communication(machine: Machine) -> Machine:
         stores=dataclasses.replace(machine.stores, gbps=tuple((sms, FREE_GBPS) for sms, _ in machine.stores.gbps), stall=0.0),
         links=dataclasses.replace(machine.links, gbps=FREE_GBPS, latency_us=FREE_US, host_gbps=host_gbps),
         flag_us=FREE_US,
+        wake_us=machine.wake_us and FREE_US,
+        fork_us=None,
         collectives=dict.fromkeys(machine.collectives, AlphaBeta(fixed_us=FREE_US, step_us=FREE_US, gbps=FREE_GBPS)),
         sources=sources,
         spreads=spreads,
@@ -128,6 +141,7 @@ def without_communication(machine: Machine) -> Machine:
 
 def without_computation(machine: Machine) -> Machine:
     """`machine`, whose tiles and memory cost nothing. Launches stay: a collective pays one, too."""
+    machine = apart(machine)
     gpu = machine.gpu
     tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
     fast = dataclasses.replace(
@@ -136,9 +150,12 @@ def without_computation(machine: Machine) -> Machine:
     return dataclasses.replace(machine, gpu=fast)
 
 
-def correlations(signatures: Sequence[Signature], machine: Machine) -> dict[Feature, float]:
-    """Spearman's rank correlation of the loss with each static size; 0 of fewer than three different values."""
-    losses = [found.loss for found in signatures]
+def correlations(
+    signatures: Sequence[Signature], machine: Machine, of: Callable[[Signature], float] = lambda found: found.loss
+) -> dict[Feature, float]:
+    """Spearman's rank correlation of a loss (default: the whole one) with each static size; 0 of fewer than three different
+    values."""
+    losses = [of(found) for found in signatures]
     known = [sizes(found.problem, machine) for found in signatures]
     return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in STATIC}
 

@@ -1,13 +1,15 @@
-"""A run's spans as a trace in the Trace Event Format, which Perfetto and chrome://tracing load.
+"""Spans as a trace in the Trace Event Format, which Perfetto and chrome://tracing load.
 
-A process is one rank of one site, a thread is a lane, a complete event ("X", microseconds) is a span. Measured ranks come
-first, from process 0; predicted ranks from PREDICTED_PID, or from the next thousand that is free. Nothing else differs.
+A process is one rank of one call, a thread is a lane, a complete event ("X", microseconds) is a span. Of a run, measured
+ranks come first, from process 0; predicted ranks from PREDICTED_PID, or from the next thousand that is free. Nothing else
+differs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,24 @@ def write_trace(run: Run, path: Path) -> Path:
 
     Raises ValueError if the file cannot be written.
     """
-    data = {"displayTimeUnit": "ns", "otherData": {"run": str(run), **run.versions}, "traceEvents": list(_events(run))}
+    return _write(_events(run), {"run": str(run), **run.versions}, path)
+
+
+def write_calls(calls: Mapping[str, Sequence[Span]], path: Path, *, about: str) -> Path:
+    """Write the spans of several calls, by title, to `path`, as JSON; returns `path`. A call's ranks follow those of the call
+    before. about: what they are of, in words.
+
+    Raises ValueError if the file cannot be written.
+    """
+    firsts = itertools.accumulate((_ranks(spans) for spans in calls.values()), initial=0)
+    events = (
+        event for first, (title, spans) in zip(firsts, calls.items(), strict=False) for event in _group(title, spans, first)
+    )
+    return _write(events, {"about": about}, path)
+
+
+def _write(events: Iterable[Event], about: Mapping[str, str], path: Path) -> Path:
+    data = {"displayTimeUnit": "ns", "otherData": dict(about), "traceEvents": list(events)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, separators=(",", ":"), allow_nan=False), encoding="utf-8")

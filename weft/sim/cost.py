@@ -11,9 +11,10 @@ so does a last wave that does not fill the GPU: these two are the decomposition 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,17 +36,38 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
-GATHER_SHARE = 0.77
-"""Of the memory's rate that gathering rows reaches: 3.3 of 4.3 TB/s, assumed until measured."""
+SPLITS = (1, 2, 4)
+"""Into how many parts vendors' GEMMs may cut K, each with partial sums in float32 that are written and read."""
+LEAST_CUT = 8192
+"""No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
+GATHER_SHARE = 1.04
+"""Gathering rows, over the memory's rate of a copy: 4.4 to 4.8 of 4.3 TB/s in benchmarks/results/embedding.jsonl, median."""
+BURST_BYTES = 64
+"""What memory is read by: a row that does not start at a multiple of it takes its neighbours' bytes along."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmCost:
-    """One kernel: tiles of each group of rows, what a tile takes, on how many SMs."""
+    """One kernel: tiles of each group of rows, on how many SMs, and what a tile takes: math_us on its SM, or memory_us for its
+    part of the traffic, if that is longer."""
 
     tiles: tuple[int, ...]
-    tile_us: float
     sms: int
+    math_us: float
+    memory_us: float
+
+    @property
+    def tile_us(self) -> float:
+        return max(self.math_us, self.memory_us)
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of a tile's time, what its SM takes and what its traffic takes: the longer one is 1."""
+        return self.math_us / self.tile_us, self.memory_us / self.tile_us
+
+    def slower(self, factor: float) -> GemmCost:
+        """With tiles that take `factor` times as long."""
+        return replace(self, math_us=self.math_us * factor, memory_us=self.memory_us * factor)
 
     @property
     def busy_us(self) -> float:
@@ -75,17 +97,17 @@ def gemm_cost(
     total = sum(rows)
     traffic = itemsize * (total * k + k * n) + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
-    speed = machine.gpu.flag_efficiency if flags else 1.0
-    best: GemmCost | None = None
-    for tile in machine.gpu.tiles:
-        counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) for r in rows)
+    gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
+    tiles = (gpu.kernel_tiles if flags else ()) or gpu.tiles
+    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not flags)]
+    costs = []
+    for tile, cuts in itertools.product(tiles, splits):
+        counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
         waves = max(1, -(-sum(counts) // sms))
-        tile_us = max(_tile_us(machine, tile, k, dtype, speed, extra), hbm_us(machine, traffic) / waves)
-        cost = GemmCost(counts, tile_us, sms)
-        if best is None or cost.busy_us < best.busy_us:
-            best = cost
-    assert best is not None
-    return best
+        moved = traffic + (8 * cuts * total * n if cuts > 1 else 0)
+        math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
+        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves))
+    return min(costs, key=lambda cost: cost.busy_us)
 
 
 def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, extra_itemsize: int) -> float:
@@ -108,7 +130,7 @@ def gemm_us(machine: Machine, m: int, n: int, k: int, dtype: str) -> float:
     """
     if not m or not n:
         return 0.0
-    return machine.launch_us + gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype).busy_us
+    return machine.launch_us + machine.gpu.paced_us(gemm_cost(machine, rows=(m,), n=n, k=k, dtype=dtype).busy_us)
 
 
 def local_copy_us(machine: Machine, size: int) -> float:
@@ -138,6 +160,7 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
     ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
     all_to_all, of rows or of columns: where the machine has no figures for it, those of all_gather, in which as many bytes
     cross each port.
+    What a Table has of that number of ranks goes before. An all_to_all of columns then lays what came side by side.
     An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
     nodes: ranks on each, where there are several: see `across_us`. Raises ValueError if the machine has fewer GPUs.
     """
@@ -148,7 +171,10 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
         return 0.0
     if op == "all_reduce" and op not in machine.collectives:
         return sum(collective_us(machine, half, shard_bytes, world_size) for half in ("reduce_scatter", "all_gather"))
-    known = op.removesuffix("_columns")
+    if op == "all_to_all_columns":
+        laid_us = local_copy_us(machine, round(world_size * shard_bytes))
+        return laid_us + collective_us(machine, "all_to_all", shard_bytes, world_size)
+    known = op
     known = "all_gather" if known == "all_to_all" and known not in machine.collectives else known
     model = machine.collectives[known]  # type: ignore[index]
     if isinstance(model, AlphaBeta):
@@ -156,8 +182,19 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
         return fixed + (machine.world_size - 1) * shard_bytes / (model.gbps * 1e3) * _share(
             machine, world_size, machine.world_size
         )
-    fixed = min(us for _, us in model.points)
-    return fixed + (_interpolate(model, shard_bytes) - fixed) * _share(machine, world_size, model.world_size)
+    return _from_table(machine, model, shard_bytes, world_size)
+
+
+def _from_table(machine: Machine, table: Table, shard_bytes: float, world_size: int) -> float:
+    """Scaled to so many ranks, and corrected by what was measured on them: by the ratio at the sizes around."""
+    fixed = min(us for _, us in table.points)
+    scaled = fixed + (_interpolate(table, shard_bytes) - fixed) * _share(machine, world_size, table.world_size)
+    known = next((other for other in table.also if other.world_size == world_size), None)
+    if known is None:
+        return scaled
+    bare = replace(table, also=())
+    ratios = [math.log(us / _from_table(machine, bare, size, world_size)) for size, us in known.points]
+    return scaled * math.exp(np.interp(math.log(shard_bytes), [math.log(size) for size, _ in known.points], ratios))
 
 
 def _share(machine: Machine, world_size: int, measured: int) -> float:
@@ -173,9 +210,16 @@ def _interpolate(table: Table, shard_bytes: float) -> float:
     return float(math.exp(np.interp(math.log(shard_bytes), np.log(sizes), np.log(times))))
 
 
-def gather_us(machine: Machine, problem: Problem, elements: int, written_bytes: int) -> float:
-    """Gather and pool so many elements, of K rows each, launch not included; writing them takes its share of the memory."""
-    return hbm_us(machine, elements * problem.k * problem.itemsize / GATHER_SHARE + written_bytes)
+def gathered_bytes(problem: Problem, elements: int) -> float:
+    """What gathering so many pooled elements, of K rows each, takes of the memory: in bytes of a copy."""
+    return elements * problem.k * problem.itemsize * _burst_share(problem) / GATHER_SHARE
+
+
+def _burst_share(problem: Problem) -> float:
+    """Bytes that memory delivers for a row of a table, over the row's, on average."""
+    dims = [dim for rank in problem.dims for dim in rank] if isinstance(problem, LookupProblem) else []
+    rows = [dim * problem.itemsize for dim in dims]
+    return sum(row + BURST_BYTES - math.gcd(row, BURST_BYTES) for row in rows) / (sum(rows) or 1) if rows else 1.0
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
@@ -184,7 +228,7 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
         return 0.0
     if isinstance(problem, LookupProblem):
         elements = problem.m * max(problem.b_sizes)
-        busy = gather_us(machine, problem, elements, elements * problem.itemsize)
+        busy = hbm_us(machine, gathered_bytes(problem, elements) + elements * problem.itemsize)
         return machine.launch_us + busy if elements else 0.0
     ranks = range(problem.world_size)
     sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
@@ -192,7 +236,8 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
 
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
-    """The problem's collective alone, with the vendor's."""
+    """The problem's collective alone, with the vendor's; where columns have come, they are not laid side by side yet."""
     whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
     shard_bytes = whole if problem.op == "matmul_all_reduce" else problem.shard_bytes
-    return collective_us(machine, COLLECTIVES[problem.op], shard_bytes, problem.world_size, problem.nodes)
+    op = COLLECTIVES[problem.op].removesuffix("_columns")
+    return collective_us(machine, op, shard_bytes, problem.world_size, problem.nodes)

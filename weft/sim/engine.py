@@ -10,10 +10,11 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
     copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
                           \\ shares ports and links with every other transfer (weft.sim.network)
 
-Costs: a kernel pays launch_us, a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's
-latency later. Of a lane's fused steps only the first is launched, and flags among them cost that latency alone. A lane of
-communication blocks takes stores.sms SMs from the kernels that start while it runs, one of a network network.sms. Transfers do
-not slow kernels through the GPU's memory, nor kernels transfers.
+Costs: a lane beside the compute lane starts fork_us late, and a copy lane takes as long to come back; a kernel pays launch_us,
+a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps
+only the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs
+from kernels that start while it runs, one of a network network.sms. Copies within a GPU, sums and lookups share its memory's
+rate; GEMMs and copies to peers slow each other where the profile says by how much (weft.sim.contention).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from weft.sim import kernels, lookups, messages, transfers
 from weft.sim.network import Resource, Usage
 from weft.sim.world import Process, Recorder, World, ns
 from weft.span import Span
+from weft.together import riding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +81,17 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     record = Recorder(world, rank, lane.name)
     taken = world.taken_sms(lane.kind)
     world.free_sms[rank] -= taken
-    if lane.kind == "blocks":
-        yield world.env.timeout(ns(world.machine.launch_us))
-    inner = world.within_a_kernel()
+    late_us = world.before(lane.kind)
+    if late_us:
+        yield world.env.timeout(ns(late_us))
+    along = riding(lane)
+    inner = world.within_a_kernel() if along else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
-        inside = any(low < position < high for low, high in lane.fused)
-        yield from _step(inner if inside else world, rank, lane, step)
+        yield from _step(inner if position in along else world, rank, lane, step)
+        if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
+            yield world.env.timeout(ns(world.machine.fork_us))
         record(step, start)
     world.free_sms[rank] += taken
     at.pop((rank, lane.name), None)
@@ -94,8 +99,9 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     if isinstance(step, Wait):
-        yield from world.wait(step)
-        yield world.env.timeout(ns(world.machine.flag_us))
+        waited = yield from world.wait(step)
+        wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
+        yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
     elif isinstance(step, Signal):
         yield world.env.timeout(ns(world.machine.flag_us))
         world.post(rank, step.flag)

@@ -9,13 +9,14 @@ All tiles of a kernel take the same time, so tile j starts when tile j - SMs has
 Hence one gated kernel pays one ragged last wave, where a kernel for each part pays one each. Stores to a peer leave while
 later tiles are computed, and stretch the tiles that issue them by the machine's `stores.stall`. A tile that adds is multiplied
 before it waits, and then reads what it adds, at the share of memory bandwidth that tiles which run together leave it. A tile
-with inner gates takes its time slice by slice, each no sooner than its gate is open; its SM waits with it.
+with inner gates takes its time slice by slice, each no sooner than its gate is open; its SM waits with it. Times of tiles
+are a kernel's own, which copies slow (weft.sim.contention).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,12 +24,15 @@ from typing import Any
 import simpy
 
 from weft.schedule import Gemm, Part, Reduce, Sum
+from weft.sim import staging
+from weft.sim.contention import Time
 from weft.sim.cost import GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
-SM_GBPS = 60.0
-"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: assumed until measured."""
+SM_GBPS = 50.0
+"""What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
+and 512 MiB, in benchmarks/results/dma.jsonl."""
 
 
 class Blocks:
@@ -92,25 +96,39 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     columns nothing is launched."""
     if not any(part.out.size for part in step.parts):
         return
+    ended = world.env.event()
+    if all(_plain(part, rank) for part in step.parts):
+        world.filled[rank] = ended
     yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
-    cost = _cost(world, rank, step, groups)
-    blocks = Blocks(cost.sms, world.now)
+    cost = _paced(world, rank, _cost(world, rank, step, groups))
+    yield from staging.staged(world, step)
+    with world.network.contention.kernel(rank, cost.shares) as time:
+        slower = yield from _tiles(world, rank, groups, cost, time)
+    ended.succeed()
+    added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
+    world.kernels[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
+
+
+def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time) -> Generator[simpy.Event, Any, float]:
+    """All tiles and stores. Returns how many times as long they took as in the kernel's own time."""
+    start, own = world.now, time.now
+    blocks = Blocks(cost.sms, own)
     stores: list[simpy.Event] = []
-    end = ready = world.now
+    end = ready = own
     # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
-    opening = [world.env.process(_opened(world, group.parts[0])) for group in groups]
+    opening = [world.env.process(_opened(world, group.parts[0], time)) for group in groups]
     for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
         now, *inner = yield opened
         ready = max(ready, now)
         first, last = blocks.take(tiles, _ends(world, rank, group, tiles, cost, (ready, *inner)))
         end = max(end, last)
-        stores += _finish(world, rank, group, cost.sms, first, last)
-    yield world.env.timeout(max(0, end - world.now))
+        stores += _finish(world, rank, group, cost.sms, time, first, last)
+    yield time.until(end)
+    slower = (world.now - start) / (time.now - own) if time.now > own else 1.0
     if stores:
         yield world.env.all_of(stores)
-    added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
-    world.kernels[rank] += ns(world.machine.launch_us + cost.busy_us + added)
+    return slower
 
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
@@ -128,14 +146,23 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     )
 
 
-def _opened(world: World, part: Part) -> Generator[simpy.Event, Any, tuple[int, ...]]:
+def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
+    """At the rate that the rank's power allows after what it has multiplied so far."""
+    before, paced_us = world.multiplied[rank], world.machine.gpu.paced_us
+    world.multiplied[rank] += cost.busy_us
+    if not cost.busy_us:
+        return cost
+    return cost.slower((paced_us(before + cost.busy_us) - paced_us(before)) / cost.busy_us)
+
+
+def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any, tuple[int, ...]]:
     """When a part's gates are open, and then each of its inner gates."""
     for gate in part.gates:
         yield from world.wait(gate)
-    times = [world.now]
+    times = [time.now]
     for _, gate in part.inner:
         yield from world.wait(gate)
-        times.append(world.now)
+        times.append(time.now)
     return tuple(times)
 
 
@@ -164,7 +191,8 @@ def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost)
     if part.out.rank == rank:
         return max(1, ns(cost.tile_us))
     stores = world.machine.stores
-    store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (stores.rate(cost.sms) * 1e3)
+    gbps = stores.rate(cost.sms) * (stores.tiles or 1.0)
+    store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (gbps * 1e3)
     return max(1, ns(cost.tile_us + stores.stall * store_us))
 
 
@@ -180,20 +208,22 @@ def _added_bytes(world: World, part: Part) -> int:
     return sum(region_bytes(world.schedule, add) for add in part.adds)
 
 
-def _finish(world: World, rank: int, group: _Group, sms: int, first: int, last: int) -> list[simpy.Event]:
+def _finish(world: World, rank: int, group: _Group, sms: int, time: Time, first: int, last: int) -> list[simpy.Event]:
     """Have the group's data moved and its count raised. first, last: when its tiles end. Returns what the kernel waits for."""
     part = group.parts[0]
     moves = [(part.out, rank, part.out.rank)] * (part.out.rank != rank) + [(part.a, part.a.rank, rank)] * (part.a.rank != rank)
     if not moves:
         if part.count is not None:
-            world.post(rank, part.count, after_ns=max(0, last - world.now))
+            world.post(rank, part.count, after=time.until(last))
         return []
 
     def follow() -> Process:
-        yield world.env.timeout(max(0, first - world.now))
-        paths = [(region_bytes(world.schedule, region), world.sm_path(rank, sms, src, dst)) for region, src, dst in moves]
+        yield time.until(first)
+        share = world.machine.stores.tiles or 1.0
+        sizes = [region_bytes(world.schedule, region) for region, _, _ in moves]
+        paths = [(size, world.sm_path(rank, sms, src, dst, share)) for size, (_, src, dst) in zip(sizes, moves, strict=True)]
         yield world.env.all_of([world.env.process(world.move(rank, size, path)) for size, path in paths])
-        yield world.env.timeout(max(0, last - world.now))
+        yield time.until(last)
         if part.count is not None:
             world.post(rank, part.count)
 
@@ -221,8 +251,8 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
 def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    least_us = local / (sms * SM_GBPS * 1e3) if sms else 0.0
-    events: list[simpy.Event] = [world.env.timeout(ns(max(least_us, hbm_us(world.machine, local))))]
+    limits = (world.network.limit(("sums", rank, sms), sms * SM_GBPS),) if sms else ()
+    events: list[simpy.Event] = [world.env.process(world.local(rank, local, *limits))]
     sms = sms or world.free_sms[rank]
     for src in part.srcs:
         if src.rank != rank:

@@ -1,14 +1,14 @@
-"""Lookups, simulated: bound by the memory that rows are gathered from, part after part.
+"""Lookups, simulated: bound by the memory that rows are gathered from, part after part, which copies beside them share.
 
-Stores to a peer leave while later bags are gathered; a part's count is raised once its last store has landed.
+A part that is stored at a peer takes as long as its bytes take on the way, if that is more: few stores of a kernel are under
+way, and blocks wait for room. Else they are hidden but for the machine's `stores.stall` of their time. Before it counts a part,
+a block waits until its stores are acknowledged.
 """
 
 from __future__ import annotations
 
-import simpy
-
 from weft.schedule import Bags, Lookup
-from weft.sim.cost import gather_us
+from weft.sim.cost import gathered_bytes
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
@@ -18,25 +18,25 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     if not any(part.out.size for part in step.parts):
         return
     start = world.now
+    ended = world.filled[rank] = world.env.event()
     yield world.env.timeout(ns(world.machine.launch_us))
-    stores: list[simpy.Event] = []
     for part in step.parts:
-        local = region_bytes(world.schedule, part.out) if part.out.rank == rank else 0
-        busy = world.env.timeout(ns(gather_us(world.machine, world.schedule.problem, part.bags.size, local)))
-        if part.out.rank != rank:
-            stores.append(world.env.process(_store(world, rank, part, busy)))
-        yield busy
-        if part.out.rank == rank and part.count is not None:
+        yield from _part(world, rank, part)
+        if part.count is not None:
             world.post(rank, part.count)
     world.kernels[rank] += world.now - start
-    if stores:
-        yield world.env.all_of(stores)
+    ended.succeed()
 
 
-def _store(world: World, rank: int, part: Bags, busy: simpy.Event) -> Process:
-    """The part's bags on their way, from its first on."""
-    path = world.sm_path(rank, world.free_sms[rank], rank, part.out.rank)
-    yield from world.move(rank, region_bytes(world.schedule, part.out), path)
-    yield busy
-    if part.count is not None:
-        world.post(rank, part.count)
+def _part(world: World, rank: int, part: Bags) -> Process:
+    size = region_bytes(world.schedule, part.out)
+    read = gathered_bytes(world.schedule.problem, part.bags.size)
+    if part.out.rank == rank:
+        yield from world.local(rank, read + size)
+        return
+    sms = world.free_sms[rank]
+    stored = world.env.process(world.move(rank, size, world.sm_path(rank, sms, rank, part.out.rank)))
+    yield from world.local(rank, read)
+    yield world.env.timeout(ns(world.machine.stores.stall * size / (world.machine.stores.rate(sms) * 1e3)))
+    yield stored
+    yield world.env.timeout(2 * world.network.latency_ns(rank, part.out.rank))

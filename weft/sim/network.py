@@ -1,15 +1,20 @@
 """Network: transfers that share a machine's links, as fluids (weft.sim.fluid).
 
-Each transfer crosses ports, links, a GPU's copy engines or store path.
+Each transfer crosses ports, links, a GPU's copy engines or store path. What stays within a GPU's memory crosses that: copies,
+sums and lookups of one rank share its rate. Where kernels and copies slow each other (weft.sim.contention), kernels of both
+ends feel a copy.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from weft.machine import Machine
+from weft.sim.contention import Contention
 from weft.sim.fluid import Fluid, Resource, Usage
 
 __all__ = ["Network", "Resource", "Usage"]
@@ -25,6 +30,29 @@ class Network(Fluid):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._caps: dict[Resource, float] = {}
+        self._ends: dict[tuple[Resource, ...], tuple[int, int]] = {}
+        self.contention = Contention(self.env, self.machine, self.ranks, self._reset)
+
+    def _reset(self) -> None:
+        """Have rates set anew."""
+        self.advance()
+        self.touch()
+
+    def copy_path(self, rank: int, src: int, dst: int, *limits: Resource) -> tuple[Resource, ...]:
+        """What a copy by an engine of `rank` crosses between two ranks. limits: further resources."""
+        path = (*limits, ("engine", rank), *self.path(src, dst))
+        self._ends[path] = src, dst
+        return path
+
+    def settle(self) -> None:
+        """See Fluid; and tell kernels what copies move beside them, out of their rank's memory and into it."""
+        super().settle()
+        if self.contention.active:
+            moved: dict[Hashable, float] = defaultdict(float)
+            for stream in self.streams.values():
+                for rank in self._ends.get(stream.resources, ()):
+                    moved[rank] += stream.rate * len(stream.flows)
+            self.contention.moving(moved)
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
         """The links from one rank to another."""
@@ -55,7 +83,10 @@ class Network(Fluid):
         """See Fluid."""
         copies = self.machine.copies
         if resource[0] == "engine":
-            return copies.gbps if flows == 1 else min(copies.several_gbps, copies.gbps * flows)
+            together = max(copies.gbps, copies.several_gbps) if flows == 1 else copies.several_gbps
+            return min(together / self.contention.copies_slower(resource[1]), copies.gbps * flows)
+        if resource[0] == "hbm":
+            return self.machine.gpu.hbm_gbps
         if resource[0] == "host":
             return self.machine.links.host_gbps or math.inf
         return self._caps.get(resource, self.machine.links.gbps)

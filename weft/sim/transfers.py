@@ -1,13 +1,16 @@
 """Copies and collectives, simulated.
 
 A lane of a copy engine runs its copies one after the other. Lanes of one rank share its engines: a copy waits until one is
-free, then shares ports and links with all other transfers.
+free, then shares ports and links with all other transfers. Where a copy of rows that do not lie together is a kernel, it waits
+for the SMs of the lookup or vendor's GEMM that runs on its rank.
 """
 
 from __future__ import annotations
 
-from weft.schedule import Collective, Copy, LaneKind
-from weft.sim.cost import collective_us, local_copy_us
+from weft.schedule import Collective, Copy, LaneKind, Region, Schedule
+from weft.sim import staging
+from weft.sim.cost import collective_us
+from weft.sim.network import Resource
 from weft.sim.world import Process, Rendezvous, World, ns
 from weft.work import collective_shard_bytes, region_bytes
 
@@ -17,8 +20,6 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
     machine = world.machine
     fixed = {"copy": machine.copies.copy_us, "compute": machine.launch_us, "blocks": 0.0}[kind]
     size = region_bytes(world.schedule, step.src)
-    if step.src.rank == step.dst.rank:
-        fixed += local_copy_us(machine, size)
     if kind == "copy":
         with world.engines[rank].request() as engine:
             yield engine
@@ -32,14 +33,34 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
+    if machine.copies.strided == "kernel" and rank in world.filled and strided(world.schedule, step):
+        yield world.filled[rank]
     yield world.env.timeout(ns(fixed))
-    if step.src.rank != step.dst.rank:
+    if step.src.rank == step.dst.rank:
+        yield from world.local(rank, 2 * size)
+    else:
         if kind == "copy":
-            path = (("engine", rank), *world.network.path(step.src.rank, step.dst.rank))
+            path = world.network.copy_path(rank, step.src.rank, step.dst.rank, *_turned(world, rank))
         else:
             sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
         yield from world.move(rank, size, path)
+
+
+def _turned(world: World, rank: int) -> tuple[Resource, ...]:
+    """What bounds copies of a rank that go to its peers in turns."""
+    copies, rounds = world.machine.copies, world.rounds[rank]
+    return (world.network.limit(("turned", rank), copies.turned_gbps(rounds)),) if copies.turning and rounds > 1 else ()
+
+
+def strided(schedule: Schedule, step: Copy) -> bool:
+    """Whether its rows do not lie one after the other, on either side."""
+
+    def apart(region: Region) -> bool:
+        rows, cols = region.shape
+        return rows > 1 and cols < schedule.buffer[region.buffer].cols[region.rank]
+
+    return apart(step.src) or apart(step.dst)
 
 
 def collective(world: World, rank: int, step: Collective) -> Process:
@@ -56,3 +77,4 @@ def collective(world: World, rank: int, step: Collective) -> Process:
     busy_us = collective_us(world.machine, step.op, meeting.shard_bytes, problem.world_size, problem.nodes)
     yield world.env.timeout(ns(busy_us))
     world.transfers[rank].stop(world.now)
+    yield from staging.padded(world, step)

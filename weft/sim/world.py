@@ -14,7 +14,8 @@ from typing import Any
 import simpy
 
 from weft.machine import Machine
-from weft.schedule import Flag, LaneKind, Schedule, Step, Wait
+from weft.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
+from weft.sim.cost import hbm_us
 from weft.sim.network import Network, Resource
 from weft.span import Span
 from weft.work import span
@@ -26,6 +27,13 @@ _NOTHING_US = 1e-3
 def ns(us: float) -> int:
     """Microseconds to whole nanoseconds."""
     return round(us * 1e3)
+
+
+def _rounds(lane: Lane) -> int:
+    """How often a lane of copies comes to the same peer, if it goes to several in turns."""
+    pairs = [(step.src.rank, step.dst.rank) for step in lane.steps if isinstance(step, Copy) and lane.kind == "copy"]
+    times = Counter(pair for pair in pairs if pair[0] != pair[1])
+    return max(times.values()) if len(times) > 1 else 1
 
 
 class Flags:
@@ -96,7 +104,9 @@ class Message:
 @dataclass
 class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
-    has, by pair and whether it is the sender. kernels: ns per rank that its kernels worked; transfers: while its data moved."""
+    has, by pair and whether it is the sender. filled: by rank, when the last kernel that takes all SMs has ended. kernels: ns
+    per rank that its kernels worked; transfers: while its data moved; multiplied: us per rank that its matmuls so far take at
+    full rate."""
 
     schedule: Schedule
     machine: Machine
@@ -105,6 +115,7 @@ class World:
     meetings: dict[int, Rendezvous] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
+    filled: dict[int, simpy.Event] = field(default_factory=dict)
     counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -113,6 +124,8 @@ class World:
         self.network = Network(self.env, self.machine, len(ranks))
         self.kernels = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
+        self.multiplied = [0.0 for _ in ranks]
+        self.rounds = [max(map(_rounds, lanes), default=1) for lanes in self.schedule.ranks]
         self.free_sms = [self.machine.gpu.sms for _ in ranks]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
@@ -123,7 +136,8 @@ class World:
     def within_a_kernel(self) -> World:
         """The same world as the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
         inner = copy.copy(self)
-        inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US)
+        wake_us = self.machine.wake_us and _NOTHING_US
+        inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
         return inner
 
     def taken_sms(self, kind: LaneKind) -> int:
@@ -131,9 +145,18 @@ class World:
         network = self.machine.network
         return {"blocks": self.machine.stores.sms, "network": network.sms if network else 0}.get(kind, 0)
 
-    def post(self, rank: int, flag: Flag, *, after_ns: int = 0) -> None:
-        """Rank `rank` advances `flag` in `after_ns`; a peer sees it a link's latency later."""
-        delay = after_ns + self.network.latency_ns(rank, flag.rank)
+    def before(self, kind: LaneKind) -> float:
+        """Microseconds until a lane of this kind takes its first step."""
+        beside_us = 0.0 if kind == "compute" else self.machine.fork_us or 0.0
+        return beside_us + (self.machine.launch_us if kind == "blocks" else 0.0)
+
+    def post(self, rank: int, flag: Flag, *, after: simpy.Event | None = None) -> None:
+        """Rank `rank` advances `flag`, now or at an event to come; a peer sees it a link's latency later."""
+        if after is not None:
+            assert after.callbacks is not None
+            after.callbacks.append(lambda _: self.post(rank, flag))
+            return
+        delay = self.network.latency_ns(rank, flag.rank)
         if not delay:
             self.flags.advance(flag)
             return
@@ -141,11 +164,12 @@ class World:
         assert timer.callbacks is not None
         timer.callbacks.append(lambda _: self.flags.advance(flag))
 
-    def wait(self, wait: Wait) -> Process:
-        """Until `wait` is over; no time if it is."""
+    def wait(self, wait: Wait) -> Generator[simpy.Event, Any, bool]:
+        """Until `wait` is over; no time if it is. Returns whether it was not."""
         event = self.flags.reached(wait)
         if event is not None:
             yield event
+        return event is not None
 
     def move(self, rank: int, size: int, resources: tuple[Resource, ...]) -> Process:
         """Move `size` bytes over `resources` on behalf of `rank`."""
@@ -153,9 +177,17 @@ class World:
         yield self.network.transfer(size, resources)
         self.transfers[rank].stop(self.now)
 
-    def sm_path(self, rank: int, sms: int, src: int, dst: int) -> tuple[Resource, ...]:
-        """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks."""
-        limit = self.network.limit(("stores", rank, sms), self.machine.stores.rate(sms))
+    def local(self, rank: int, size: float, *limits: Resource) -> Process:
+        """Read and write `size` bytes of a rank's own memory, which others do meanwhile; no time if they take none alone.
+
+        limits: further resources that they cross.
+        """
+        if ns(hbm_us(self.machine, size)) or limits:
+            yield self.network.transfer(size, (*limits, ("hbm", rank)))
+
+    def sm_path(self, rank: int, sms: int, src: int, dst: int, share: float = 1.0) -> tuple[Resource, ...]:
+        """What loads or stores of `rank`'s kernel on `sms` SMs cross between two ranks, at a share of their rate."""
+        limit = self.network.limit(("stores", rank, sms, share), self.machine.stores.rate(sms) * share)
         return (limit, *self.network.path(src, dst))
 
 

@@ -1,4 +1,4 @@
-"""Record: a Study as plain data, for --json and whoever compares runs. Times in microseconds, traffic in bytes."""
+"""Record: a Study as plain data, for --json and whoever compares runs, and as spans. Microseconds, and bytes of traffic."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
 from weft.sim.t3.paper import figures
 from weft.sim.t3.sensitivity import Sensitivity
 from weft.sim.t3.study import Study
+from weft.span import Span
 
 
 def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, Any]:
@@ -27,6 +28,34 @@ def record(study: Study, sensitivity: Sequence[Sensitivity] = ()) -> dict[str, A
         "mapped": codec.dump(study.mapped),
         "sensitivity": codec.dump(tuple(sensitivity)),
     }
+
+
+def calls(study: Study) -> dict[str, tuple[Span, ...]]:
+    """Every sub-layer as sequential, T3 and T3-MCA run it, as spans of the GPU that stands for all: by title."""
+    found: dict[str, tuple[Span, ...]] = {}
+    for run in (*study.sublayers, *study.large):
+        found[f"{run.name} sequential"] = _in_turn(run, run.gemm.ns, run.gemm.ns + run.reduce_scatter.ns, tracked=False)
+        for name, part in (("T3", run.t3), ("T3-MCA", run.t3_mca)):
+            found[f"{run.name} {name}"] = _in_turn(run, part.gemm_ns, part.ns, tracked=True)
+    return found
+
+
+def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool) -> tuple[Span, ...]:
+    """The GEMM, the reduce-scatter behind it or, tracked, beside it, and the all-gather."""
+    begin_us, gemm_us, scattered_us = 0.0 if tracked else gemm_ns / 1e3, gemm_ns / 1e3, scattered_ns / 1e3
+    end_us = scattered_us + run.all_gather.ns / 1e3
+    return (
+        Span(rank=0, lane="units", kind="gemm", name="gemm", start_us=0.0, end_us=gemm_us),
+        Span(
+            rank=0,
+            lane="tracker" if tracked else "units",
+            kind="collective",
+            name="reduce_scatter",
+            start_us=begin_us,
+            end_us=scattered_us,
+        ),
+        Span(rank=0, lane="units", kind="collective", name="all_gather", start_us=scattered_us, end_us=end_us),
+    )
 
 
 def _geomeans(runs: Sequence[SubLayerRun]) -> dict[str, float]:

@@ -1,0 +1,163 @@
+"""weft simulate SCHEDULE.json: a schedule as `weft plan --save` or the codec wrote it, on a machine that need not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft import codec
+from weft.cli import output
+from weft.cli.gantt import gantt
+from weft.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from weft.machine import Machine
+    from weft.planner.simulated import Simulation
+    from weft.schedule import Schedule
+
+EXAMPLE = "links.gbps=200"
+TOPOLOGY = "links.topology"
+BY_HAND = "set by hand"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where results go beside the terminal. as_json: print everything as JSON instead."""
+
+    as_json: bool = False
+    report: Path | None = None
+    trace: Path | None = None
+    chakra: Path | None = None
+
+    def require(self) -> None:
+        """Try every path now. Raises ValueError that names the option."""
+        output.require_folder(self.report, "--report")
+        output.require_file(self.trace, "--trace")
+        output.require_folder(self.chakra, "--chakra")
+        if self.chakra is not None:
+            from weft.report.chakra import require_protobuf
+
+            require_protobuf()
+
+
+def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs: Outputs) -> None:
+    """Read, prove, simulate, show and write. Raises ValueError for a file that holds no schedule, for one that is wrong, for a
+    machine that cannot run it, and for a setting of what it does not have."""
+    from weft.checker import check
+    from weft.planner.simulated import simulated
+    from weft.schedule import Schedule
+
+    schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
+    outputs.require()
+    check(schedule)
+    with progress_bar() as progress:
+        found = simulated(schedule, target, progress)
+    if outputs.as_json:
+        print(json.dumps(as_data(schedule, found), indent=2, allow_nan=False))
+    else:
+        _show(schedule, target, found)
+    for written in _write(schedule, target, found, outputs):
+        if not outputs.as_json:
+            print(f"wrote {written}")
+
+
+def machine_with(name: str, settings: Sequence[str]) -> Machine:
+    """A profile with some numbers, or its topology, changed; they say so in their source. Raises ValueError."""
+    from weft import settings as what_if
+    from weft.machine import load, numbers
+
+    machine = load(name)
+    for setting in settings:
+        key, value = what_if.parse(setting, EXAMPLE)
+        known = dict.fromkeys([*(path for path, _ in numbers(machine)), TOPOLOGY])
+        machine = what_if.changed(machine, key, value, known=known, what=f"machine {machine.name}")
+        sources = {path: BY_HAND if path == key else source for path, source in machine.sources.items()}
+        machine = dataclasses.replace(machine, sources=sources)
+    return machine
+
+
+def as_data(schedule: Schedule, found: Simulation) -> dict[str, object]:
+    """Everything, in microseconds."""
+    losses = found.losses
+    return {
+        "schedule": losses.spec,
+        "problem": codec.dump(schedule.problem),
+        "machine": found.machine,
+        "total_us": found.total_us,
+        "sequential_us": found.sequential_us,
+        "ideal_us": losses.ideal_us,
+        "computation_us": losses.computation_us,
+        "communication_us": losses.communication_us,
+        "losses": dict(_losses(found)),
+        "lanes": [dataclasses.asdict(lane) for lane in found.lanes],
+        "spans": codec.dump(found.spans),
+    }
+
+
+def _losses(found: Simulation) -> list[tuple[str, float | None]]:
+    losses = found.losses
+    return [
+        ("gemm_dil", losses.gemm_dil),
+        ("gemm_cil", losses.gemm_cil),
+        ("communication_dil", losses.communication_dil),
+        ("communication_cil", losses.communication_cil),
+        ("exposed_us", losses.exposed_us),
+    ]
+
+
+def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
+    out, losses = output.console(), found.losses
+    out.print(f"{losses.spec} for {schedule.problem}", style="bold")
+    out.print(f"on {machine.words}")
+    out.print()
+    times = output.table("", "us", "of sequential")
+    parts = {
+        losses.spec: found.total_us,
+        "sequential": found.sequential_us,
+        "whole computation alone": losses.computation_us,
+        "whole communication alone": losses.communication_us,
+    }
+    for name, us in parts.items():
+        times.add_row(name, output.us(us), output.share(us / found.sequential_us) if found.sequential_us else "-")
+    out.print(times)
+    out.print()
+    heads = ("GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed us")
+    listed = output.table(*heads, left=0)
+    values = ["-" if value is None else f"{value:.2f}" for _, value in _losses(found)[:-1]]
+    listed.add_row(*values, output.us(losses.exposed_us))
+    out.print(listed)
+    out.print()
+    _show_lanes(found)
+    out.print()
+    out.print(gantt(found.spans, rank=found.slowest, width=min(out.width, 120)))
+
+
+def _show_lanes(found: Simulation) -> None:
+    out = output.console()
+    made = output.table(f"lanes of rank {found.slowest}", "steps", "busy us", "waiting us", "busy")
+    for lane in found.lanes:
+        if lane.rank == found.slowest:
+            share = output.share(lane.busy_us / found.total_us) if found.total_us else "-"
+            made.add_row(lane.lane, str(lane.steps), output.us(lane.busy_us), output.us(lane.waiting_us), share)
+    out.print(made)
+
+
+def _write(schedule: Schedule, machine: Machine, found: Simulation, outputs: Outputs) -> list[Path]:
+    written = []
+    if outputs.report is not None:
+        from weft.report.schedule import write_schedule_report
+
+        written.append(write_schedule_report(schedule, machine, found, outputs.report))
+    if outputs.trace is not None:
+        from weft.report.trace import write_calls
+
+        title = f"{found.losses.spec} on {found.machine}"
+        written.append(write_calls({title: found.spans}, outputs.trace, about=str(schedule.problem)))
+    if outputs.chakra is not None:
+        from weft.report.astra import write_astra
+
+        written += write_astra(schedule, machine, outputs.chakra)
+    return written

@@ -1,0 +1,77 @@
+"""One schedule on one machine, simulated: its time, what it is held against, where the time goes, and its spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from weft.machine import Machine
+from weft.planner.signature import Signature, signature
+from weft.schedule import Schedule
+from weft.schedules import build
+from weft.sim import run
+from weft.span import Span
+
+Progress = Callable[[str, int, int], None]
+WAITING = ("wait", "signal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneUse:
+    """A lane of one rank in a call. busy_us: in steps that work, gates of a kernel included; waiting_us: in waits."""
+
+    rank: int
+    lane: str
+    steps: int
+    busy_us: float
+    waiting_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """sequential_us: the sequential program of the same problem. losses: its decomposition and contention, and what is exposed.
+
+    spans: of every step of every rank.
+    """
+
+    machine: str
+    sequential_us: float
+    losses: Signature
+    spans: tuple[Span, ...]
+
+    @property
+    def total_us(self) -> float:
+        return self.losses.total_us
+
+    @property
+    def slowest(self) -> int:
+        """The rank that ends last; the first of them."""
+        return max(self.spans, key=lambda span: (span.end_us, -span.rank)).rank if self.spans else 0
+
+    @property
+    def lanes(self) -> tuple[LaneUse, ...]:
+        """In the order of ranks and lanes."""
+        return tuple(_uses(self.spans))
+
+
+def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simulation:
+    """Raises ValueError as `weft.sim.run` does."""
+    steps = ("the schedule", "its halves alone", "the sequential program")
+    progress(steps[0], 0, len(steps))
+    spans = run(schedule, machine).spans
+    progress(steps[1], 1, len(steps))
+    losses = signature(schedule, machine)
+    progress(steps[2], 2, len(steps))
+    sequential_us = run(build(schedule.problem, "sequential"), machine).total_us
+    progress(steps[2], 3, len(steps))
+    return Simulation(machine=machine.name, sequential_us=sequential_us, losses=losses, spans=spans)
+
+
+def _uses(spans: tuple[Span, ...]) -> Iterator[LaneUse]:
+    by_lane = sorted(spans, key=lambda span: (span.rank, span.lane))
+    for (rank, lane), found in groupby(by_lane, key=lambda span: (span.rank, span.lane)):
+        items = list(found)
+        busy_us = sum(span.duration_us for span in items if span.kind not in WAITING)
+        waiting_us = sum(span.duration_us for span in items if span.kind in WAITING)
+        yield LaneUse(rank=rank, lane=lane, steps=len(items), busy_us=busy_us, waiting_us=waiting_us)
