@@ -7,6 +7,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text results MODE          benchmarks/results/tp.jsonl as a table
     ```text fused BENCH MODE      benchmarks/results/BENCH.jsonl as a table
+    ```text paper MODE            paper.jsonl there: the fused kernels' published comparison
     ```text beside MODE           concurrent.jsonl there: GEMMs beside a collective
     ```text conccl MODE           conccl.jsonl there: the 30 pairs of its part conccl
     ```text dma MODE              dma.jsonl there: collectives alone
@@ -80,7 +81,7 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|beside|conccl|dma|resident|training|rules|simulated|t3|ficco|dlrm)"
+    r"^```text (timeline|counts|chart|results|fused|paper|beside|conccl|dma|resident|training|rules|simulated|t3|ficco|dlrm)"
     r" ([^\n]*)\n.*?^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -191,6 +192,21 @@ def _fused(row: dict[str, Any]) -> tuple[str, ...]:
     times = ["-" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in figures]
     share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
     return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+
+
+def paper(mode: str) -> str:
+    """By how many percent `auto` is shorter than what it replaces, beside what the paper reports."""
+    if str(ROOT / "benchmarks") not in sys.path:
+        sys.path.append(str(ROOT / "benchmarks"))
+    from paper import REPORTED
+
+    lines = [row for row in _lines("paper") if row["mode"] == mode and row["auto_us"]]
+    table: list[tuple[str, ...]] = [("operator", "against", "cases", "mean", "max", "min", "paper's mean", "max")]
+    for op, against, time, mean, largest in REPORTED:
+        less = [100 * (1 - row["auto_us"] / time(row)) for row in lines if row["op"] == op]
+        found = (statistics.fmean(less), max(less), min(less))
+        table.append((op, against, str(len(less)), *(f"{x:.0f} %" for x in found), f"{mean} %", f"{largest} %"))
+    return f"{_table(table)}\n\n{_machine(lines[0])}, mode {mode}, commit {lines[0]['commit']}"
 
 
 RULES: dict[str, str] = {"switch": "h200x8", "mesh": "mi300x8", "ring": "t3_ring8"}
@@ -435,6 +451,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "chart": chart,
     "results": results,
     "fused": fused,
+    "paper": paper,
     "beside": beside,
     "conccl": conccl,
     "dma": dma,
