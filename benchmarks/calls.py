@@ -167,7 +167,7 @@ class _Drawn:
         return lambda: weft.all_to_all_matmul(mine, right, self.group, schedule=case.schedule), expected
 
     def _columns_exchanged(self) -> Work:
-        """What is cut is cut evenly: K and N are made multiples of the ranks by `even`."""
+        """What is cut is cut evenly: see `even`."""
         case, pairs = self.case, self._pairs()
         a, b = pairs[self.rank]
         right = laid(b, case.b)
@@ -217,5 +217,5 @@ class _Drawn:
 
 def even(case: Case, ranks: int) -> Case:
     """The case with extents that its operator takes: those of columns that are exchanged are cut evenly."""
-    cut = {"matmul_all_to_all_columns": "n", "all_to_all_columns_matmul": "k"}.get(case.op)
-    return replace(case, **{cut: -(-getattr(case, cut) // ranks) * ranks}) if cut else case
+    cut = {"matmul_all_to_all_columns": "n", "all_to_all_columns_matmul": "mk"}.get(case.op, "")
+    return replace(case, **{extent: -(-getattr(case, extent) // ranks) * ranks for extent in cut})
