@@ -273,21 +273,26 @@ class Team:
         """Raise if this team failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
         the ranks' calls differ.
 
-        may_leave: nothing is awaited of the peers, so one that has closed its team is no error.
+        may_leave: nothing is awaited of the peers, so one that has closed its team is no error. Nor is one that closed after
+        all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
         """
         if self.broken:
             raise PeerLost(str(self.broken))
         self._hear()
         self._compare()
-        fine = (0, _CLOSED) if may_leave else (0,)
-        dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
-        dead = [p for p in dead if not (may_leave and self._words[p].load(_STATE) == _CLOSED)]
-        gone = [p for p in self._others() if self._words[p].load(_STATE) not in fine]
+        needed = [p for p in self._others() if not self._has_left(p, in_time=not may_leave)]
+        dead = [p for p in needed if p in self.near and process_start(self.pids[p]) != self._starts[p]]
+        gone = [p for p in needed if self._words[p].load(_STATE)]
         silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
         raise self.fail(PeerLost(self._farewell((dead + gone + silent)[0])))
+
+    def _has_left(self, peer: int, *, in_time: bool) -> bool:
+        """Whether a peer has closed its team; in_time: after as many calls as this rank has begun. It closes between calls."""
+        closed = self._words[peer].load(_STATE) == _CLOSED
+        return closed and (not in_time or self._words[peer].load(_ENTERED) >= self.calls)
 
     def _hear(self) -> None:
         """Look at what ranks of other nodes say."""
