@@ -280,19 +280,17 @@ class Team:
             raise PeerLost(str(self.broken))
         self._hear()
         self._compare()
-        needed = [p for p in self._others() if not self._has_left(p, in_time=not may_leave)]
-        dead = [p for p in needed if p in self.near and process_start(self.pids[p]) != self._starts[p]]
-        gone = [p for p in needed if self._words[p].load(_STATE)]
+        dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
+        # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
+        states = {p: self._words[p].load(_STATE) for p in self._others()}
+        left = [p for p in states if states[p] == _CLOSED and (may_leave or self._words[p].load(_ENTERED) >= self.calls)]
+        dead = [p for p in dead if p not in left]
+        gone = [p for p in states if states[p] and p not in left]
         silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
         raise self.fail(PeerLost(self._farewell((dead + gone + silent)[0])))
-
-    def _has_left(self, peer: int, *, in_time: bool) -> bool:
-        """Whether a peer has closed its team; in_time: after as many calls as this rank has begun. It closes between calls."""
-        closed = self._words[peer].load(_STATE) == _CLOSED
-        return closed and (not in_time or self._words[peer].load(_ENTERED) >= self.calls)
 
     def _hear(self) -> None:
         """Look at what ranks of other nodes say."""
