@@ -116,13 +116,14 @@ class _Drawn:
         """[rows, K] as a call with a dimension of entries has it: the rows of entry e are rows e, e + entries, ..."""
         if self.case.entries == 1:
             return laid(a, self.case.a)
-        shaped = a.reshape(-1, self.case.entries, a.shape[1])
+        shaped = a.reshape(a.shape[0] // self.case.entries, self.case.entries, a.shape[1])
         return laid(shaped.movedim(0, self.case.dim).contiguous(), self.case.a)
 
     def _flat(self, out: torch.Tensor) -> torch.Tensor:
         if self.case.entries == 1:
             return out
-        return out.movedim(self.case.dim, 0).reshape(-1, out.shape[-1])
+        moved = out.movedim(self.case.dim, 0)
+        return moved.reshape(moved.shape[0] * self.case.entries, out.shape[-1])
 
     def _gathered(self) -> Work:
         case = self.case
