@@ -9,7 +9,7 @@ called through once before anything is measured. Then, part by part,
     out; the time of every call by kind; every CHECK_EVERYth result against float64
 
 and at the end: flat, if no rank's figure of the last third of the parts is above that of the first third by more than SLACK,
-and every result was right. The exit status says so. 100,000 calls on a CPU take a rank of three some 100 us to 2 ms each.
+and every result was right. The exit status says so. 100,000 calls by three ranks on two cores take some 7 minutes.
 
     python benchmarks/soak.py --calls 100000 --json benchmarks/results/soak.jsonl
     python benchmarks/soak.py --device cuda --calls 1000000 --budget-s 75
@@ -52,12 +52,33 @@ BURST = 50
 SLACK = {"rss_mib": 24.0, "descriptors": 0, "threads": 0, "segments": 0, "torch_mib": 2.0, "driver_mib": 64.0}
 """By figure: how much more the last third of the parts may have than the first."""
 _MIB = 1 << 20
-_EXTENTS = {"cpu": ((1, 7, 24, 65), (3, 18, 64), (6, 12, 40)), "cuda": ((8, 256, 1000), (128, 512), (64, 256))}
+_ALARM_S = {"cpu": 600, "cuda": 40}
+"""A part that takes longer ends the run, with every thread's stack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What kinds are drawn from. On GPUs few sizes, so that kernels are compiled once for many kinds."""
+
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+    k: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    layouts: tuple[calls.Layout, ...]
+
+
+DRAWN = {
+    "cpu": Drawn(m=(1, 7, 24, 65), n=(3, 18, 64), k=(6, 12, 40), dtypes=tuple(calls.DTYPES), layouts=calls.LAYOUTS),
+    "cuda": Drawn(
+        m=(12, 192, 768), n=(768,), k=(768,), dtypes=("bfloat16", "bfloat16", "float32"), layouts=("plain", "transposed")
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Soak:
-    """catalogue: kinds in all. window: of those, in use at a time. moves: calls until one is exchanged."""
+    """catalogue: kinds in all. window: of those, in use at a time. moves: calls, or bursts, until
+    one is exchanged."""
 
     calls: int
     parts: int = 20
@@ -89,19 +110,19 @@ class Told:
 def kinds(soak: Soak, ranks: int) -> list[tuple[Case, bool]]:
     """The catalogue: cases, and whether they are the world's or the smaller group's. Every operator and family comes first."""
     generator = random.Random(soak.seed)
-    rows, cols, inner = _EXTENTS[soak.device]
+    drawn = DRAWN[soak.device]
     found = []
     for number in range(soak.catalogue):
         op, name = calls.EVERY[number % len(calls.EVERY)]
         case = Case(
             op=op,
             schedule=name,
-            m=generator.choice(rows),
-            n=generator.choice(cols),
-            k=generator.choice(inner),
-            dtype=generator.choice(list(calls.DTYPES)),
-            a=generator.choice(calls.LAYOUTS),
-            b=generator.choice(calls.LAYOUTS),
+            m=generator.choice(drawn.m),
+            n=generator.choice(drawn.n),
+            k=generator.choice(drawn.k),
+            dtype=generator.choice(drawn.dtypes),
+            a=generator.choice(drawn.layouts),
+            b=generator.choice(drawn.layouts),
         )
         whole = ranks < 3 or generator.random() < 0.7
         found.append((even(case, ranks if whole else ranks - 1), whole))
@@ -204,7 +225,7 @@ class Rank:
         begun, made, per = time.monotonic(), 0, -(-self.soak.calls // self.soak.parts)
         order = sequence(self.soak, len(self.kinds))
         while made < self.soak.calls and not self._late(begun):
-            faulthandler.dump_traceback_later(120, exit=True)
+            faulthandler.dump_traceback_later(_ALARM_S[self.soak.device], exit=True)
             until = min(made + per, self.soak.calls)
             while made < until:
                 made += self._on_gpu(next(order), made) if self.on.type == "cuda" else self._on_cpu(next(order), made)
@@ -227,8 +248,8 @@ class Rank:
 
     def _through_the_catalogue(self) -> None:
         for number, kind in enumerate(self.kinds):
+            faulthandler.dump_traceback_later(_ALARM_S[self.soak.device], exit=True)
             if number % 20 == 0:
-                faulthandler.dump_traceback_later(60, exit=True)
                 dist.barrier()
             if kind.member:
                 kind.check(kind.eager())
@@ -342,9 +363,9 @@ def main() -> None:
     given = options.parse_args()
     on_gpu = given.device == "cuda"
     ranks = given.ranks or (min(4, torch.cuda.device_count()) if on_gpu else 3)
-    size = {"catalogue": 72, "window": 24, "moves": 400} if on_gpu else {}
+    size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
     soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)
-    with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": ""}) as pool:
+    with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
         told = pool.run(rank_work, soak, timeout_s=86_400)
     shown = list(lines(soak, told, ranks))
     for line in islice(shown, len(told[0].parts)):
