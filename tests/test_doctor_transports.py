@@ -95,11 +95,11 @@ def test_links_that_are_not_known_and_probes_that_fail() -> None:
 
 def test_whether_overlap_pays() -> None:
     alone = [_sample("all_gather", (1,), 375.0), _sample("gemm bfloat16", (1, 1, 1), 1332.0)]
-    good = verdict([*alone, _sample("flag_gated:2", (1,), 1364.0)])
+    good = verdict([*alone, _sample("shard_p2p", (1,), 1364.0)])
     assert (good.state, good.cure) == ("ok", "")
-    assert "22% could be hidden at most; flag_gated:2 takes 1364 us and hides 20%: it pays" in good.detail
-    bad = verdict([*alone, _sample("flag_gated:2", (1,), 1800.0)])
-    assert (bad.state, "hides 0%: it does not pay" in bad.detail, bool(bad.cure)) == ("warn", True, True)
+    assert "22% could be hidden at most; shard_p2p takes 1364 us and hides 20%, others may hide more: it pays" in good.detail
+    bad = verdict([*alone, _sample("shard_p2p", (1,), 1800.0)])
+    assert (bad.state, "hides 0%, others may hide more: it does not pay" in bad.detail, bool(bad.cure)) == ("warn", True, True)
     assert verdict("not tried").state == "warn"
 
 
@@ -125,7 +125,8 @@ def _hangs(device: str) -> Any:
 def test_a_probe_that_fails_is_told_and_the_others_go_on() -> None:
     works = [("first", _fine, ()), ("second", _raises, ()), ("third", _fine, ())]
     found = dict(tried(2, works, device="cpu", bound_s=60))
-    assert found == {"first": [_sample("cpu", (0,), 1.0)], "second": "rank 0: MemoryError: planted", "third": found["first"]}
+    assert found.pop("second") in ("rank 0: MemoryError: planted", "rank 1: MemoryError: planted")
+    assert found == {"first": [_sample("cpu", (0,), 1.0)], "third": [_sample("cpu", (0,), 1.0)]}
 
 
 @pytest.mark.ranks
