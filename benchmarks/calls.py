@@ -217,6 +217,9 @@ class _Drawn:
 
 
 def even(case: Case, ranks: int) -> Case:
-    """The case with extents that its operator takes: those of columns that are exchanged are cut evenly."""
+    """The case with extents that its operator takes: those of columns that are exchanged are cut evenly, and no table is
+    without columns."""
+    if case.op in LOOKUP_OPS:
+        return replace(case, n=max(1, case.n))
     cut = {"matmul_all_to_all_columns": "n", "all_to_all_columns_matmul": "mk"}.get(case.op, "")
     return replace(case, **{extent: -(-getattr(case, extent) // ranks) * ranks for extent in cut})

@@ -130,14 +130,13 @@ def test_a_probe_that_fails_is_told_and_the_others_go_on() -> None:
 
 
 @pytest.mark.ranks
-def test_ranks_that_die_or_hang_end_the_trial() -> None:
-    begun = time.monotonic()
+def test_ranks_that_die_or_hang_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     died = dict(tried(2, [("first", _fine, ()), ("last", _dies, ())], device="cpu", bound_s=60))
     assert died == {"last": "rank 1: died with exit code 3", "first": "not tried, after last failed"}
-    hung = dict(tried(2, [("first", _fine, ()), ("last", _hangs, ())], device="cpu", bound_s=6))
-    assert "no answer within" in hung["last"]
+    monkeypatch.setattr("weft.doctor.transports.PROBE_S", 1.5)
+    hung = dict(tried(2, [("first", _fine, ()), ("last", _hangs, ())], device="cpu", bound_s=60))
+    assert "no answer within 1.5 s" in hung["last"]
     assert hung["first"] == "not tried, after last failed"
-    assert time.monotonic() - begun < 60
 
 
 def test_quick_times_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
