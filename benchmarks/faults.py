@@ -35,23 +35,23 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import calls
 import torch
 import torch.distributed as dist
+from calls import Case, Work
 
 import weft
-from weft import collectives
 from weft.errors import WeftError
 from weft.execute.ranks import RankFailed, Ranks
 from weft.memory import SHM
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, OPS, split
-from weft.schedules import names
+from weft.problem import LOOKUP_OPS
 
 BOUND_S, GRACE_S = 1.0, 5.0
 FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
@@ -59,8 +59,6 @@ CALLS = 3
 """After the fault: a rank that needs nothing of the victim in one call does in a later one."""
 M, N, K = 24, 18, 12
 _SLOW_S = 0.2
-Work = tuple[Callable[[], torch.Tensor], torch.Tensor]
-"""A call, and what it must return."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,7 @@ class Planted(MemoryError):
 
 def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int = 3) -> Iterator[Trial]:
     """Random trials, the same for the same seed; each has every word of `only`."""
-    every = [(op, name) for op in (*OPS, *COLUMN_OPS, *COLLECTIVE_OPS) for name in names(op) if name != "node_slices"]
+    every = [(op, name) for op, name in calls.EVERY if op not in LOOKUP_OPS]
     generator, made = random.Random(seed), 0
     for number in range(1_000_000):
         op, name = generator.choice(every)
@@ -118,64 +116,17 @@ def drawn(trials: int, seed: int, device: str, only: Sequence[str], ranks: int =
     raise ValueError(f"--only {' '.join(only)!r}: no trial is like that")
 
 
-def work(op: str, schedule: str, seed: int, on: torch.device, *, m: int = M) -> Work:
-    """This rank's call, and its result from what every rank can draw by itself."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(on)
-
-    if op in COLLECTIVE_OPS:
-        return _collective(op, schedule, [normal(m * size) for _ in range(size)], rank)
-    if op in ("matmul_all_to_all", "all_to_all_matmul", *COLUMN_OPS):
-        return _exchange(op, schedule, [(normal(m, K), normal(K, N)) for _ in range(size)], rank)
-    a, b = normal(m, K), normal(K, N)
-    whole, (low, high) = a @ b, split(m, size)[rank]
-    inner, columns = split(K, size)[rank], split(N, size)[rank]
-    if op == "all_gather_matmul":
-        right = b[:, slice(*columns)]
-        return lambda: weft.all_gather_matmul(a[low:high], right, schedule=schedule, rows=m), whole[:, slice(*columns)]
-    call = weft.matmul_reduce_scatter if op == "matmul_reduce_scatter" else weft.matmul_all_reduce
-    expected = whole[low:high] if op == "matmul_reduce_scatter" else whole
-    return lambda: call(a[:, slice(*inner)], b[slice(*inner)], schedule=schedule), expected
-
-
-def _exchange(op: str, schedule: str, pairs: list[tuple[torch.Tensor, torch.Tensor]], rank: int) -> Work:
-    size, (a, b) = len(pairs), pairs[rank]
-    rows = slice(*split(a.shape[0], size)[rank])
-    if op == "matmul_all_to_all":
-        return lambda: weft.matmul_all_to_all(a, b, schedule=schedule), torch.cat([x[rows] @ y for x, y in pairs])
-    if op == "all_to_all_matmul":
-        return lambda: weft.all_to_all_matmul(a, b, schedule=schedule), torch.cat([x[rows] for x, _ in pairs]) @ b
-    if op == "matmul_all_to_all_columns":
-        cols = slice(*split(b.shape[1], size)[rank])
-        expected = torch.cat([(x @ y)[:, cols] for x, y in pairs])
-        return lambda: weft.matmul_all_to_all(a, b, schedule=schedule, split_dim=-1), expected
-    left = [slice(*cut) for cut in split(a.shape[1], size)]
-    beside = torch.cat([x[rows, left[source]] for source, (x, _) in enumerate(pairs)], 1)
-    mine = a[:, left[rank]].contiguous()
-    return lambda: weft.all_to_all_matmul(mine, b, schedule=schedule, gather_dim=-1), beside @ b
-
-
-def _collective(op: str, schedule: str, given: list[torch.Tensor], rank: int) -> Work:
-    mine, size = given[rank], len(given)
-    part = slice(*split(mine.numel(), size)[rank])
-    if op == "all_gather":
-        return lambda: collectives.all_gather(mine, schedule=schedule), torch.cat(given)
-    total = torch.stack(given).sum(0)
-    if op == "reduce_scatter":
-        return lambda: collectives.reduce_scatter(mine, schedule=schedule), total[part]
-    if op == "all_reduce":
-        return lambda: collectives.all_reduced(mine, schedule=schedule), total
-    return lambda: collectives.all_to_all(mine, schedule=schedule), torch.cat([x[part] for x in given])
+def work(trial: Trial, seed: int, on: torch.device, *, m: int = M) -> Work:
+    """This rank's call, and its result."""
+    case = Case(op=trial.op, schedule=trial.schedule, m=m, n=N, k=K)
+    return calls.work(calls.even(case, dist.get_world_size()), seed, on)
 
 
 def suffer(trial: Trial, folder: str) -> Told:
     """One rank's part of a trial."""
     rank = dist.get_rank()
     on = torch.device(trial.device, rank) if trial.device == "cuda" else torch.device("cpu")
-    _right(work(trial.op, trial.schedule, trial.seed, on), on)
+    _right(work(trial, trial.seed, on), on)
     dist.barrier()
     victim, begun = rank == trial.victim, time.monotonic()
     error = ""
@@ -194,8 +145,8 @@ def _next(trial: Trial, now: bool, call: int, on: torch.device) -> Work:
     """The call after the fault with this number; of a victim that differs, another one."""
     seed = trial.seed + 1 + call
     if now and trial.fault == "differ":
-        return work(trial.op, trial.schedule, seed, on, m=2 * M)
-    return work(trial.op, trial.schedule, seed, on)
+        return work(trial, seed, on, m=2 * M)
+    return work(trial, seed, on)
 
 
 def _right(given: Work, on: torch.device) -> None:
@@ -203,7 +154,7 @@ def _right(given: Work, on: torch.device) -> None:
     out = call()
     if on.type == "cuda":
         torch.cuda.synchronize()
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @contextmanager
@@ -278,7 +229,7 @@ def _again(trial: Trial, folder: str, on: torch.device) -> bool:
         )
     dist.barrier()
     for call in range(2):
-        _right(work(trial.op, trial.schedule, trial.seed + 50 + call, on), on)
+        _right(work(trial, trial.seed + 50 + call, on), on)
     weft.close()
     return True
 

@@ -13,7 +13,7 @@ import pytest
 
 from weft import codec
 from weft.problem import Problem
-from weft.schedule import Schedule
+from weft.schedule import Schedule, Step
 from weft.schedules import build
 
 
@@ -127,3 +127,9 @@ def test_steps_of_a_schedule_are_told_apart_and_checked() -> None:
         broken["ranks"][0][0]["steps"][1][key] = value
         with pytest.raises(ValueError, match=re.escape(message)):
             codec.load(Schedule, broken)
+
+
+@pytest.mark.parametrize("kind", [[], {}, None, 3, "Gpu"])
+def test_a_type_that_is_no_name_is_refused(kind: object) -> None:
+    with pytest.raises(ValueError, match="must be one of Wait, Signal"):
+        codec.load(Step, {"type": kind})

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 from weft.errors import PeerLost, RankMismatch
-from weft.team import Team
+from weft.team import _CLOSED, _STATE, Team
 
 
 def _alike(team: Team) -> int:
@@ -56,6 +56,21 @@ def _known_and_new(team: Team) -> str:
     return "nothing noticed"
 
 
+def _last_call(team: Team) -> str:
+    """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
+    team.enter("op: last")
+    if team.rank == 0:
+        time.sleep(1.5)
+    if team.rank != 1:
+        return ""
+    team.until(lambda: team._words[0].load(_STATE) == _CLOSED, lambda: "rank 0 leaves")
+    try:
+        team.enter("op: one more")
+    except PeerLost as error:
+        return str(error)
+    return "nothing noticed"
+
+
 def _with_team(function: str) -> object:
     group = dist.group.WORLD
     assert group is not None
@@ -80,3 +95,8 @@ def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
     messages = ranks(2).run(_with_team, "_known_and_new")
     assert any("M: rank" in m and "64" in m and "128" in m for m in messages), messages
     assert all("nothing noticed" not in m for m in messages)
+
+
+def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:
+    """What it had to do is done; only a rank that is needed once more is missed."""
+    assert ranks(3).run(_with_team, "_last_call") == ["", "rank 2 has left the group", ""]

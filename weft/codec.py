@@ -130,7 +130,8 @@ def _load_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
         untold = [c for c in classes.values() if len(classes) == 1 or not getattr(c, "TAGGED", False)]
         if len(untold) == 1 and "type" not in data:
             return load(untold[0], data, where)
-        _expect(data.get("type") in classes, data.get("type"), f"one of {', '.join(classes)}", f"{where}.type")
+        kind = data.get("type")
+        _expect(isinstance(kind, str) and kind in classes, kind, f"one of {', '.join(classes)}", f"{where}.type")
         return load(classes[data["type"]], data, where)
     plain = [a for a in args if a is not type(None) and not dataclasses.is_dataclass(a)]
     for hint in plain[:-1]:

@@ -8,6 +8,7 @@ ends; what a creator left that died in between is removed by `reap_stale`, which
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 SHM = Path("/dev/shm")
 PREFIX = "weft-"
+_MAP_FIXED = 0x10
+"""Linux's, of the C library's mmap; Python has no name for it."""
 
 
 def process_start(pid: int) -> int | None:
@@ -47,7 +50,7 @@ class Segment:
         try:
             # Reserve the pages now: a full /dev/shm is then an error here, not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
-            return cls(name, mmap.mmap(descriptor, nbytes))
+            return cls(name, _mapped(descriptor, nbytes))
         except OSError as error:
             unlink(name)
             free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
@@ -62,7 +65,7 @@ class Segment:
         """Map a segment that another rank created."""
         descriptor = os.open(SHM / name, os.O_RDWR)
         try:
-            return cls(name, mmap.mmap(descriptor, 0))
+            return cls(name, _mapped(descriptor, os.fstat(descriptor).st_size))
         finally:
             os.close(descriptor)
 
@@ -97,6 +100,24 @@ class Segment:
         """Drop this mapping; it goes once no tensor over it is left."""
         with contextlib.suppress(BufferError):
             self._mapping.close()
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    """The file's bytes, without a descriptor of their own: Python's mapping would keep one, and a group of 8 ranks that keeps
+    128 problems has more segments than a process may open files (1024, usually).
+
+    Python maps as much anonymous memory, and the file takes its place.
+    """
+    mapping = mmap.mmap(-1, nbytes)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size, offset = ctypes.c_size_t(nbytes), ctypes.c_long(0)
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if libc.mmap(ctypes.c_void_p(place), size, access, flags, descriptor, offset) != place:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return mapping
 
 
 def _atomic_accessors(mapping: mmap.mmap) -> tuple[Callable[[int], int], Callable[[int, int], None]]:

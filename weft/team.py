@@ -273,16 +273,19 @@ class Team:
         """Raise if this team failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
         the ranks' calls differ.
 
-        may_leave: nothing is awaited of the peers, so one that has closed its team is no error.
+        may_leave: nothing is awaited of the peers, so one that has closed its team is no error. Nor is one that closed after
+        all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
         """
         if self.broken:
             raise PeerLost(str(self.broken))
         self._hear()
         self._compare()
-        fine = (0, _CLOSED) if may_leave else (0,)
         dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
-        dead = [p for p in dead if not (may_leave and self._words[p].load(_STATE) == _CLOSED)]
-        gone = [p for p in self._others() if self._words[p].load(_STATE) not in fine]
+        # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
+        states = {p: self._words[p].load(_STATE) for p in self._others()}
+        left = [p for p in states if states[p] == _CLOSED and (may_leave or self._words[p].load(_ENTERED) >= self.calls)]
+        dead = [p for p in dead if p not in left]
+        gone = [p for p in states if states[p] and p not in left]
         silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return

@@ -17,9 +17,12 @@ from weft.doctor import Finding, diagnose
 STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red"}
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
-    """Check this machine: packages, shared memory, GPUs, and whether peers read what others write."""
-    found = diagnose()
+def command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Time no transport: that takes up to 20 s on GPUs.")] = False,
+) -> None:
+    """Check this machine: packages, shared memory, GPUs, whether peers read what others write, how fast, if overlap pays."""
+    found = diagnose(quick=quick)
     if as_json:
         print(json.dumps(codec.dump(found), indent=2))
     else:

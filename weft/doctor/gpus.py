@@ -16,6 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from weft.doctor.finding import Finding, State
+from weft.doctor.rates import Rates, rates
+from weft.doctor.transports import transport_findings
 
 WITHOUT_GPU = "weft run --device cpu, weft plan and weft schedules work without; for GPUs, see that nvidia-smi lists them"
 PATTERN = 1 << 20
@@ -25,8 +27,9 @@ PEER_CURE = (
 )
 
 
-def gpu_findings() -> tuple[Finding, ...]:
-    """The CUDA side, from build to links. Without a GPU: what works all the same. Without PyTorch: nothing to add."""
+def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
+    """The CUDA side, from build to links; unless quick, how fast each transport is. Without a GPU: what works all the same.
+    Without PyTorch: nothing to add."""
     try:
         import torch
     except Exception:  # software_findings has said so already
@@ -42,7 +45,11 @@ def gpu_findings() -> tuple[Finding, ...]:
             *found,
             Finding(what="GPU pairs", state="warn", detail=detail, cure="weft run --device cpu works with any number"),
         )
-    return (*found, links_finding(_topology()), *peer_findings(torch, count))
+    topology = _topology()
+    found = (*found, links_finding(topology), *peer_findings(torch, count))
+    if quick or any(finding.state == "missing" for finding in found):
+        return found
+    return (*found, *transport_findings(count, _rates(torch, topology)))
 
 
 def device_finding(torch: ModuleType, index: int) -> Finding:
@@ -82,13 +89,24 @@ def link_kinds(topology: str) -> dict[str, int]:
     >>> link_kinds("\\tGPU0\\tGPU1\\tNIC0\\nGPU0\\t X \\tNV18\\tPHB\\nGPU1\\tNV18\\t X \\tPHB\\n")
     {'NV18': 1}
     """
-    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
-    matrix = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row[1:]]
     kinds: dict[str, int] = {}
-    for index, row in enumerate(matrix):
-        for kind in row[index + 1 : len(matrix)]:
+    for index, row in enumerate(link_matrix(topology)):
+        for kind in row[index + 1 :]:
             kinds[kind] = kinds.get(kind, 0) + 1
     return kinds
+
+
+def link_matrix(topology: str) -> list[list[str]]:
+    """Kinds of link from GPU to GPU, X on the diagonal."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
+    matrix = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row[1:]]
+    return [row[: len(matrix)] for row in matrix]
+
+
+def _rates(torch: ModuleType, topology: str | None) -> Rates | None:
+    """What the links of the GPUs that are seen should give, taken for those of all that the host has."""
+    slots = _run("nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    return rates(link_matrix(topology or ""), torch.cuda.get_device_properties(0).major, (slots or "").partition("\n")[0])
 
 
 def _bad_pair(torch: ModuleType, src: int, dst: int) -> Finding | None:

@@ -31,10 +31,11 @@ _GRACE_S = 15.0
 
 
 class RankFailed(WeftError):
-    """A rank raised, died or was late. failures: (rank, text) in the order seen. results: what the others answered, by rank."""
+    """A rank raised, died or was late. failures: (rank, text) in the order seen. results: what the others answered, by rank.
+    lost: some rank has not answered, so that the ranks cannot be given work again."""
 
-    def __init__(self, failures: list[tuple[int, str]], results: list[Any]) -> None:
-        self.failures, self.results = failures, results
+    def __init__(self, failures: list[tuple[int, str]], results: list[Any], *, lost: bool = False) -> None:
+        self.failures, self.results, self.lost = failures, results, lost
         super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures))
 
 
@@ -68,10 +69,13 @@ def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Conne
 class Ranks:
     """`world_size` rank processes on this host. A context manager; `close` always ends them.
 
-    device: "cpu" or "cuda" (rank r takes GPU r). environment: set in every rank before anything else.
+    device: "cpu" or "cuda" (rank r takes GPU r). environment: set in every rank before anything else. start_s: at most, until
+    all have joined their group. Raises RankFailed if some rank has not.
     """
 
-    def __init__(self, world_size: int, *, device: str = "cpu", environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, world_size: int, *, device: str = "cpu", environment: dict[str, str] | None = None, start_s: float = _START_S
+    ) -> None:
         self.world_size, self.device = world_size, device
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         context = mp.get_context("forkserver")
@@ -92,7 +96,7 @@ class Ranks:
             self._pipes.append(ours)
             self.processes.append(process)
         try:
-            self._collect(set(range(world_size)), _START_S, "starting")
+            self._collect(set(range(world_size)), start_s, "starting")
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -147,7 +151,8 @@ class Ranks:
     @staticmethod
     def _raise(failures: list[tuple[int, str, str]], results: list[Any]) -> None:
         trace = next((trace for _, _, trace in failures if trace), "")
-        error = RankFailed([(rank, message) for rank, message, _ in failures], results)
+        told = [(rank, message) for rank, message, _ in failures]
+        error = RankFailed(told, results, lost=not all(trace for _, _, trace in failures))
         if trace:
             error.add_note(f"first traceback, of rank {next(r for r, _, t in failures if t)}:\n{trace}")
         raise error

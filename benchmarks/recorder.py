@@ -1,0 +1,221 @@
+"""What the lanes of a rank really did: every tensor operation's reads and writes, flags stored, and waits that came true.
+
+    with Recorder(delay) as recorder: calls of an operator on CPUs
+    recorder.log      lane -> events, in the order in which that lane did them
+
+Steps are watched at HostProgram.record. Within a step, a dispatch mode of torch sees each operation on a tensor, and its schema
+says what it writes; so what is told is what ran, not what a schedule says. Memory that is shared is told by its owner and the
+byte in its segment, a rank's own by where its storage begins. What lies in neither a segment nor a buffer of the call is a
+temporary of one step, and is not told. Beside each step stand the rectangles that its schedule says it touches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.execute.bindings import Bindings, Where
+from weft.execute.host import HostProgram
+from weft.schedule import Collective, Copy, Flag, Gemm, Lookup, Reduce, Region, Step
+
+CALLER = "caller"
+Delay = Callable[[Where], None]
+"""Called before each step, on its lane."""
+_ONLY_WRITTEN = ("copy_", "fill_", "zero_")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Elements in memory. space: ("shared", rank) or ("own", rank, storage). start: bytes from its begin; stride: bytes."""
+
+    space: tuple[Any, ...]
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that a lane did. call: which, from 0.
+
+    kind: "step" (text: the step; declared: what its schedule says that it reads and writes), "read" and "write" (place),
+    "store" and "seen" (flag, value: stored; or what a wait needed, once it had come true), "begin" and "end" of a call (the
+    caller's).
+    """
+
+    kind: str
+    call: int
+    text: str = ""
+    place: Place | None = None
+    flag: tuple[str, int, int] | None = None
+    value: int = 0
+    declared: tuple[tuple[Place, ...], tuple[Place, ...]] = ((), ())
+
+
+@dataclass
+class Recorder:
+    """Watches all host programs of this process while it is entered. delay: called before each step."""
+
+    delay: Delay = lambda where: None
+    log: dict[str, list[Event]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._call, self._thread = -1, threading.local()
+        self._bindings = Bindings()
+        self._program: HostProgram | None = None
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> Recorder:
+        recorder = self
+        kept = self._originals = {
+            name: getattr(HostProgram, name) for name in ("play", "bind", "record", "wait", "signal", "_meet")
+        }
+
+        def play(program: HostProgram, *arguments: Any) -> None:
+            recorder._begin(program)
+            kept["play"](program, *arguments)
+            recorder._tell(CALLER, Event("end", recorder._call))
+
+        def bind(program: HostProgram, *arguments: Any) -> Bindings:
+            recorder._bindings = kept["bind"](program, *arguments)
+            return recorder._bindings
+
+        def record(program: HostProgram, where: Where, work: Callable[[], None]) -> None:
+            recorder._step(program, where, lambda: kept["record"](program, where, work))
+
+        def wait(program: HostProgram, flag: Flag, value: int, where: Where) -> None:
+            kept["wait"](program, flag, value, where)
+            recorder._here(Event("seen", recorder._call, flag=(flag.name, flag.rank, flag.index), value=value))
+
+        def signal(program: HostProgram, flag: Flag, value: int) -> None:
+            recorder._here(Event("store", recorder._call, flag=(flag.name, flag.rank, flag.index), value=value))
+            kept["signal"](program, flag, value)
+
+        def meet(program: HostProgram, where: Where) -> None:
+            value = program._meetings + 1
+            recorder._here(Event("store", recorder._call, flag=("meet", program.rank, 0), value=value))
+            kept["_meet"](program, where)
+            for rank in program.team.near:
+                recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
+
+        hooks = {"play": play, "bind": bind, "record": record, "wait": wait, "signal": signal, "_meet": meet}
+        for name, hook in hooks.items():
+            setattr(HostProgram, name, hook)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for name, original in self._originals.items():
+            setattr(HostProgram, name, original)
+
+    def _begin(self, program: HostProgram) -> None:
+        self._call, self._program = self._call + 1, program
+        self._tell(CALLER, Event("begin", self._call))
+
+    def _tell(self, lane: str, event: Event) -> None:
+        self.log.setdefault(lane, []).append(event)
+
+    def _here(self, event: Event) -> None:
+        self._tell(self._thread.lane, event)
+
+    def _step(self, program: HostProgram, where: Where, work: Callable[[], None]) -> None:
+        self._thread.lane = where.lane
+        self.delay(where)
+        self._here(Event("step", self._call, text=str(where), declared=self._declared(program, where.step)))
+        with _Watch(self):
+            work()
+
+    def _declared(self, program: HostProgram, step: Step) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+        reads, writes = declared(step)
+
+        def places(regions: list[Region]) -> tuple[Place, ...]:
+            found = [self.place(view) for region in regions for view, _ in self._bindings.pieces(region)]
+            return tuple(place for place in found if place)
+
+        if isinstance(step, Lookup):
+            loose = [tensor for several in self._bindings.loose.values() for tensor in several]
+            return tuple(place for tensor in loose if (place := self.place(tensor))), places(writes)
+        if not isinstance(step, Collective):
+            return places(reads), places(writes)
+        # Sources are staged in shared memory, where all ranks read them.
+        staged = [program._staged(step, rank) for rank in program.team.near]
+        stages = [place for tensor in staged if tensor.numel() and (place := self.place(tensor))]
+        return (*places(reads), *stages), (*places(writes), *stages)
+
+    def operation(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """An operation has run on this thread."""
+        for tensor, writes, reads in accesses(func, args, options):
+            place = self.place(tensor) if tensor.numel() else None
+            if place is not None and reads:
+                self._here(Event("read", self._call, place=place))
+            if place is not None and writes:
+                self._here(Event("write", self._call, place=place))
+
+    def place(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor lies; None for a temporary."""
+        if not tensor.numel():
+            return None
+        program, at = self._program, tensor.data_ptr()
+        assert program is not None
+        size = tensor.element_size()
+        shape, stride = tuple(tensor.shape), tuple(size * step for step in tensor.stride())
+        for rank, segment in program.space.data.items():
+            if segment.address <= at < segment.address + segment.nbytes:
+                return Place(("shared", rank), at - segment.address, shape, stride, size)
+        base = tensor.untyped_storage().data_ptr()
+        if base not in self._kept_storages():
+            return None
+        return Place(("own", program.rank, base), at - base, shape, stride, size)
+
+    def _kept_storages(self) -> set[int]:
+        tensors = [tensor for columns in self._bindings.tensors.values() for tensor, _ in columns]
+        tensors += [
+            tensor for several in self._bindings.loose.values() for tensor in several if isinstance(tensor, torch.Tensor)
+        ]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class _Watch(TorchDispatchMode):
+    """Tells a recorder of each operation of this thread."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._recorder.operation(func, args, kwargs or {})
+        return out
+
+
+def accesses(func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, bool, bool]]:
+    """(tensor, written, read) of an operation's arguments, by its schema; nothing of one that only makes a view."""
+    schema = func._schema
+    if any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
+        return
+    only_written = schema.name.partition("::")[2] in _ONLY_WRITTEN
+    for number, argument in enumerate(schema.arguments):
+        given = args[number] if number < len(args) else options.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = not writes or not (only_written or argument.kwarg_only)
+        for tensor in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(tensor, torch.Tensor):
+                yield tensor, writes, reads
+
+
+def declared(step: Step) -> tuple[list[Region], list[Region]]:
+    """What a schedule says that a step reads, and writes; of a lookup, which reads tensors that are no buffer, the latter."""
+    if isinstance(step, (Copy, Collective)):
+        return [step.src], [step.dst]
+    if isinstance(step, Gemm):
+        outs = [part.out for part in step.parts]
+        reads = [step.b, *(part.a for part in step.parts), *(add for part in step.parts for add in part.adds)]
+        return reads + (outs if step.accumulate else []), outs
+    if isinstance(step, Reduce):
+        return [src for part in step.parts for src in part.srcs], [part.out for part in step.parts]
+    return [], [part.out for part in step.parts] if isinstance(step, Lookup) else []

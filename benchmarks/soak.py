@@ -1,0 +1,384 @@
+"""Does a job that calls operators for days keep its memory, its descriptors and its threads, and its pace?
+
+Rank processes make calls that are mixed at random, from a seed: operators, schedules, extents, dtypes, layouts, the world and a
+group of all ranks but the last. A window of kinds is in use at a time and moves on through a catalogue that is larger than what
+a group keeps (weft.execute.groups.PROGRAMS_PER_GROUP), so that programs are dropped and made again throughout. The catalogue is
+called through once before anything is measured. Then, part by part,
+
+    resident memory, descriptors, threads, names in /dev/shm of each rank; on GPUs what torch holds, and what the driver gives
+    out; the time of every call by kind; every CHECK_EVERYth result against float64
+
+and at the end: flat, if no rank's figure of the last third of the parts is above that of the first third by more than SLACK,
+and every result was right. The exit status says so. 100,000 calls by three ranks on two cores take some 7 minutes.
+
+    python benchmarks/soak.py --calls 100000 --json benchmarks/results/soak.jsonl
+    python benchmarks/soak.py --device cuda --calls 1000000 --budget-s 75
+
+On GPUs each kind is captured in a CUDA graph after an eager call, and a call is then one of BURST replays in a row; its time is
+the burst's, by GPU events. The window moves there, too: graphs are dropped and captured anew.
+
+Traps. Calls of one kind have the same tensors: what flows is memory of weft's, not of the test's. p99 on a busy machine tells
+of the machine. The allocator's first growth is no leak: hence thirds, not ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import calls
+import numpy as np
+import torch
+import torch.distributed as dist
+from calls import Case, even
+
+import weft
+from weft.execute.ranks import Ranks
+from weft.memory import PREFIX, SHM
+
+CHECK_EVERY = 1000
+BURST = 50
+SLACK = {"rss_mib": 24.0, "descriptors": 0, "threads": 0, "segments": 0, "torch_mib": 2.0, "driver_mib": 64.0}
+"""By figure: how much more the last third of the parts may have than the first."""
+_MIB = 1 << 20
+_ALARM_S = {"cpu": 600, "cuda": 40}
+"""A part that takes longer ends the run, with every thread's stack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What kinds are drawn from. On GPUs few sizes, so that kernels are compiled once for many kinds."""
+
+    m: tuple[int, ...]
+    n: tuple[int, ...]
+    k: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    layouts: tuple[calls.Layout, ...]
+
+
+DRAWN = {
+    "cpu": Drawn(m=(1, 7, 24, 65), n=(3, 18, 64), k=(6, 12, 40), dtypes=tuple(calls.DTYPES), layouts=calls.LAYOUTS),
+    "cuda": Drawn(
+        m=(12, 192, 768), n=(768,), k=(768,), dtypes=("bfloat16", "bfloat16", "float32"), layouts=("plain", "transposed")
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soak:
+    """catalogue: kinds in all. window: of those, in use at a time. moves: calls, or bursts, until
+    one is exchanged."""
+
+    calls: int
+    parts: int = 20
+    seed: int = 1
+    device: str = "cpu"
+    catalogue: int = 320
+    window: int = 24
+    moves: int = 250
+    budget_s: float = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank saw at the end of a part. calls: so far."""
+
+    calls: int
+    seconds: float
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One rank's story. pace: by kind, calls, median and 99th percentile in us."""
+
+    parts: list[Part]
+    pace: dict[str, tuple[int, float, float]]
+
+
+def kinds(soak: Soak, ranks: int) -> list[tuple[Case, bool]]:
+    """The catalogue: cases, and whether they are the world's or the smaller group's. Every operator and family comes first."""
+    generator = random.Random(soak.seed)
+    drawn = DRAWN[soak.device]
+    found = []
+    for number in range(soak.catalogue):
+        op, name = calls.EVERY[number % len(calls.EVERY)]
+        case = Case(
+            op=op,
+            schedule=name,
+            m=generator.choice(drawn.m),
+            n=generator.choice(drawn.n),
+            k=generator.choice(drawn.k),
+            dtype=generator.choice(drawn.dtypes),
+            a=generator.choice(drawn.layouts),
+            b=generator.choice(drawn.layouts),
+        )
+        whole = ranks < 3 or generator.random() < 0.7
+        found.append((even(case, ranks if whole else ranks - 1), whole))
+    return found
+
+
+def sequence(soak: Soak, catalogue: int) -> Iterator[int]:
+    """Which kind comes next, the same on every rank; no end."""
+    generator = random.Random(soak.seed + 1)
+    order = list(range(catalogue))
+    generator.shuffle(order)
+    window, following = order[: soak.window], soak.window
+    for number in range(1 << 62):
+        if number and number % soak.moves == 0 and catalogue > soak.window:
+            window[generator.randrange(len(window))] = order[following % catalogue]
+            following += 1
+        yield generator.choice(window)
+
+
+class Kind:
+    """One kind's call on this rank; without a part in its group, nothing."""
+
+    def __init__(self, case: Case, seed: int, on: torch.device, group: dist.ProcessGroup | None, member: bool) -> None:
+        self.case, self.member = case, member
+        self.ranks = dist.get_world_size(group) if member else 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if member:
+            self._call, self._expected = calls.work(case, seed, on, group)
+
+    def eager(self) -> torch.Tensor:
+        return self._call()
+
+    def capture(self) -> None:
+        """On GPUs, after an eager call."""
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._captured = self._call()
+
+    def replay(self) -> torch.Tensor:
+        assert self._graph is not None
+        self._graph.replay()
+        return self._captured
+
+    def forget(self) -> None:
+        """Give the graph back."""
+        if self._graph is not None:
+            torch.cuda.synchronize()
+            self._graph = None
+            del self._captured
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def check(self, out: torch.Tensor) -> None:
+        calls.check(self.case, out, self._expected, self.ranks)
+
+
+class Paces:
+    """Times of calls by kind, in memory that is taken at the beginning. The newest of each kind are kept."""
+
+    _KEPT = 512
+
+    def __init__(self, catalogue: int) -> None:
+        self._us = np.ones((catalogue, self._KEPT), dtype=np.float32)
+        self._made = np.zeros(catalogue, dtype=np.int64)
+
+    def add(self, kind: int, us: float, count: int = 1) -> None:
+        self._us[kind, (self._made[kind] // count) % self._KEPT] = us
+        self._made[kind] += count
+
+    def told(self, names: Sequence[str], per: int = 1) -> dict[str, tuple[int, float, float]]:
+        found: dict[str, tuple[int, float, float]] = {}
+        for kind, made in enumerate(self._made):
+            if made >= per:
+                us = self._us[kind, : min(made // per, self._KEPT)]
+                found[f"{kind} {names[kind]}"] = int(made), float(np.median(us)), float(np.percentile(us, 99))
+        return found
+
+
+class Rank:
+    """One rank's part of a soak."""
+
+    def __init__(self, soak: Soak) -> None:
+        self.soak = soak
+        self.on = torch.device(soak.device, dist.get_rank()) if soak.device == "cuda" else torch.device("cpu")
+        size = dist.get_world_size()
+        some = dist.new_group(list(range(size - 1))) if size > 2 else None
+        member = dist.get_rank() < size - 1
+        self.kinds = [
+            Kind(case, soak.seed + number, self.on, None if whole else some, whole or member)
+            for number, (case, whole) in enumerate(kinds(soak, size))
+        ]
+        self.paces = Paces(len(self.kinds))
+        self._graphs: dict[int, None] = {}
+
+    def run(self) -> Told:
+        self._through_the_catalogue()
+        parts = []
+        begun, made, per = time.monotonic(), 0, -(-self.soak.calls // self.soak.parts)
+        order = sequence(self.soak, len(self.kinds))
+        while made < self.soak.calls and not self._late(begun):
+            faulthandler.dump_traceback_later(_ALARM_S[self.soak.device], exit=True)
+            until = min(made + per, self.soak.calls)
+            while made < until:
+                made += self._on_gpu(next(order), made) if self.on.type == "cuda" else self._on_cpu(next(order), made)
+            parts.append(Part(calls=made, seconds=time.monotonic() - begun, figures=self.figures()))
+        faulthandler.cancel_dump_traceback_later()
+        for kind in self.kinds:
+            kind.forget()
+        weft.close()
+        return Told(parts=parts, pace=self.paces.told([str(kind.case) for kind in self.kinds], self._burst))
+
+    @property
+    def _burst(self) -> int:
+        return BURST if self.on.type == "cuda" else 1
+
+    def _late(self, begun: float) -> bool:
+        """Whether any rank's time is up. All ranks are asked at the same places."""
+        late = torch.tensor([float(time.monotonic() - begun > self.soak.budget_s)])
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        return bool(late)
+
+    def _through_the_catalogue(self) -> None:
+        for number, kind in enumerate(self.kinds):
+            faulthandler.dump_traceback_later(_ALARM_S[self.soak.device], exit=True)
+            if number % 20 == 0:
+                dist.barrier()
+            if kind.member:
+                kind.check(kind.eager())
+
+    def _on_cpu(self, number: int, made: int) -> int:
+        kind = self.kinds[number]
+        if kind.member:
+            begun = time.perf_counter_ns()
+            out = kind.eager()
+            self.paces.add(number, (time.perf_counter_ns() - begun) / 1e3)
+            if made % CHECK_EVERY == 0:
+                kind.check(out)
+        return 1
+
+    def _on_gpu(self, number: int, made: int) -> int:
+        """A burst of replays; the calls that it stands for, alike on ranks without a part in it."""
+        kind = self.kinds[number]
+        if kind.member:
+            if not kind.captured:
+                self._capture(number)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(BURST):
+                out = kind.replay()
+            end.record()
+            end.synchronize()
+            self.paces.add(number, begin.elapsed_time(end) * 1e3 / BURST, BURST)
+            if made // CHECK_EVERY != (made + BURST) // CHECK_EVERY:
+                kind.check(out)
+        return BURST
+
+    def _capture(self, number: int) -> None:
+        """No more graphs than the window has kinds: the oldest goes. An eager call comes first, and is checked."""
+        if len(self._graphs) >= self.soak.window:
+            oldest = next(iter(self._graphs))
+            self.kinds[oldest].forget()
+            del self._graphs[oldest]
+        kind = self.kinds[number]
+        kind.check(kind.eager())
+        kind.capture()
+        self._graphs[number] = None
+
+    def figures(self) -> dict[str, float]:
+        """What this process holds now."""
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        found: dict[str, float] = {
+            "rss_mib": round(resident / _MIB, 2),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "segments": sum(1 for _ in SHM.glob(f"{PREFIX}{os.getpid()}-*")),
+        }
+        if self.on.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.on)
+            found |= {"torch_mib": torch.cuda.memory_allocated(self.on) / _MIB, "driver_mib": (total - free) / _MIB}
+        return found
+
+
+def rank_work(soak: Soak) -> Told:
+    """One rank of a soak."""
+    if soak.device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    return Rank(soak).run()
+
+
+def growth(parts: Sequence[Part]) -> dict[str, float]:
+    """By figure: the median of the last third of the parts less that of the first. Raises ValueError for fewer than three."""
+    if len(parts) < 3:
+        raise ValueError(f"parts is {len(parts)}; flatness needs at least 3")
+    third = len(parts) // 3
+    first, last = parts[:third], parts[-third:]
+    return {
+        name: median(part.figures[name] for part in last) - median(part.figures[name] for part in first)
+        for name in parts[0].figures
+    }
+
+
+def leaks(told: Sequence[Told]) -> list[str]:
+    """Figures that are not flat, by rank."""
+    return [
+        f"rank {rank}: {name} grew by {more:g}"
+        for rank, one in enumerate(told)
+        for name, more in growth(one.parts).items()
+        if more > SLACK[name]
+    ]
+
+
+def slowest(told: Sequence[Told], least: int = 100) -> tuple[str, float, float, float]:
+    """The kind whose 99th percentile is the most times its median, of those with as many calls: (kind, calls, median, p99)."""
+    paces = [(kind, *pace) for one in told for kind, pace in one.pace.items() if pace[0] >= least]
+    return max(paces, key=lambda pace: pace[3] / pace[2], default=("none", 0, 1.0, 1.0))
+
+
+def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, Any]]:
+    """A JSON line for each part, the worst rank's figures, and one for each kind."""
+    for number, part in enumerate(told[0].parts):
+        worst = {name: max(one.parts[number].figures[name] for one in told) for name in part.figures}
+        yield {"bench": "soak", "ranks": ranks, **asdict(soak), "calls": part.calls, "seconds": round(part.seconds, 2), **worst}
+    for kind, (made, middle, high) in told[0].pace.items():
+        yield {"bench": "soak", "kind": kind, "calls": made, "median_us": round(middle, 1), "p99_us": round(high, 1)}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--calls", type=int, default=10_000)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
+    options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    on_gpu = given.device == "cuda"
+    ranks = given.ranks or (min(4, torch.cuda.device_count()) if on_gpu else 3)
+    size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
+    soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)
+    with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
+        told = pool.run(rank_work, soak, timeout_s=86_400)
+    shown = list(lines(soak, told, ranks))
+    for line in islice(shown, len(told[0].parts)):
+        print(" ".join(f"{key} {line[key]:g}" for key in ("calls", "seconds", *told[0].parts[0].figures)))
+    if given.json:
+        with given.json.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in shown)
+    kind, made, middle, high = slowest(told)
+    print(f"p99 over median at most {high / middle:.1f}: {kind}, {made} calls, median {middle:.0f} us, p99 {high:.0f} us")
+    found = leaks(told)
+    print("flat" if not found else "\n".join(found))
+    raise SystemExit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
