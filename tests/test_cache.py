@@ -85,7 +85,7 @@ def spoiled(text: str) -> list[tuple[str, str]]:
         (text[: len(text) // 2], "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
-        (json.dumps(data | {"spec": "one_shot"}), "is for matmul_all_reduce alone"),
+        (json.dumps(data | {"spec": "two_shot"}), "is for matmul_all_reduce alone"),
         (json.dumps(data | {"code": "import os"}), "code is not a field of Entry"),
         (json.dumps({"key": data["key"], "us": {}}), "spec is missing"),
         (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),

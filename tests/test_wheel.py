@@ -80,7 +80,7 @@ def test_its_data_are_found(unpacked: Path) -> None:
         "from weft import machine, rules, models; from typing import get_args;"
         "print(*[machine.load(name).name for name in machine.names()]);"
         "print(*[models.load_model(name).name for name in models.preset_names()]);"
-        "print(len([rules.rules(kind) for kind in get_args(rules.Topology)]))"
+        "print(len([rules.estimates(kind) for kind in get_args(rules.Topology)]))"
     )
     machines, presets, kinds = _run(unpacked, "-c", code).splitlines()
     assert len(machines.split()) == len(list((ROOT / "weft" / "machines").glob("*.json")))
