@@ -89,13 +89,16 @@ def gemm_cost(
 ) -> GemmCost:
     """The fastest tiling of one kernel over groups of `rows` that share no tile.
 
-    sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits, counts or stores to peers.
+    One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
+    has a wave of its own. sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits,
+    counts or stores to peers.
     """
     sms = sms or machine.gpu.sms
     itemsize = ITEMSIZE[dtype]
     out_itemsize = out_itemsize or itemsize
     total = sum(rows)
-    traffic = itemsize * (total * k + k * n) + out_itemsize * total * n * (2 if accumulate else 1)
+    most_sweeps = max(1, sum(map(bool, rows))) if itemsize * k * n > machine.gpu.l2_bytes else 1
+    traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
     tiles = (gpu.kernel_tiles if flags else ()) or gpu.tiles
@@ -104,7 +107,7 @@ def gemm_cost(
     for tile, cuts in itertools.product(tiles, splits):
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
         waves = max(1, -(-sum(counts) // sms))
-        moved = traffic + (8 * cuts * total * n if cuts > 1 else 0)
+        moved = traffic + itemsize * k * n * min(most_sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
         costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves))
     return min(costs, key=lambda cost: cost.busy_us)
