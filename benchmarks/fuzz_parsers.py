@@ -36,7 +36,7 @@ from weft.models import load_model, preset_names, sites
 from weft.models.config import read_config
 from weft.models.values import Model
 from weft.problem import Problem
-from weft.rules import Rules
+from weft.rules import Estimates
 from weft.schedule import Schedule
 from weft.schedules import parse, spec
 
@@ -139,7 +139,7 @@ def targets() -> dict[str, Target]:
         "machine": Target(_values(Machine), _texts("machines")),
         "schedule": Target(_values(Schedule, _proved), tuple(_schedules())),
         "plan": Target(_kept_plan, (codec.dumps(_entry()),)),
-        "decisions": Target(_values(Rules), _texts("decisions")),
+        "decisions": Target(_values(Estimates), _texts("decisions")),
         "model": Target(_values(Model), tuple(codec.dumps(load_model(name)) for name in preset_names()[:2])),
         "spec": Target(_spec, ('"flag_gated:4"', '"sequential"')),
     }
