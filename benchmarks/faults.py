@@ -12,7 +12,8 @@ processes, three on a CPU, call the operator rightly once, and then, in the midd
     leave    it closes its group instead of calling
 
 Every other rank has to end its calls within the bound and 5 s: with an error that names the victim; with the right result where
-the victim is merely slow, or where this rank needed nothing more of it. Then all ranks that live call `weft.close()`, those
+the victim is merely slow, or where this rank needed nothing more of it. (Where the victim is late, one that waits for a rank
+which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.) Then all ranks that live call `weft.close()`, those
 without a killed one make a process group of their own, and call the operator rightly again. Afterwards no process and no
 segment of shared memory is left.
 
@@ -35,7 +36,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -301,10 +302,11 @@ def _wrong(trial: Trial, told: Sequence[Told | None]) -> str:
             return f"rank {rank} took {answer.seconds:.1f} s"
         if not answer.again:
             return f"rank {rank} could not go on"
-        if rank != trial.victim and not _explains(trial, answer.error):
-            return f"rank {rank} was told {answer.error!r}"
-    others = [answer.error for rank, answer in enumerate(told) if answer and rank != trial.victim]
-    if trial.fault in ("kill", "raise", "differ", "leave") and not any(others):
+    others = {rank: answer.error for rank, answer in enumerate(told) if answer and rank != trial.victim}
+    for rank, error in others.items():
+        if not (_explains(trial, error) or _passed_on(trial, rank, others)):
+            return f"rank {rank} was told {error!r}"
+    if trial.fault in ("kill", "raise", "differ", "leave") and not any(others.values()):
         return "nobody noticed"
     return ""
 
@@ -319,6 +321,13 @@ def _explains(trial: Trial, error: str) -> bool:
         return error.startswith(("RankMismatch", "PeerLost")) and "disagree" in error
     named = rf"rank {trial.victim}\b"
     return bool(re.search(named, error))
+
+
+def _passed_on(trial: Trial, rank: int, others: Mapping[int, str]) -> bool:
+    """Whether a rank waited in vain for one that itself waited, and was told so, for the victim."""
+    between = [other for other, error in others.items() if other != rank and _explains(trial, error)]
+    waited = trial.fault in ("stop", "late") and others[rank].startswith("WaitTimeout")
+    return waited and any(re.search(rf"rank {other}\b", others[rank]) for other in between)
 
 
 def main() -> None:

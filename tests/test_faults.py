@@ -34,6 +34,8 @@ def _told(error: str = "", seconds: float = 0.1) -> Told:
         ("kill", [_told(), None, _told()], "rank 0 was told ''"),
         ("kill", [_told("PeerLost: rank 2 died"), None, _told()], "rank 0 was told 'PeerLost: rank 2 died'"),
         ("kill", [None, None, _told("PeerLost: rank 1 died")], "rank 0 told nothing"),
+        ("late", [_told("WaitTimeout: rank 1 raises it"), _told(), _told("WaitTimeout: rank 0 did not arrive")], ""),
+        ("kill", [_told("PeerLost: rank 1 died"), None, _told("WaitTimeout: rank 0")], "rank 2 was told 'WaitTimeout: rank 0'"),
         ("slow", [_told(), _told(), _told()], ""),
         ("slow", [_told("WaitTimeout: rank 1"), _told(), _told()], "rank 0 was told 'WaitTimeout: rank 1'"),
         ("late", [_told(seconds=7), _told(), _told()], "rank 0 took 7.0 s"),
