@@ -13,9 +13,10 @@ processes, three on a CPU, call the operator rightly once, and then, in the midd
 
 Every other rank has to end its calls within the bound and 5 s: with an error that names the victim; with the right result where
 the victim is merely slow, or where this rank needed nothing more of it. (Where the victim is late, one that waits for a rank
-which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.) Then all ranks that live call `weft.close()`, those
-without a killed one make a process group of their own, and call the operator rightly again. Afterwards no process and no
-segment of shared memory is left.
+which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
+
+Then all ranks that live call `weft.close()`, those without a killed one make a process group of their own, and call the
+operator rightly again. Afterwards no process and no segment of shared memory is left.
 
     python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
     python benchmarks/faults.py --device cuda --trials 100
