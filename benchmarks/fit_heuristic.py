@@ -30,7 +30,7 @@ from weft import codec
 from weft.machine import Machine, load
 from weft.problem import LookupProblem, Op, Problem
 from weft.rules import TERMS, Estimates, Weights, terms
-from weft.schedules import parse, spec
+from weft.schedules import FAMILIES, parse, spec
 
 RESULTS = Path(__file__).with_name("results")
 SIMULATED = 0.1
@@ -61,18 +61,25 @@ def nonnegative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def weights(text: str, lines: Sequence[Line], fallback: Machine) -> Weights | None:
     """Those of one schedule, fitted to the lines that have it; None if none has."""
-    name, chunks = parse(text)
-    timed = [(line, line.us.get(spec(name, chunks or line.problem.world_size))) for line in lines]
-    known = [(line, us) for line, us in timed if us is not None]
+    timed = [(line, *counted(text, line.problem.world_size)) for line in lines]
+    known = [(line, name, chunks, line.us[spec(name, chunks)]) for line, name, chunks in timed if spec(name, chunks) in line.us]
     if not known:
         return None
-    beside = any(not line.simulated for line, _ in known)
-    share = np.array([SIMULATED**0.5 if line.simulated and beside else 1.0 for line, _ in known])
-    relative = np.array([np.array(terms(line.problem, machine_of(line, fallback))) / us for line, us in known])
+    beside = any(not line.simulated for line, *_ in known)
+    share = np.array([SIMULATED**0.5 if line.simulated and beside else 1.0 for line, *_ in known])
+    relative = np.array(
+        [np.array(terms(line.problem, machine_of(line, fallback), name, n)) / us for line, name, n, us in known]
+    )
     found = np.array([float(f"{value:.3g}") for value in nonnegative(relative * share[:, None], share)])
     errors = np.log(np.maximum(relative @ found, 1e-9))
     error = math.sqrt(float((share**2 @ (errors - errors.mean()) ** 2) / (share**2).sum()))
     return Weights(spec=text, weights=tuple(found.tolist()), error=round(error, 3))
+
+
+def counted(text: str, world_size: int) -> tuple[str, int]:
+    """A spec's family and chunks, world_size of them where it has no count."""
+    name, chunks = parse(text)
+    return name, (chunks or world_size) if FAMILIES[name].chunked else 1
 
 
 def machine_of(line: Line, fallback: Machine) -> Machine:
