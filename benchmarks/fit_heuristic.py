@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from cases import CASES
 from problems import SEEDS, TRIED, drawn
-from scores import Line, read_lines
+from scores import FICCO, Line, read_lines
 
 from weft import codec
 from weft.machine import Machine, load
@@ -37,6 +37,8 @@ SIMULATED = 0.1
 """Weight of a simulated line beside a measured one."""
 BENCHES = ("tp", "all_to_all", "all_reduce", "embedding")
 """Those whose lines `known` reads; each line's case begins with one."""
+USEFUL = 0.02
+"""Schedules that are the fastest of no larger share of an operator's lines get no weights."""
 ROUNDS = 2000
 RIDGE = 1e-6
 
@@ -132,11 +134,20 @@ def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
         some = [line for line in lines if line.problem.op == op]
         if not some:
             raise ValueError(f"files have no problem of {op}; every operator needs some")
-        rows = (weights(text, some, machine) for text in TRIED[op])
+        rows = (weights(text, some, machine) for text in TRIED[op] if _useful(text, some))
         found[op] = tuple(row for row in rows if row is not None)
     counts = {name: sum(line.machine == name for line in lines) for name in dict.fromkeys(line.machine for line in lines)}
     words = ", ".join(f"{count} problems on {name}" for name, count in counts.items())
     return Estimates(source=f"benchmarks/fit_heuristic.py: {words}", weights=found)
+
+
+def _useful(text: str, lines: Sequence[Line]) -> bool:
+    """Whether it is sequential, FiCCO's, or often enough the fastest; no other one is worth the time to estimate it."""
+    name, without_count = parse(text)[0], ":" not in text
+    if text == "sequential" or (name in FICCO and without_count):
+        return True
+    best = sum(line.us.get(spec(*counted(text, line.problem.world_size))) == line.best_us for line in lines)
+    return best > USEFUL * len(lines)
 
 
 def main() -> None:

@@ -127,13 +127,11 @@ class _Sizes:
 
     def us(self, rows: int) -> float:
         """With a launch."""
-        busy_us = self._busy_us(rows, *self._whole)
-        for way in self._split:
-            busy_us = min(busy_us, self._busy_us(rows, *way))
-        return self._launch_us + busy_us
-
-    def _busy_us(self, rows: int, tiles: list[tuple[int, int, float]], row_us: float) -> float:
-        sms = self._sms
+        sms, (tiles, row_us) = self._sms, self._whole
         waves_us = min([-(-(-(-rows // high) * across) // sms) * us for high, across, us in tiles])
         memory_us = rows * row_us + self._b_us
-        return waves_us if waves_us > memory_us else memory_us
+        busy_us = waves_us if waves_us > memory_us else memory_us
+        for tiles, row_us in self._split:
+            waves_us = min([-(-(-(-rows // high) * across) // sms) * us for high, across, us in tiles])
+            busy_us = min(busy_us, max(waves_us, rows * row_us + self._b_us))
+        return self._launch_us + busy_us
