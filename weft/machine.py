@@ -69,10 +69,10 @@ class Gpu:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int, float], ...]:
-        """Rows, columns and 1 / efficiency of few of `tiles`: of each area the one with fewest rows. On shapes of models their
-        matmuls take within 1% of what all take, on average."""
+        """Rows, columns, and elements over efficiency, of few of `tiles`: of each area the one with fewest rows. On shapes of
+        models their matmuls take within 1% of what all take, on average."""
         kept = {tile.rows * tile.cols: tile for tile in sorted(self.tiles, key=lambda tile: -tile.rows)}
-        return tuple((tile.rows, tile.cols, 1 / tile.efficiency) for tile in kept.values())
+        return tuple((tile.rows, tile.cols, area / tile.efficiency) for area, tile in kept.items())
 
     def paced_us(self, busy_us: float) -> float:
         """What matmuls take that would take `busy_us` at full rate, one after the other.

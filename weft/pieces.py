@@ -110,18 +110,19 @@ class _Sizes:
         gpu, itemsize = machine.gpu, problem.itemsize
         sms, byte_us, fixed_us = gpu.sms, 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us
         element_us = 2 * sms * inner / (gpu.tflops[problem.dtype] * 1e6)
-        extra_us = (2 * _FLOAT32 - itemsize) * byte_us * sms if sums else 0.0
         self._sms, self._launch_us, self._b_us = sms, machine.launch_us, inner * cols * itemsize * byte_us
         row_us = (inner * itemsize + cols * (2 * _FLOAT32 if sums else itemsize)) * byte_us
-        tiles = [
-            (high, -(-cols // wide), high * wide * (element_us * slow + extra_us) + fixed_us) for high, wide, slow in gpu.shapes
-        ]
+        shapes = gpu.shapes
+        tiles = [(high, -(-cols // wide), slow * element_us + fixed_us) for high, wide, slow in shapes]
+        if sums:
+            extra_us = (2 * _FLOAT32 - itemsize) * byte_us * sms
+            tiles = [(high, n, us + high * wide * extra_us) for (high, n, us), (_, wide, _) in zip(tiles, shapes, strict=True)]
         self._whole, self._split = (tiles, row_us), list[_Way]()
         for cuts in SPLITS if inner >= SPLITS[0] * LEAST_CUT else ():
             if inner >= cuts * LEAST_CUT:
+                less_us = element_us * (1 - 1 / cuts)
                 parts = [
-                    (high, -(-cols // wide) * cuts, high * wide * (element_us * slow / cuts + extra_us) + fixed_us)
-                    for high, wide, slow in gpu.shapes
+                    (high, n * cuts, us - slow * less_us) for (high, n, us), (_, _, slow) in zip(tiles, shapes, strict=True)
                 ]
                 self._split.append((parts, row_us + 2 * _FLOAT32 * cuts * cols * byte_us))
 
