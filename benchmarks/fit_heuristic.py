@@ -9,6 +9,7 @@ problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embeddin
     python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl
 
+A mesh's are those of `planner.py --simulate mi300x8 --world-size 8`, --set fit and --set large.
 Each line is taken with the profile that it was simulated on, measured ones with --machine.
 """
 
@@ -28,7 +29,7 @@ from scores import FICCO, Line, read_lines
 
 from weft import codec
 from weft.machine import Machine, load
-from weft.problem import LookupProblem, Op, Problem
+from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
 from weft.rules import TERMS, Estimates, Weights, terms
 from weft.schedules import FAMILIES, parse, spec
 
@@ -142,9 +143,9 @@ def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
 
 
 def _useful(text: str, lines: Sequence[Line]) -> bool:
-    """Whether it is sequential, FiCCO's, or often enough the fastest; no other one is worth the time to estimate it."""
+    """Whether it is sequential, FiCCO's, a lookup's, or often enough the fastest; no other is worth the time to estimate it."""
     name, without_count = parse(text)[0], ":" not in text
-    if text == "sequential" or (name in FICCO and without_count):
+    if text == "sequential" or (name in FICCO and without_count) or lines[0].problem.op in LOOKUP_OPS:
         return True
     best = sum(line.us.get(spec(*counted(text, line.problem.world_size))) == line.best_us for line in lines)
     return best > USEFUL * len(lines)
