@@ -9,6 +9,7 @@ problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embeddin
     python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl
 
+A mesh's are those of `planner.py --simulate mi300x8 --world-size 8`, --set fit and --set large.
 Each line is taken with the profile that it was simulated on, measured ones with --machine.
 """
 
@@ -24,19 +25,21 @@ from pathlib import Path
 import numpy as np
 from cases import CASES
 from problems import SEEDS, TRIED, drawn
-from scores import Line, read_lines
+from scores import FICCO, Line, read_lines
 
 from weft import codec
 from weft.machine import Machine, load
-from weft.problem import LookupProblem, Op, Problem
+from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
 from weft.rules import TERMS, Estimates, Weights, terms
-from weft.schedules import parse, spec
+from weft.schedules import FAMILIES, parse, spec
 
 RESULTS = Path(__file__).with_name("results")
 SIMULATED = 0.1
 """Weight of a simulated line beside a measured one."""
 BENCHES = ("tp", "all_to_all", "all_reduce", "embedding")
 """Those whose lines `known` reads; each line's case begins with one."""
+USEFUL = 0.03
+"""Schedules that are the fastest of no larger share of an operator's lines get no weights."""
 ROUNDS = 2000
 RIDGE = 1e-6
 
@@ -61,18 +64,25 @@ def nonnegative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 def weights(text: str, lines: Sequence[Line], fallback: Machine) -> Weights | None:
     """Those of one schedule, fitted to the lines that have it; None if none has."""
-    name, chunks = parse(text)
-    timed = [(line, line.us.get(spec(name, chunks or line.problem.world_size))) for line in lines]
-    known = [(line, us) for line, us in timed if us is not None]
+    timed = [(line, *counted(text, line.problem.world_size)) for line in lines]
+    known = [(line, name, chunks, line.us[spec(name, chunks)]) for line, name, chunks in timed if spec(name, chunks) in line.us]
     if not known:
         return None
-    beside = any(not line.simulated for line, _ in known)
-    share = np.array([SIMULATED**0.5 if line.simulated and beside else 1.0 for line, _ in known])
-    relative = np.array([np.array(terms(line.problem, machine_of(line, fallback))) / us for line, us in known])
+    beside = any(not line.simulated for line, *_ in known)
+    share = np.array([SIMULATED**0.5 if line.simulated and beside else 1.0 for line, *_ in known])
+    relative = np.array(
+        [np.array(terms(line.problem, machine_of(line, fallback), name, n)) / us for line, name, n, us in known]
+    )
     found = np.array([float(f"{value:.3g}") for value in nonnegative(relative * share[:, None], share)])
     errors = np.log(np.maximum(relative @ found, 1e-9))
     error = math.sqrt(float((share**2 @ (errors - errors.mean()) ** 2) / (share**2).sum()))
     return Weights(spec=text, weights=tuple(found.tolist()), error=round(error, 3))
+
+
+def counted(text: str, world_size: int) -> tuple[str, int]:
+    """A spec's family and chunks, world_size of them where it has no count."""
+    name, chunks = parse(text)
+    return name, (chunks or world_size) if FAMILIES[name].chunked else 1
 
 
 def machine_of(line: Line, fallback: Machine) -> Machine:
@@ -125,11 +135,20 @@ def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
         some = [line for line in lines if line.problem.op == op]
         if not some:
             raise ValueError(f"files have no problem of {op}; every operator needs some")
-        rows = (weights(text, some, machine) for text in TRIED[op])
+        rows = (weights(text, some, machine) for text in TRIED[op] if _useful(text, some))
         found[op] = tuple(row for row in rows if row is not None)
     counts = {name: sum(line.machine == name for line in lines) for name in dict.fromkeys(line.machine for line in lines)}
     words = ", ".join(f"{count} problems on {name}" for name, count in counts.items())
     return Estimates(source=f"benchmarks/fit_heuristic.py: {words}", weights=found)
+
+
+def _useful(text: str, lines: Sequence[Line]) -> bool:
+    """Whether it is sequential, FiCCO's, a lookup's, or often enough the fastest; no other is worth the time to estimate it."""
+    name, without_count = parse(text)[0], ":" not in text
+    if text == "sequential" or (name in FICCO and without_count) or lines[0].problem.op in LOOKUP_OPS:
+        return True
+    best = sum(line.us.get(spec(*counted(text, line.problem.world_size))) == line.best_us for line in lines)
+    return best > USEFUL * len(lines)
 
 
 def main() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import weft
 from weft import codec, machine
 from weft.execute import choose
 from weft.execute.choose import contenders
+from weft.pieces import CUT, Pieces
 from weft.planner import heuristic
 from weft.planner.shortlist import AT_MOST
 from weft.problem import (
@@ -35,6 +38,7 @@ from weft.problem import (
 )
 from weft.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
 from weft.schedules import check_op, parse, spec
+from weft.sim.cost import gemm_cost
 
 H200, MI300X = machine.load("h200x8"), machine.load("mi300x8")
 MACHINES = tuple(machine.load(name) for name in machine.names())
@@ -104,11 +108,12 @@ def test_what_is_known_of_8_h200() -> None:
 
 
 def test_a_mesh_is_not_a_switch() -> None:
-    """A ring from peer to peer leaves a mesh's links idle (FiCCO): it is estimated slower than chunks of all peers there."""
+    """A ring from peer to peer leaves a mesh's links idle (FiCCO): it is estimated slower than chunks of all peers there,
+    or has no weights as it never is the fastest."""
     large = Problem(op="all_gather_matmul", m=65536, n=28672, k=8192, world_size=8)
     for on, better in ((H200, True), (MI300X, False)):
         us = estimates(on.links.topology).us(large, on)
-        assert (us["shard_p2p"] < us["hetero_fused_1d:8"]) is better
+        assert (us.get("shard_p2p", math.inf) < us["hetero_fused_1d:8"]) is better
 
 
 def test_features_by_hand() -> None:
@@ -130,34 +135,59 @@ def test_features_by_hand() -> None:
 def test_terms_by_hand() -> None:
     """A product of 512 x 256 by 256 takes two tiles of 128 x 256 an SM's time each; three peers get a shard each."""
     problem, on = Problem(op="all_gather_matmul", m=512, n=1024, k=256, world_size=4), tiny(world_size=4)
-    found = dict(zip(TERMS, terms(problem, on), strict=True))
+    found = dict(zip(TERMS, terms(problem, on, "sequential", 1), strict=True))
     sent_us = 3 * 128 * 256 * 2 / (on.links.gbps * 1e3)
     memory = on.gpu.hbm_gbps * 1e3
     assert sent_us in (found["longer"], found["shorter"])
     assert found["result"] == 512 * 256 * 2 / memory
     assert found["operand"] == 512 * 256 * 2 / memory
     assert (found["copies"], found["launches"]) == (3 * on.copies.copy_us, on.launch_us)
-    assert min(found["shards"], found["chunks"]) >= 0
+    assert found["shards"] >= 0
     lookup = LookupProblem.of(batch=64, dims=((16,), (16,)), pooling=10)
-    assert terms(lookup, H200)[TERMS.index("result")] * 10 in terms(lookup, H200)[:2]
+    assert terms(lookup, H200, "sequential", 1)[TERMS.index("result")] * 10 in terms(lookup, H200, "sequential", 1)[:2]
 
 
 def test_an_estimate_is_a_sum_and_the_least_one_wins_by_a_margin() -> None:
     def weighed(spec: str, longer: float) -> Weights:
         return Weights(spec=spec, weights=(longer, *[0.0] * (len(TERMS) - 1)), error=0.1)
 
-    rows = (weighed("sequential", 2.0), weighed("shard_p2p", 1.5), weighed("uniform_fused_1d", 1.0))
+    rows = (weighed("sequential", 20.0), weighed("shard_p2p", 15.0), weighed("uniform_fused_1d", 1.0))
     problem = Problem(op="all_gather_matmul", m=512, n=1024, k=256, world_size=4)
     us = Estimates(source="by hand", weights={"all_gather_matmul": rows}).us(problem, H200)
-    longer_us = terms(problem, H200)[0]
-    assert us == {"sequential": 2 * longer_us, "shard_p2p": 1.5 * longer_us, "uniform_fused_1d:4": longer_us}
+    counts = {"sequential": 1, "shard_p2p": 1, "uniform_fused_1d": 4}
+    longer_us, p2p_us, cut_us = (terms(problem, H200, name, chunks)[0] for name, chunks in counts.items())
+    assert us == {"sequential": 20 * longer_us, "shard_p2p": 15 * p2p_us, "uniform_fused_1d:4": cut_us}
     assert choice(us) == "uniform_fused_1d:4"
     assert choice({"sequential": 10.0, "shard_p2p": 9.95}) == "sequential"
-    for bad in ((1.0,), (-1.0, *[0.0] * 7)):
+    for bad in ((1.0,), (-1.0, *[0.0] * 6)):
         with pytest.raises(ValueError, match="give one of at least 0 for each of longer"):
             Weights(spec="sequential", weights=bad, error=0.0)
     with pytest.raises(ValueError, match="schedule is 'one_shot'"):
         Estimates(source="", weights={"all_gather_matmul": (weighed("one_shot", 1.0),)})
+
+
+@pytest.mark.parametrize("on", [H200, MI300X], ids=["h200x8", "mi300x8"])
+def test_pieces_take_what_the_simulator_says(on: machine.Machine) -> None:
+    """Of all-gathered rows, in whole tiles, where the fastest shape is one of few; and by hand, what is cut and copied."""
+    problem = Problem(op="all_gather_matmul", m=65536, n=28672, k=8192, world_size=8)
+    pieces = Pieces(problem, on, rows=65536, cols=3584, inner=8192, links_us=100.0)
+
+    def gemm_us(rows: int, k: int = 8192, **sums: Any) -> float:
+        cost = gemm_cost(on, rows=(rows,), n=3584, k=k, dtype="bfloat16", **sums)
+        return on.launch_us + cost.busy_us
+
+    expected = {
+        "uniform_fused_1d": 8 * gemm_us(8192),
+        "hetero_fused_1d": gemm_us(8192) + 8 * gemm_us(7168),
+        "hetero_unfused_1d": gemm_us(8192) + 56 * gemm_us(1024),
+        "uniform_fused_2d": 8 * gemm_us(65536, 1024, accumulate=True, out_itemsize=4),
+    }
+    assert set(expected) | {"shard_p2p"} == CUT
+    copies = on.copies
+    fixed_us = 8 * copies.copy_us * (1 if on.fans_out else 7)
+    sent_us = fixed_us + 100.0 * (1 if on.fans_out else copies.gbps / copies.turned_gbps(8))
+    for name, matmul_us in expected.items():
+        assert sorted(pieces.halves(name, 8)) == pytest.approx(sorted((matmul_us, sent_us)), rel=0.02)
 
 
 def test_between_nodes_it_is_sequential() -> None:

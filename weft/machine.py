@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -65,6 +66,13 @@ class Gpu:
         if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
             both = "give both, sustained at most 1, or neither"
             raise ValueError(f"gpu.sustained is {self.sustained}, and gpu.burst_us {self.burst_us}; {both}")
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, int, float], ...]:
+        """Rows, columns, and elements over efficiency, of few of `tiles`: of each area the one with fewest rows. On shapes of
+        models their matmuls take within 1% of what all take, on average."""
+        kept = {tile.rows * tile.cols: tile for tile in sorted(self.tiles, key=lambda tile: -tile.rows)}
+        return tuple((tile.rows, tile.cols, area / tile.efficiency) for area, tile in kept.items())
 
     def paced_us(self, busy_us: float) -> float:
         """What matmuls take that would take `busy_us` at full rate, one after the other.

@@ -2,12 +2,12 @@
 
 Contract: `heuristic` is a pure function, total over problems that the machine has GPUs and a rate for, and what it names is
 a schedule of the operator. It takes the schedule with the least estimate. An estimate is a sum of a few times, which are read
-off sizes and the machine's profile, each with a weight of the schedule's (in us; G the matmul alone, C the transfer alone):
+off sizes and the machine's profile, each with a weight of the schedule's (in us; G its matmuls, one after the other, C what it
+sends, both in the pieces that it has them in, alone: weft.pieces):
 
     longer    max(G, C)
     shorter   min(G, C)                                       hidden, but for the share that its weight says
-    shards    G in world_size pieces of rows, less G          decomposition: ragged waves, launches
-    chunks    G in world_size^2 pieces, less that of shards
+    shards    the matmul in world_size pieces of rows, less the matmul whole: waves that gates or counts make ragged
     result    the product through the memory, once            sums, staging, what is added
     operand   a through the memory, once
     copies    a copy's fixed cost for each peer
@@ -37,12 +37,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import mul
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft import codec
 from weft.machine import Machine, Topology
+from weft.pieces import CUT, Pieces
 from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, REDUCTIONS, Op, Problem
 from weft.schedules import FAMILIES, check_op, parse, spec
 
@@ -57,14 +57,12 @@ Feature = Literal[
     "copies_hidden",
     "waves",
 ]
-TERMS = ("longer", "shorter", "shards", "chunks", "result", "operand", "copies", "launches")
+TERMS = ("longer", "shorter", "shards", "result", "operand", "copies", "launches")
 """The times of an estimate, in the order of its weights."""
 MARGIN = 0.01
 """An overlap must be estimated to take less than the sequential program by more than this, as in a trial."""
 _MIB = 1 << 20
 _TILE = 128 * 256
-_TILES = ((128, 256, 128 * 256), (128, 128, 128 * 128 / 0.975), (64, 128, 64 * 128 / 0.785))
-"""Rows, columns, and elements over the tile's rate, relative to that of the profile's first tile."""
 _FOLDER = Path(__file__).with_name("decisions")
 _FILES: dict[Topology, str] = {"switch": "switch", "pcie": "switch", "ring": "ring", "mesh": "mesh"}
 """A host's shared bridge is nearest to a switch: any pair, through ports that all traffic shares."""
@@ -73,6 +71,10 @@ _LIKE: dict[Op, Op] = {
     "all_to_all_columns_matmul": "all_to_all_matmul",
 }
 """Operators without weights of their own, and whose they take: as much is multiplied, and as much sent."""
+
+
+_Row = tuple[str, tuple[str, int] | None, tuple[float, ...]]
+"""A spec, its family and count if that cuts matmuls, and its weights."""
 
 
 class Sizes(NamedTuple):
@@ -136,40 +138,34 @@ FEATURES: dict[Feature, Callable[[Sizes], float]] = {
 """See the module's text. For problems on two ranks or more with a result that is not empty."""
 
 
-def terms(problem: Problem, machine: Machine) -> tuple[float, ...]:
-    """What estimates are made of, as TERMS names them, in us. For problems as FEATURES are."""
-    found, size = sizes(problem, machine), problem.world_size
-    memory = machine.gpu.hbm_gbps * 1e3
-    result_us = found.rows * found.cols * problem.itemsize / memory
-    if problem.op in LOOKUP_OPS:
-        whole_us = cut_us = chunked_us = result_us * problem.k
-    else:
-        whole_us, cut_us, chunked_us = (_matmul_us(found, pieces) for pieces in (1, size, size * size))
-    sent_us = found.sent_us
-    return (
-        max(whole_us, sent_us),
-        min(whole_us, sent_us),
-        max(0.0, cut_us - whole_us),
-        max(0.0, chunked_us - cut_us),
-        result_us,
-        found.rows * found.inner * problem.itemsize / memory,
-        (size - 1) * machine.copies.copy_us,
-        machine.launch_us,
-    )
+class Times:
+    """What estimates of a problem are made of, in us. For problems as FEATURES are."""
+
+    __slots__ = ("others", "pieces", "whole")
+    pieces: Pieces | None
+
+    def __init__(self, problem: Problem, machine: Machine) -> None:
+        found, size = sizes(problem, machine), problem.world_size
+        _, _, rows, cols, inner, _ = found
+        memory, sent_us, shards_us = machine.gpu.hbm_gbps * 1e3 / problem.itemsize, found.sent_us, 0.0
+        result_us = rows * cols / memory
+        if problem.op in LOOKUP_OPS:
+            self.pieces, whole_us = None, result_us * problem.k
+        else:
+            self.pieces = pieces = Pieces(problem, machine, rows=rows, cols=cols, inner=inner, links_us=sent_us)
+            whole_us = pieces.whole_us
+            shards_us = max(0.0, size * pieces.us(-(-rows // size)) - whole_us)
+        self.whole = (max(whole_us, sent_us), min(whole_us, sent_us))
+        self.others = (shards_us, result_us, rows * inner / memory, (size - 1) * machine.copies.copy_us, machine.launch_us)
 
 
-def _matmul_us(found: Sizes, pieces: int) -> float:
-    """The matmul in so many pieces of rows, one after the other: whole waves of the best of a few tiles, or its traffic."""
-    machine, cols, inner = found.machine, found.cols, found.inner
-    gpu = machine.gpu
-    rows = -(-found.rows // pieces)
-    element_us = 2 * inner * gpu.sms / (machine.tflops(found.problem.dtype) * 1e6 * gpu.tiles[0].efficiency)
-    sms, tile_us = gpu.sms, gpu.tile_us
-    best_us = min(
-        [-(-(-(-rows // high) * -(-cols // wide)) // sms) * (area * element_us + tile_us) for high, wide, area in _TILES]
-    )
-    traffic = (rows * inner + inner * cols + rows * cols) * found.problem.itemsize
-    return pieces * (max(best_us, traffic / (gpu.hbm_gbps * 1e3)) + machine.launch_us)
+def terms(problem: Problem, machine: Machine, name: str, chunks: int) -> tuple[float, ...]:
+    """The times of one schedule's estimate, as TERMS names them, in us. For problems as FEATURES are."""
+    times = Times(problem, machine)
+    shards, *others = times.others
+    if times.pieces is None or name not in CUT:
+        return (*times.whole, shards, *others)
+    return (*times.pieces.halves(name, chunks), 0.0, *others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,24 +202,32 @@ class Estimates:
                 check_op(parse(row.spec)[0], op)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[Op, int], tuple[tuple[str, tuple[float, ...]], ...]]:
+    def _known(self) -> dict[tuple[Op, int], tuple[_Row, ...]]:
         return {}
 
     def us(self, problem: Problem, machine: Machine) -> dict[str, float]:
         """Each schedule's estimate, in us."""
-        times = terms(problem, machine)
-        return {text: sum(map(mul, weights, times)) for text, weights in self._rows(problem.op, problem.world_size)}
+        times = Times(problem, machine)
+        shards, result, operand, copies, launches = times.others
+        whole, pieces, found = times.whole, times.pieces, {}
+        for text, cut, (a, b, c, d, e, f, g) in self._rows(problem.op, problem.world_size):
+            longer, shorter = pieces.halves(*cut) if cut and pieces else whole
+            found[text] = a * longer + b * shorter + c * shards + d * result + e * operand + f * copies + g * launches
+        return found
 
-    def _rows(self, op: Op, world_size: int) -> tuple[tuple[str, tuple[float, ...]], ...]:
-        """(spec, weights) of schedules that the operator has."""
+    def _rows(self, op: Op, world_size: int) -> tuple[_Row, ...]:
+        """Of schedules that the operator has."""
         known = self._known.get((op, world_size))
         if known is not None:
             return known
-        found = []
+        found: list[_Row] = []
         for row in self.weights[_LIKE.get(op, op)]:
             name, chunks = parse(row.spec)
             if op in FAMILIES[name].builders:
-                found.append((spec(name, chunks or world_size), row.weights))
+                count = chunks or world_size
+                found.append(
+                    (spec(name, count), (name, count if FAMILIES[name].chunked else 1) if name in CUT else None, row.weights)
+                )
         return self._known.setdefault((op, world_size), tuple(found))
 
 

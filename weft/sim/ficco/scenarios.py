@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from weft.models import load_model, preset_names, sites
+from weft.models import Model, load_model, preset_names, sites
 from weft.models.gemms import FICCO_GEMMS, GemmCase
 
 SEED = 2512
@@ -24,13 +24,16 @@ _MULTIPLE = 2048
 
 def unseen(count: int = COUNT) -> tuple[GemmCase, ...]:
     """So many different scenarios, always the same; u1 is the first."""
+    return drawn([model for model in map(load_model, preset_names()) if model.hidden], count, SEED)
+
+
+def drawn(models: Sequence[Model], count: int, seed: int) -> tuple[GemmCase, ...]:
+    """So many different scenarios of these models; u1 is the first."""
     known = {(case.m, case.n, case.k) for case in FICCO_GEMMS}
-    return tuple(islice(_new(known), count))
+    return tuple(islice(_new(known, models, random.Random(seed)), count))
 
 
-def _new(known: set[tuple[int, int, int]]) -> Iterator[GemmCase]:
-    draw = random.Random(SEED)
-    models = [model for model in map(load_model, preset_names()) if model.hidden]
+def _new(known: set[tuple[int, int, int]], models: Sequence[Model], draw: random.Random) -> Iterator[GemmCase]:
     serial = 0
     while True:
         model = draw.choice(models)

@@ -1,0 +1,138 @@
+"""What a schedule's own pieces take, in us, from sizes alone: its matmuls one after the other, and its copies.
+
+Contract: pure arithmetic on static sizes and a machine's profile, quick enough to be done for every schedule at each choice.
+A matmul is as `weft.sim.cost.gemm_cost` has it, with fewer shapes of tiles (`Gpu.shapes`): whole waves of tiles of the fastest
+shape, or its traffic, if that takes longer; and a launch. With n ranks and c chunks a shard, a schedule multiplies
+
+    shard_p2p, hetero_unfused_1d    the own shard, and c (n - 1) pieces of 1/c of a shard; of shard_p2p c is 1
+    hetero_fused_1d                 the own shard, and c times n - 1 such pieces together
+    uniform_fused_1d                c times n such pieces together
+    uniform_fused_2d                c times all rows: by a slice of K, which is added to float32 sums, where rows are gathered;
+                                    else by a slice of the columns
+
+and copies c (n - 1) pieces. Any other schedule has one matmul, and sends at the links' rate.
+"""
+
+from __future__ import annotations
+
+from weft.machine import Machine
+from weft.problem import Problem
+
+SPLITS = (2, 4)
+"""Into how many parts vendors' matmuls may cut K, each with float32 sums that are written and read."""
+LEAST_CUT = 8192
+"""No part of K is shorter; measured, see weft.sim.cost."""
+_FLOAT32 = 4
+_Way = tuple[list[tuple[int, int, float]], float]
+
+
+CUT = frozenset(("shard_p2p", "hetero_unfused_1d", "hetero_fused_1d", "uniform_fused_1d", "uniform_fused_2d"))
+"""Families whose copies bring or take pieces of their matmuls."""
+
+
+class Pieces:
+    """A problem's matmul of rows x inner by inner x cols on the rank with most work, and how schedules cut it. links_us: what
+    the links take for what a rank sends."""
+
+    __slots__ = (
+        "_known",
+        "_sent",
+        "_shard",
+        "_size",
+        "_sizes",
+        "cols",
+        "inner",
+        "links_us",
+        "machine",
+        "problem",
+        "rows",
+        "whole_us",
+    )
+
+    def __init__(self, problem: Problem, machine: Machine, *, rows: int, cols: int, inner: int, links_us: float) -> None:
+        self.problem, self.machine, self.links_us = problem, machine, links_us
+        self.rows, self.cols, self.inner = rows, cols, inner
+        self._size = size = problem.world_size
+        self._shard = -(-rows // size)
+        self._known: dict[int, float] = {}
+        self._sent: dict[int, float] = {}
+        self._sizes = _Sizes(problem, machine, cols, inner, sums=False)
+        self.whole_us = self.us(rows)
+
+    def us(self, rows: int) -> float:
+        """One matmul of so many rows."""
+        known = self._known.get(rows)
+        if known is None:
+            known = self._known[rows] = self._sizes.us(rows)
+        return known
+
+    def halves(self, name: str, chunks: int) -> tuple[float, float]:
+        """The longer and the shorter one of all matmuls and all copies of a schedule of CUT."""
+        matmul_us, sent_us = self._matmul_us(name, chunks), self._sent.get(chunks)
+        if sent_us is None:
+            sent_us = self._sent[chunks] = self._sent_us(chunks)
+        return (matmul_us, sent_us) if matmul_us > sent_us else (sent_us, matmul_us)
+
+    def _matmul_us(self, name: str, chunks: int) -> float:
+        if name == "uniform_fused_2d":
+            return self._columns_us(chunks)
+        us, size, shard = self.us, self._size, self._shard
+        chunk = -(-shard // chunks)
+        if name == "uniform_fused_1d":
+            return chunks * us(size * chunk)
+        if name == "hetero_fused_1d":
+            return us(shard) + chunks * us((size - 1) * chunk)
+        return us(shard) + chunks * (size - 1) * us(chunk)
+
+    def _columns_us(self, chunks: int) -> float:
+        sums = self.problem.op == "all_gather_matmul"
+        cols, inner = (self.cols, -(-self.inner // chunks)) if sums else (-(-self.cols // chunks), self.inner)
+        return chunks * _Sizes(self.problem, self.machine, cols, inner, sums=sums).us(self.rows)
+
+    def _sent_us(self, chunks: int) -> float:
+        copies = self.machine.copies
+        if self.machine.fans_out:
+            return self.links_us + chunks * copies.copy_us
+        turned = copies.gbps / copies.turned_gbps(chunks)
+        return self.links_us * turned + chunks * (self._size - 1) * copies.copy_us
+
+
+class _Sizes:
+    """Of a vendor's matmul by b of inner x cols: what some rows of a take. sums: it adds to float32 sums.
+
+    _whole, _split: without and with K in parts; the tiles of each shape (rows, how many beside each other, us on an SM), and a
+    row's traffic.
+    """
+
+    __slots__ = ("_b_us", "_launch_us", "_sms", "_split", "_whole")
+
+    def __init__(self, problem: Problem, machine: Machine, cols: int, inner: int, *, sums: bool) -> None:
+        gpu, itemsize = machine.gpu, problem.itemsize
+        sms, byte_us, fixed_us = gpu.sms, 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us
+        element_us = 2 * sms * inner / (gpu.tflops[problem.dtype] * 1e6)
+        self._sms, self._launch_us, self._b_us = sms, machine.launch_us, inner * cols * itemsize * byte_us
+        row_us = (inner * itemsize + cols * (2 * _FLOAT32 if sums else itemsize)) * byte_us
+        shapes = gpu.shapes
+        tiles = [(high, -(-cols // wide), slow * element_us + fixed_us) for high, wide, slow in shapes]
+        if sums:
+            extra_us = (2 * _FLOAT32 - itemsize) * byte_us * sms
+            tiles = [(high, n, us + high * wide * extra_us) for (high, n, us), (_, wide, _) in zip(tiles, shapes, strict=True)]
+        self._whole, self._split = (tiles, row_us), list[_Way]()
+        for cuts in SPLITS if inner >= SPLITS[0] * LEAST_CUT else ():
+            if inner >= cuts * LEAST_CUT:
+                less_us = element_us * (1 - 1 / cuts)
+                parts = [
+                    (high, n * cuts, us - slow * less_us) for (high, n, us), (_, _, slow) in zip(tiles, shapes, strict=True)
+                ]
+                self._split.append((parts, row_us + 2 * _FLOAT32 * cuts * cols * byte_us))
+
+    def us(self, rows: int) -> float:
+        """With a launch."""
+        sms, (tiles, row_us) = self._sms, self._whole
+        waves_us = min([-(-(-(-rows // high) * across) // sms) * us for high, across, us in tiles])
+        memory_us = rows * row_us + self._b_us
+        busy_us = waves_us if waves_us > memory_us else memory_us
+        for tiles, row_us in self._split:
+            waves_us = min([-(-(-(-rows // high) * across) // sms) * us for high, across, us in tiles])
+            busy_us = min(busy_us, max(waves_us, rows * row_us + self._b_us))
+        return self._launch_us + busy_us
