@@ -163,7 +163,8 @@ def test_the_planner_prefers_the_vendor_for_small_ones_and_says_what_it_takes() 
         problem = CollectiveProblem(op=op, m=1 << 26, world_size=4, dtype="float32")
         found = [(schedule.name, run(schedule, h200).total_us) for schedule in candidates(problem)]
         fastest = {name: min(us for other, us in found if other == name) for name, _ in found}
-        assert 0.7 < fastest["copy_engine"] / fastest["sequential"] < 1.5, (op, fastest)
+        by_engines = min(us for name, us in fastest.items() if name != "sequential")
+        assert 0.7 < by_engines / fastest["sequential"] < 1.5, (op, fastest)
 
 
 def test_more_sms_sum_faster_up_to_the_memory() -> None:

@@ -31,11 +31,12 @@ WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=16", "cop
 _FSDP_DECIDES = ("late", "pull", "left", "resident", "priority")
 
 
-def fsdp(model: nn.Module, *, way: str = "auto", group: dist.ProcessGroup | None = None, key: str = "fsdp") -> StepTrial:
+def fsdp(model: nn.Module, *, way: str = "vendor", group: dist.ProcessGroup | None = None, key: str = "fsdp") -> StepTrial:
     """Let every module of `model` that fully_shard was applied to communicate by weft. Once, before the first step.
 
-    way: auto, for which the first steps take WAYS in turn, or one way for all: vendor or copy_engine, with +ctas=N; streams and
-    their priority are fully_shard's. group: the ranks that agree on it; default: the default group. key: names this model in
+    way: vendor or copy_engine, with +ctas=N, for all steps, or auto, for which the first steps take WAYS in turn; streams and
+    their priority are fully_shard's. vendor is the default, since nothing was faster where it was measured, and what auto chose
+    was slower (docs/concurrent.md). group: the ranks that agree on it; default: the default group. key: names this model in
     weft.concurrent_choices. What is returned has the way that steps take now.
     Raises ValueError for a model without such a module, or on no device yet, and for another way.
     """
