@@ -46,7 +46,7 @@ def _calls_until(victim: int, after_s: float, how: int, names: tuple[str, ...]) 
 
 @pytest.mark.parametrize("after_s", [0.31, 0.5])
 def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) -> None:
-    before = shared_memory_names()
+    creators = {str(process.pid) for process in fresh.processes}
     fresh.start(_calls_until, 1, after_s, signal.SIGKILL, TP_NAMES)
     with pytest.raises(RankFailed) as caught:
         fresh.finish(timeout_s=60)
@@ -58,7 +58,7 @@ def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) 
             assert "PeerLost: rank 1 (process" in message
             assert "died" in message
             assert seconds < 10
-    assert shared_memory_names() == before
+    assert [name for name in shared_memory_names() if name.split("-")[1] in creators] == []
     with Ranks(3) as again:
         again.run(check_gather, 64, 48, 32, torch.float32, "flag_gated", 1)
 
