@@ -15,8 +15,8 @@ Every other rank has to end its calls within the bound and 5 s: with an error th
 the victim is merely slow, or where this rank needed nothing more of it. (Where the victim is late, one that waits for a rank
 which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
 
-Then all ranks that live call `weft.close()`, those without a killed one make a process group of their own, and call the
-operator rightly again. Afterwards no process and no segment of shared memory is left. Each rank looks for its own segments
+Then all ranks that live call `weft.close()`, make a process group of their own where one was killed (on GPUs: always), and call
+the operator rightly again. Afterwards no process and no segment of shared memory is left. Each rank looks for its own segments
 while it lives, and the campaign for those of the dead: so campaigns beside each other, with seeds of their own, do not mix.
 
     python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
@@ -218,12 +218,13 @@ def _strike(fault: str) -> None:
 
 
 def _again(trial: Trial, folder: str, on: torch.device) -> bool:
-    """After an error, ranks that live close, meet, and call rightly again; those that a kill left, in a new process group."""
+    """After an error, ranks that live close, meet, and call rightly again: in a new process group where one was killed, and on
+    GPUs, where a vendor's collective may have been aborted."""
     size, rank = dist.get_world_size(), dist.get_rank()
     weft.close()
-    if trial.fault == "kill":
+    if trial.fault == "kill" or on.type == "cuda":
         dist.destroy_process_group()
-        living = [other for other in range(size) if other != trial.victim]
+        living = [other for other in range(size) if trial.fault != "kill" or other != trial.victim]
         store = dist.FileStore(str(Path(folder) / "again"), len(living))  # type: ignore[attr-defined]
         backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
         dist.init_process_group(
