@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from ctypes import c_char, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_char, c_int, c_size_t, c_uint64, c_void_p
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -66,6 +67,13 @@ def missing() -> str | None:
     if Heap.running is None and library.nvshmemx_init_status() > 1:
         return "it has been started in this process by other code, for ranks that weft does not know"
     return None
+
+
+def version() -> str:
+    """Of the library. Raises what `_library` raises."""
+    numbers = c_int(), c_int(), c_int()
+    _library().nvshmemx_vendor_get_version_info(*map(byref, numbers))
+    return ".".join(str(number.value) for number in numbers)
 
 
 def _library() -> Any:
@@ -122,17 +130,18 @@ class Heap:
 
     def _start(self, team: Team) -> None:
         store, key = team.store("nvshmem"), "id"
+        store.set_timeout(timedelta(seconds=team.timeout_s))
         made = _UniqueId(version=_VERSION_1 + ctypes.sizeof(_UniqueId))
         if team.rank == 0:
-            self._checked("nvshmemx_get_uniqueid", ctypes.byref(made))
+            self._checked("nvshmemx_get_uniqueid", byref(made))
             store.set(key, bytes(made))
         shared = _UniqueId.from_buffer_copy(store.get(key))
         attributes = _InitAttributes(version=_VERSION_1 + ctypes.sizeof(_InitAttributes))
         attributes.args.version = _VERSION_1 + ctypes.sizeof(_InitArgs)
         attributes.args.unique_id.version = _VERSION_1 + ctypes.sizeof(_UniqueIdArgs)
-        given = team.rank, team.world_size, ctypes.byref(shared), ctypes.byref(attributes)
+        given = team.rank, team.world_size, byref(shared), byref(attributes)
         self._checked("nvshmemx_set_attr_uniqueid_args", *given)
-        start = partial(self._checked, "nvshmemx_hostlib_init_attr", _BY_UNIQUE_ID, ctypes.byref(attributes))
+        start = partial(self._checked, "nvshmemx_hostlib_init_attr", _BY_UNIQUE_ID, byref(attributes))
         self._together(team, start, "start")
 
     def _checked(self, name: str, *arguments: Any) -> None:
