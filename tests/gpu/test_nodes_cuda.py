@@ -1,4 +1,4 @@
-"""GPUs of one host as two nodes: every operator by messages between them, by NCCL and NVSHMEM; a late rank; graphs; a lost rank."""
+"""GPUs of one host as two nodes: every operator by messages, of NCCL and of NVSHMEM; a late rank; graphs; a lost rank."""
 
 from __future__ import annotations
 
