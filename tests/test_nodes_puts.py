@@ -26,6 +26,7 @@ from weft.doctor.nodes import nvshmem_finding
 from weft.execute import nvshmem
 from weft.execute.bindings import Bindings, Where
 from weft.execute.host import HostProgram
+from weft.execute.kept import KeptPlans
 from weft.execute.network import transport_from_environment
 from weft.execute.puts import Puts
 from weft.execute.ranks import Ranks
@@ -250,6 +251,21 @@ def test_transports_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_NODE_TRANSPORT", "ib")
     with pytest.raises(ValueError, match="WEFT_NODE_TRANSPORT is 'ib'; use nccl or nvshmem"):
         transport_from_environment()
+
+
+def test_a_plan_that_was_measured_is_of_its_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one node there are no messages, and plans are for all."""
+    problem = weft.Problem(op="matmul_all_to_all", m=8, n=4, k=4, world_size=2)
+
+    def keys(nodes: tuple[int, ...]) -> int:
+        found = set()
+        for transport in ("nccl", "nvshmem"):
+            monkeypatch.setenv("WEFT_NODE_TRANSPORT", transport)
+            plans = KeptPlans(SimpleNamespace(world_size=2, nodes=nodes))  # type: ignore[arg-type]
+            found.add(repr(plans._key(problem, torch.device("cpu"))))
+        return len(found)
+
+    assert (keys((1, 1)), keys(())) == (2, 1)
 
 
 @pytest.mark.parametrize(
