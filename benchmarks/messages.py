@@ -4,8 +4,8 @@ Every rank is a node. It sends rows to one other rank and receives as many from 
 a schedule: CudaWire and Mail. beside: on a stream of its own, while cuBLAS multiplies 4096^3 on the other.
 
 Protocol: measure.py's; graphs; what arrives is compared with what was sent. Traps: here the "network" is NVLink, so the rate
-and latency of an adapter are no part of it. A put copies the rows to its slot, and out of the other's: at 16 MiB that is as much
-as the memory of a GPU moves in some 20 us. Beside a matmul, NCCL's blocks wait until SMs are free; weft's own kernels leave 16.
+and latency of an adapter are no part of it. A put copies the rows to its slot, and out of the other's: 16 MiB are some 20 us
+of a GPU's memory. Beside a matmul, NCCL's blocks wait until SMs are free; weft's own kernels leave 16.
 
     timeout 60 torchrun --nproc-per-node 2 benchmarks/messages.py --json benchmarks/results/messages.jsonl
 """
