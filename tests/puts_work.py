@@ -10,11 +10,13 @@ peer's. Ranks are threads of one process, or processes: then pieces are files th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+from weft.execute.slots import Slot
 
 _BOUND_S = 10.0
 
@@ -47,10 +49,11 @@ class Shmem:
                     return piece, rank, offset
         raise AssertionError("the tensor is not symmetric")
 
-    def put(self, data: torch.Tensor, word: torch.Tensor, signal: int, peer: int) -> None:
-        piece, rank, offset = self._find(data)
+    def put(self, place: torch.Tensor, word: torch.Tensor, signal: int, peer: int, data: torch.Tensor | None = None) -> None:
+        """data: what is put at the peer's `place`; default: what lies at this rank's."""
+        piece, rank, offset = self._find(place)
         self._late("put", rank)
-        piece[peer][offset : offset + data.numel()].copy_(data)
+        piece[peer][offset : offset + place.numel()].copy_(place if data is None else data)
         self.signal(word, signal, peer)
         self.puts += 1
 
@@ -71,7 +74,7 @@ class Shmem:
     def serving(self) -> Iterator[None]:
         """While torch's operations are these."""
         library = torch.library.Library("symm_mem", "IMPL", "CPU")
-        library.impl("nvshmem_put_with_signal", self.put)
+        library.impl("nvshmem_put_with_signal", lambda *given: self.put(*given))
         library.impl("nvshmem_wait_for_signal", self.wait)
         try:
             yield
@@ -80,10 +83,11 @@ class Shmem:
 
 
 class Words:
-    """A rank's turn words: weft.execute.puts.Turns."""
+    """A rank's turn words: weft.execute.puts.Turns. mapped: what it puts to these ranks takes no slot of its own."""
 
-    def __init__(self, shmem: Shmem, words: torch.Tensor) -> None:
-        self._shmem, self._words = shmem, words
+    def __init__(self, shmem: Shmem, memory: torch.Tensor, words: int, mapped: Collection[int]) -> None:
+        self._shmem, self._memory, self.mapped = shmem, memory, mapped
+        self._words = memory[: 8 * words].view(torch.int64)
 
     def _at(self, word: int) -> torch.Tensor:
         return self._words[word : word + 1]
@@ -97,3 +101,7 @@ class Words:
 
     def hand(self, word: int, peer: int) -> None:
         self._shmem.signal(self._at(word), 1, peer)
+
+    def put(self, source: torch.Tensor, slot: Slot) -> None:
+        data = source.contiguous().view(-1).view(torch.uint8)
+        self._shmem.put(self._memory[slice(*slot.span)], self._at(slot.word), 1, slot.dst_rank, data)

@@ -81,9 +81,9 @@ def _word(slot: Slot) -> int:
 class Rank:
     """One rank's end of a schedule, on a thread: it sends rows that name the call, and nothing but turns orders it."""
 
-    def __init__(self, schedule: Schedule, slots: Slots, rank: int, memory: torch.Tensor, shmem: Shmem) -> None:
+    def __init__(self, schedule: Schedule, slots: Slots, rank: int, memory: torch.Tensor, shmem: Shmem, mapped: range) -> None:
         self.turns = memory[: 8 * slots.words].view(torch.int64)
-        self.puts = Puts(slots, rank, memory, Words(shmem, self.turns))
+        self.puts = Puts(slots, rank, memory, Words(shmem, memory, slots.words, mapped))
         self.places = [
             Where(r, lane.name, at, step) for r, lane, at, step in schedule if r == rank and (r, lane.name, at) in slots.at
         ]
@@ -135,13 +135,14 @@ def _one_way() -> Schedule:
 
 @pytest.mark.parametrize("late", ["put", "wait"])
 @pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("mapped", [range(0), range(4)], ids=["staged", "straight"])
 @pytest.mark.parametrize("schedule", [_one_way(), _schedule("all_to_all_matmul", (2, 2))], ids=lambda s: s.name)
-def test_turns_alone_keep_calls_apart(schedule: Schedule, late: str, slow: int) -> None:
+def test_turns_alone_keep_calls_apart(schedule: Schedule, mapped: range, late: str, slow: int) -> None:
     """New data each call, a rank late to send or to take; ranks run ahead as far as turns let them."""
     shmem = Shmem(lambda what, rank: time.sleep(0.002) if (what, rank) == (late, slow) else None)
     slots, size = Slots(schedule, itemsize=4), schedule.problem.world_size
     memory = shmem.symmetric(slots.nbytes, size)
-    ranks = [Rank(schedule, slots, rank, memory[rank], shmem) for rank in range(size)]
+    ranks = [Rank(schedule, slots, rank, memory[rank], shmem, mapped) for rank in range(size)]
     with shmem.serving():
         _together([lambda r=rank: [r.call(number) for number in range(CALLS)] and None for rank in ranks])  # type: ignore[misc]
     assert shmem.puts == slots.words * CALLS
@@ -154,7 +155,7 @@ def test_what_waits_for_a_turn_that_never_comes_ends_when_words_are_raised() -> 
     """As the watch does once a call has failed; until then nothing ends the wait."""
     shmem, schedule = Shmem(), _schedule("matmul_all_to_all", (1, 1))
     slots = Slots(schedule, itemsize=4)
-    rank = Rank(schedule, slots, 0, shmem.symmetric(slots.nbytes, 2)[0], shmem)
+    rank = Rank(schedule, slots, 0, shmem.symmetric(slots.nbytes, 2)[0], shmem, range(0))
     ended = threading.Event()
 
     def wait() -> None:
@@ -189,8 +190,8 @@ class PutsProgram(HostProgram):
         dist.barrier(self.team.group)
         memory = self.shmem.symmetric(slots.nbytes, self.team.world_size, folder)
         own = memory[self.rank]
-        words = own[: 8 * slots.words].view(torch.int64)
-        self.puts = Puts(slots, self.rank, own, Words(self.shmem, words))
+        # Of two nodes one is mapped by the others, as in a rack where some links are NVLink.
+        self.puts = Puts(slots, self.rank, own, Words(self.shmem, own, slots.words, range(2)))
 
     def send_receive(self, step: SendReceive, bindings: Bindings, where: Where) -> None:
         self.puts.exchange(where, bindings)

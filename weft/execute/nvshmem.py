@@ -81,6 +81,9 @@ def _library() -> Any:
     found: Any = ctypes.CDLL(_LIBRARY)
     found.nvshmem_malloc.restype, found.nvshmem_malloc.argtypes = c_void_p, (c_size_t,)
     found.nvshmem_quiet.restype = None
+    found.nvshmem_ptr.restype, found.nvshmem_ptr.argtypes = c_void_p, (c_void_p, c_int)
+    put = found.nvshmemx_putmem_signal_on_stream
+    put.restype, put.argtypes = None, (c_void_p, c_void_p, c_size_t, c_void_p, c_uint64, c_int, c_int, c_void_p)
     found.nvshmemx_signal_op_on_stream.argtypes = (c_void_p, c_uint64, c_int, c_int, c_void_p)
     found.nvshmemx_signal_op_on_stream.restype = None
     _ = found.nvshmemx_init_status, found.nvshmemx_get_uniqueid
@@ -205,6 +208,16 @@ class Heap:
     def give(self, memory: torch.Tensor) -> None:
         """Give memory back that this rank's GPU no longer uses."""
         self._free.setdefault(memory.numel(), []).append(memory)
+
+    def mapped(self, memory: torch.Tensor) -> frozenset[int]:
+        """The other ranks whose part of some memory this GPU can write."""
+        address, own = memory.data_ptr(), self._library.nvshmem_my_pe()
+        return frozenset(p for p in range(len(self.ranks)) if p != own and self._library.nvshmem_ptr(address, p))
+
+    def put(self, dst: int, src: int, nbytes: int, word: int, peer: int, stream: int) -> None:
+        """Enqueue: copy to a peer's bytes, which lie where this rank's are at `dst`, and then set its word to 1. src: of any
+        memory, if the peer's is mapped."""
+        self._library.nvshmemx_putmem_signal_on_stream(dst, src, nbytes, word, 1, _SET, peer, stream)
 
     def signal(self, address: int, value: int, peer: int, stream: int) -> None:
         """Enqueue: set a peer's word, which lies where this rank's is at `address`, after all that the stream has done."""

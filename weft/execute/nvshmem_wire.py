@@ -10,6 +10,8 @@ and again, until the streams have drained; what then arrives is thrown away with
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from weft.execute.bindings import Bindings, Where
@@ -17,7 +19,7 @@ from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.nvshmem import Heap
 from weft.execute.puts import Puts
-from weft.execute.slots import Slots
+from weft.execute.slots import Slot, Slots
 from weft.schedule import Schedule
 
 SMS = 1
@@ -37,6 +39,7 @@ class Mail:
         self._claim = [words([Word("wait", address, 1), Word("lower", address, 0)]) for address in own]
         self._lower = [words([Word("lower", address, 0)]) for address in own]
         self._raise_all = words([Word("signal", address, 1) for address in own])
+        self.mapped: Collection[int] = heap.mapped(self._memory)
         self._puts = Puts(slots, space.team.rank, self._memory, self)
 
     def exchange(self, where: Where, bindings: Bindings) -> None:
@@ -51,6 +54,12 @@ class Mail:
 
     def hand(self, word: int, peer: int) -> None:
         self._heap.signal(self._addresses[word], 1, peer, self._space.current_stream())
+
+    def put(self, source: torch.Tensor, slot: Slot) -> None:
+        assert source.is_contiguous()
+        dst, word = self._memory.data_ptr() + slot.span[0], self._addresses[slot.word]
+        stream = self._space.current_stream()
+        self._heap.put(dst, source.data_ptr(), source.nbytes, word, slot.dst_rank, stream)
 
     def release(self, stream: int) -> None:
         """Let what waits for a turn go on."""

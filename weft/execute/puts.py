@@ -4,12 +4,15 @@ A message has a turn word at both ends, and one of the two is 1: that end may go
 other's with the put itself, behind the data. So the words are credits as well: a slot is written again only after its
 receiver has taken out what the last call brought.
 
-    sender                                      receiver
-    claim turn: wait for it, lower it           wait turn
-    source -> slot                                .
-    put slot, raise receiver's turn  ~~~~~~~>   slot -> destination
-      .                                         lower turn
-    claim turn (of the next call)    <~~~~~~~   raise sender's turn
+    sender                                        receiver
+    claim turn: wait for it, lower it             claim turn
+    put source in slot, raise receiver's  ~~~~~>    .
+      .                                           slot -> destination
+    claim turn (of the next call)         <~~~~~  raise sender's
+
+Where a peer's memory is mapped, the device puts straight from the source. Else torch does: from the sender's own slot, to which
+the source is copied first, since a network sends from memory that it knows. And its wait, where it knows that what has come
+through a network can be read.
 
 Why not words that grow: a CUDA graph replays constants, and the wait is for one value, not for at least that. What must not
 happen is that a word is raised twice before it is lowered, or lowered after it was raised for the next turn. It cannot: an end
@@ -22,6 +25,7 @@ by the peer, or by the watch of a call that has failed.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -32,16 +36,21 @@ from weft.schedule import SendReceive
 
 
 class Turns(Protocol):
-    """The turn words of one rank, by number, in the order of torch's current stream."""
+    """The turn words of one rank, by number, in the order of torch's current stream. mapped: ranks whose memory is."""
+
+    mapped: Collection[int]
 
     def claim(self, word: int) -> None:
-        """Wait until it is 1, and lower it. No data comes with it."""
+        """Wait until it is 1, and lower it. What a rank has put that is mapped can be read then."""
 
     def lower(self, word: int) -> None:
         """Set it to 0."""
 
     def hand(self, word: int, peer: int) -> None:
         """Set a peer's to 1, after all that the stream has done."""
+
+    def put(self, source: torch.Tensor, slot: Slot) -> None:
+        """Copy contiguous data to its receiver's slot, and then set the receiver's word to 1. The receiver is mapped."""
 
 
 class Puts:
@@ -68,15 +77,20 @@ class Puts:
         self._turns.claim(slot.word)
         if not source.numel():
             self._turns.hand(slot.word, slot.dst_rank)
-            return
-        staged = self._memory[slice(*slot.span)]
-        staged.view(source.dtype).view(source.shape).copy_(source)
-        torch.ops.symm_mem.nvshmem_put_with_signal(staged, self._words[slot.word], 1, slot.dst_rank)
+        elif slot.dst_rank in self._turns.mapped:
+            self._turns.put(source, slot)
+        else:
+            staged = self._memory[slice(*slot.span)]
+            staged.view(source.dtype).view(source.shape).copy_(source)
+            torch.ops.symm_mem.nvshmem_put_with_signal(staged, self._words[slot.word], 1, slot.dst_rank)
 
     def _receive(self, slot: Slot, destination: torch.Tensor) -> None:
-        torch.ops.symm_mem.nvshmem_wait_for_signal(self._words[slot.word], 1, slot.src_rank)
+        if slot.src_rank in self._turns.mapped:
+            self._turns.claim(slot.word)
+        else:
+            torch.ops.symm_mem.nvshmem_wait_for_signal(self._words[slot.word], 1, slot.src_rank)
+            self._turns.lower(slot.word)
         if destination.numel():
             landed = self._memory[slice(*slot.span)]
             destination.copy_(landed.view(destination.dtype).view(destination.shape))
-        self._turns.lower(slot.word)
         self._turns.hand(slot.word, slot.src_rank)
