@@ -20,7 +20,7 @@ from weft import collectives
 from weft.beside.cuda import CudaDevice
 from weft.errors import WeftError
 from weft.execute.groups import GROUPS
-from weft.execute.nvshmem import missing
+from weft.execute.nvshmem import Heap, missing
 from weft.execute.ranks import RankFailed, Ranks
 from weft.problem import split
 
@@ -63,6 +63,19 @@ def _every_operator(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_operator_on_two_nodes(two_nodes: Ranks, dtype: torch.dtype) -> None:
     two_nodes.run(_every_operator, dtype)
+
+
+def _staged() -> None:
+    """As if no peer's memory were mapped: by torch's put and wait, through slots at both ends."""
+    weft.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Heap, "mapped", lambda *_: frozenset())
+        _every_operator(torch.bfloat16)
+
+
+@pytest.mark.parametrize("two_nodes", ["nvshmem"], indirect=True)
+def test_every_operator_by_puts_to_peers_that_are_not_mapped(two_nodes: Ranks) -> None:
+    two_nodes.run(_staged)
 
 
 def _auto() -> list[str]:
