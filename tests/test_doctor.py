@@ -211,6 +211,7 @@ def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(count=2))
     monkeypatch.setattr(gpus, "PATTERN", 1000)
     monkeypatch.setattr(gpus, "_topology", lambda: "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n")
+    monkeypatch.setattr(gpus, "nvshmem_finding", lambda: Finding(what="NVSHMEM", state="ok", detail=""))
     monkeypatch.setattr(gpus, "_driver", lambda: None)
     found = {finding.what: finding for finding in gpus.gpu_findings()}
     assert found["CUDA (of PyTorch)"].detail == "13.0"
@@ -222,6 +223,7 @@ def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(count=1))
+    monkeypatch.setattr(gpus, "nvshmem_finding", lambda: Finding(what="NVSHMEM", state="ok", detail=""))
     monkeypatch.setattr(gpus, "_driver", lambda: None)
     assert gpus.gpu_findings()[-1].state == "warn"
     assert all(finding.state != "missing" for finding in gpus.gpu_findings())

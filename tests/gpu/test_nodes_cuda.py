@@ -1,4 +1,4 @@
-"""GPUs of one host as two nodes: every operator by NCCL's messages between them; a late rank; graphs; a lost rank."""
+"""GPUs of one host as two nodes: every operator by messages, of NCCL and of NVSHMEM; a late rank; graphs; a lost rank."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from weft import collectives
 from weft.beside.cuda import CudaDevice
 from weft.errors import WeftError
 from weft.execute.groups import GROUPS
+from weft.execute.nvshmem import Heap, missing
 from weft.execute.ranks import RankFailed, Ranks
 from weft.problem import split
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 4, reason=f"needs four or more GPUs, this machine has {GPUS}")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+PER_NODE = 2 if GPUS >= 4 else 1
 REPLAYS = 200
 
 
-def _nodes(timeout_s: str) -> Ranks:
-    return Ranks(4, device="cuda", environment={"WEFT_RANKS_PER_NODE": "2", "WEFT_TIMEOUT_S": timeout_s})
+def _nodes(timeout_s: str, transport: str) -> Ranks:
+    if transport == "nvshmem" and (why := missing()):
+        pytest.skip(f"NVSHMEM: {why}")
+    cut = {"WEFT_RANKS_PER_NODE": str(PER_NODE), "WEFT_NODE_TRANSPORT": transport}
+    return Ranks(2 * PER_NODE, device="cuda", environment={"WEFT_TIMEOUT_S": timeout_s, **cut})
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Ranks]:
-    with _nodes("20") as pool:
+@pytest.fixture(scope="module", params=["nccl", "nvshmem"])
+def two_nodes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with _nodes("20", request.param) as pool:
         yield pool
 
 
@@ -58,6 +63,19 @@ def _every_operator(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_operator_on_two_nodes(two_nodes: Ranks, dtype: torch.dtype) -> None:
     two_nodes.run(_every_operator, dtype)
+
+
+def _staged() -> None:
+    """As if no peer's memory were mapped: by torch's put and wait, through slots at both ends."""
+    weft.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Heap, "mapped", lambda *_: frozenset())
+        _every_operator(torch.bfloat16)
+
+
+@pytest.mark.parametrize("two_nodes", ["nvshmem"], indirect=True)
+def test_every_operator_by_puts_to_peers_that_are_not_mapped(two_nodes: Ranks) -> None:
+    two_nodes.run(_staged)
 
 
 def _auto() -> list[str]:
@@ -89,9 +107,9 @@ def _collectives_alone() -> None:
     assert {choice.spec for choice in weft.choices()} == {"sequential"}
     tensor = torch.ones(8, device=here())
     assert not CudaDevice(here()).abilities((weft.AllReduce(tensor),)).copy_engine
-    with pytest.raises(ValueError, match=r"on nodes of \(2, 2\) ranks, use sequential"):
+    with pytest.raises(ValueError, match=rf"on nodes of \({PER_NODE}, {PER_NODE}\) ranks, use sequential"):
         collectives.all_reduce(tensor, schedule="copy_engine")
-    with pytest.raises(ValueError, match=r"group is on nodes of \(2, 2\) ranks"):
+    with pytest.raises(ValueError, match=rf"group is on nodes of \({PER_NODE}, {PER_NODE}\) ranks"):
         collectives.empty(8, device=here())
     weft.close()
     faulthandler.cancel_dump_traceback_later()
@@ -116,7 +134,7 @@ def _reach() -> list[int]:
 def test_symmetric_memory_ends_with_the_node(two_nodes: Ranks) -> None:
     for sizes in two_nodes.run(_reach):
         assert sizes
-        assert set(sizes) == {2}
+        assert set(sizes) == {PER_NODE}
 
 
 def _graph() -> None:
@@ -174,12 +192,14 @@ def _until_lost(victim: int) -> tuple[str, float]:
     raise AssertionError("a rank died and nobody noticed")
 
 
-def test_a_lost_rank_of_another_node_is_named() -> None:
-    with _nodes("10") as pool:
-        pool.start(_until_lost, 3)
+@pytest.mark.parametrize("transport", ["nccl", "nvshmem"])
+def test_a_lost_rank_of_another_node_is_named(transport: str) -> None:
+    victim = 2 * PER_NODE - 1
+    with _nodes("10", transport) as pool:
+        pool.start(_until_lost, victim)
         with pytest.raises(RankFailed) as caught:
             pool.finish(timeout_s=45)
         # Its neighbour has mapped memory of a process that is gone; what CUDA then says is not ours to choose.
-        for message, seconds in caught.value.results[:2]:
-            assert "rank 3" in message, message
+        for message, seconds in caught.value.results[:PER_NODE]:
+            assert f"rank {victim}" in message, message
             assert seconds < 15

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from weft.doctor.finding import Finding, State
+from weft.doctor.nodes import nvshmem_finding
 from weft.doctor.rates import Rates, rates
 from weft.doctor.transports import transport_findings
 
@@ -38,7 +39,7 @@ def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
         return (_no_gpu(torch),)
     count = torch.cuda.device_count()
     devices = tuple(device_finding(torch, index) for index in range(count))
-    found = (_cuda(torch), _nccl(torch), _bindings(count), *devices)
+    found = (_cuda(torch), _nccl(torch), nvshmem_finding(), _bindings(count), *devices)
     if count < 2:
         detail = "one GPU: overlap on GPUs needs two or more"
         return (

@@ -2,7 +2,8 @@
 
 Lanes are streams: the compute lane is the caller's, every other lane has one of its own that is forked from it and joined
 to it. Symmetric buffers are torch's symmetric memory, of the ranks of a node; no multicast. Between nodes go the vendor's sends
-and receives (weft.execute.network). A call does not wait for the GPU; the space's watch bounds it.
+and receives (weft.execute.network), or puts (weft.execute.nvshmem_wire). A call does not wait for the GPU; the space's watch
+bounds it.
 
 Flags are edges. A schedule's flags only grow, but a CUDA graph replays constants. So each (flag, step that waits for it) has
 a 32-bit word of its own: a signal writes 1 into each waiter's word (a kernel adds one for each tile), and the waiter, once
@@ -36,6 +37,8 @@ from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
 from weft.execute.network import SMS as NETWORK_SMS
+from weft.execute.nvshmem_wire import SMS as PUTS_SMS
+from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
 from weft.execute.replay import Replays, capture_stream
 from weft.execute.tape import Item, Tape, Work
@@ -91,8 +94,10 @@ class CudaProgram(BoundProgram):
             if rank == self.rank and isinstance(step, Collective)
         }
         space.has_collectives |= bool(self._vendors)
+        self._mail = Mail(space, space.heap, schedule, self.dtype) if space.heap and _has_messages(schedule) else None
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
-        self._replayable = not (self._vendors or self._sends)
+        self._network_sms = (PUTS_SMS if self._mail else NETWORK_SMS) if self._sends else 0
+        self._replayable = not self._vendors and (self._mail is not None or not self._sends)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
@@ -143,6 +148,8 @@ class CudaProgram(BoundProgram):
         self._replays.close()
         for vendor in self._vendors.values():
             vendor.close()
+        if self._mail:
+            self._mail.close()
         for pair in self._forks.values():
             for event in pair:
                 self.driver.forget(event)
@@ -178,7 +185,7 @@ class CudaProgram(BoundProgram):
         """A step as one kernel, beside what pushes and messages take of the SMs. A sum's gates have been waited for by its
         stream."""
         silent = self._silent or kernel.gated_by_stream
-        sms = self.space.sms - (self._push_sms if self.pushes else 0) - (NETWORK_SMS if self._sends else 0)
+        sms = self.space.sms - (self._push_sms if self.pushes else 0) - self._network_sms
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
     def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:
@@ -212,11 +219,14 @@ class CudaProgram(BoundProgram):
         if not self.keeps_outputs:
             self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
 
-    def send_receive(self, step: SendReceive, bindings: Bindings) -> None:
+    def send_receive(self, step: SendReceive, where: Where, bindings: Bindings) -> None:
         """On torch's current stream."""
-        assert self.space.wire, f"{step} on one node"
         if self.keeps_outputs:
             return  # on no rank: all rehearse at once
+        if self._mail:
+            self._mail.exchange(where, bindings)
+            return
+        assert self.space.wire, f"{where} on one node"
         sends = [(bindings.view(send.src), send.to) for send in step.sends]
         self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives])
 
@@ -382,9 +392,16 @@ class CudaProgram(BoundProgram):
         stream = self.space.rescue
         if stream.query():
             self._raise_all(stream.cuda_stream)
+            if self._mail:
+                self._mail.release(stream.cuda_stream)
             with torch.cuda.stream(stream):
                 for exchange in self.exchanges.values():
                     exchange.abort()
+
+
+def _has_messages(schedule: Schedule) -> bool:
+    """Of any rank: memory for them is taken by all at once."""
+    return any(isinstance(step, SendReceive) for _, _, _, step in schedule)
 
 
 def _by_torch(item: Item) -> bool:

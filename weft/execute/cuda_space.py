@@ -36,7 +36,8 @@ import torch.distributed as dist
 from weft.controls.streams import comm_stream, current_lane_priority, give_back
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
-from weft.execute.network import CudaWire, near_group
+from weft.execute.network import CudaWire, near_group, transport_from_environment
+from weft.execute.nvshmem import Heap
 from weft.execute.pool import Pool
 from weft.execute.vendor import backend_of
 from weft.team import Team
@@ -75,7 +76,9 @@ class CudaSpace:
         self.driver = Driver()
         self._near = near_group(team)
         self.pool = Pool(self._near, device, self.settle, team.near)
-        self.wire = CudaWire(team, device) if team.nodes else None
+        transport = transport_from_environment() if team.nodes else None
+        self.wire = CudaWire(team, device) if transport == "nccl" else None
+        self.heap = Heap.of(team, device) if transport == "nvshmem" else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -265,6 +268,7 @@ class CudaSpace:
         self.pool.close()
         if self.wire:
             self.wire.close()
+        if self.team.nodes:
             with suppress(ValueError, RuntimeError):  # gone with all groups of the process
                 dist.destroy_process_group(self._near)
         self.__dict__.pop("_near", None)

@@ -19,6 +19,7 @@ from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
 from weft.execute.choose import effort
+from weft.execute.network import transport_from_environment
 from weft.execute.trial import Choice, Trial
 from weft.execute.versions import machine_of, versions
 from weft.problem import Problem
@@ -66,6 +67,8 @@ class KeptPlans:
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)
+        if self._team.nodes:
+            machine = machine | {"messages": transport_from_environment()}
         return Key(machine=machine, versions=known, problem=problem, space=space(effort()))
 
 

@@ -1,8 +1,10 @@
 """What GPUs of different nodes exchange: the vendor's sends and receives, on a communicator of their own.
 
-It is not the caller's: its kernels take at most SMS SMs, which kernels of the same schedule leave free, so that a slice leaves
-while the rest is computed; its stream shares no hardware queue with the caller's; and it can be aborted without taking the
-caller's group along, which is how a message that never comes ends.
+WEFT_NODE_TRANSPORT says by what: nccl (default), which is this; or nvshmem, which is weft.execute.nvshmem_wire.
+
+The communicator is not the caller's: its kernels take at most SMS SMs, which kernels of the same schedule leave free, so that
+a slice leaves while the rest is computed; its stream shares no hardware queue with the caller's; and it can be aborted without
+taking the caller's group along, which is how a message that never comes ends.
 
 A GPU's symmetric memory reaches the ranks of its node. It is torch's, over a group of these ranks.
 
@@ -12,6 +14,7 @@ many groups a rank has, so that ranks could differ in a name, and a name could c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -29,6 +32,14 @@ SMS = 16
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
+
+
+def transport_from_environment() -> str:
+    """WEFT_NODE_TRANSPORT, or nccl. Raises ValueError if it is neither nccl nor nvshmem."""
+    name = os.environ.get("WEFT_NODE_TRANSPORT", "nccl")
+    if name not in ("nccl", "nvshmem"):
+        raise ValueError(f"WEFT_NODE_TRANSPORT is {name!r}; use nccl or nvshmem")
+    return name
 
 
 def near_group(team: Team) -> dist.ProcessGroup:
@@ -51,6 +62,7 @@ class CudaWire:
     """Messages between the ranks of a team. Collective."""
 
     def __init__(self, team: Team, device: torch.device) -> None:
+        team.enter("messages between nodes: nccl")
         options: Any = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
         options.config.max_ctas = SMS

@@ -108,7 +108,7 @@ class Tape:
             yield Work(where, lambda bindings, _: self._program.collective(step, bindings), by_torch=True)
         elif isinstance(step, SendReceive):
             yield Words(where, (self._program.here(where),))
-            yield Work(where, lambda bindings, _: self._program.send_receive(step, bindings), by_torch=True)
+            yield Work(where, lambda bindings, _: self._program.send_receive(step, where, bindings), by_torch=True)
         elif id(step) in self._running:
             yield from self._kernel(self._program.kernels[id(step)], where)
         elif isinstance(step, Gemm):
