@@ -31,6 +31,7 @@ from parts import chosen, run_parts
 
 from weft.nn.experts import Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
+from weft.ops.ragged import ragged_gated
 
 ROUNDS, REPEAT, ALARM_S = 7, 2, 55
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 14336, 8, 2
@@ -182,6 +183,7 @@ class Layer:
             "dispatch": lambda: all_to_all_matmul(rows, into, splits=splits, max_rows=most)[0],
             "torch exchange": lambda: _exchanged(rows, self.known[1], self.known[0]),
             "torch up": lambda: torch._grouped_mm(found, into, offs=offsets),
+            "dispatch, gated": lambda: ragged_gated(rows, into, None, splits, most)[0],
             "swiglu": lambda: swiglu(hidden, arrived),
             "torch act": lambda: act(had),
             "combine": lambda: matmul_all_to_all(middle, out, splits=arrived, max_rows=len(rows))[0],

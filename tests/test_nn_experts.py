@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from ragged_work import PATTERNS, Case, close, counts_of, padded
+from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from weft.execute.ranks import Ranks
 from weft.nn.expert_parallel import _activation
 from weft.nn.experts import Experts, Routing, swiglu
+from weft.ops.ragged import ragged_gated
 
 TOKENS, TOP, EXPERTS, WIDTH = 7, 3, 5, 40
 
@@ -109,6 +114,56 @@ def interpreted() -> Iterator[Ranks]:
 def test_kernels_interpreted(interpreted: Ranks) -> None:
     """Against torch in float64: 2 dtypes, 3 calls, 7 results and gradients."""
     assert interpreted.run(_kernels) == [42]
+
+
+def _gated(dtype: torch.dtype, k: int, n: int, patterns: Sequence[str]) -> None:
+    """Calls with other counts each, against the product in float64."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for seed, pattern in enumerate(patterns):
+        case, max_rows = Case(counts_of(pattern, 3, seed), k, n, dtype, seed), 150 * size
+        b = case.b[rank] if seed % 2 else case.b[rank].transpose(1, 2).contiguous().transpose(1, 2)
+        out, counts = ragged_gated(case.rows[rank], b, None, case.counts[rank], max_rows)
+        gate, up = case.dispatched(rank)[1].chunk(2, 1)
+        assert torch.equal(counts.long(), case.counts[:, rank].t())
+        close(out, padded(torch.nn.functional.silu(gate) * up, max_rows, out), dtype, k)
+
+
+@pytest.mark.ranks
+def test_gated_dispatch_on_hosts(ranks: RankFixture) -> None:
+    ranks(2).run(_gated, torch.float32, 7, 10, PATTERNS)
+
+
+def _gated_kernels() -> None:
+    _gated(torch.float16, 24, 48, ("all_to_one", "empty_experts"))
+    _gated(torch.float16, 8, 80, ("random",))  # the last tile of columns is short
+    with pytest.raises(ValueError, match="N is 24; with splits on GPUs it must be a multiple of 16"):
+        _gated(torch.float16, 8, 24, ("random",))
+    dist.barrier()
+    weft.close()
+
+
+@pytest.mark.ranks
+def test_gated_dispatch_interpreted() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
+        pool.run(_gated_kernels, timeout_s=100)
+
+
+def _without_gradients() -> None:
+    """Experts give the same with the activation in the dispatch, and by itself."""
+    torch.manual_seed(0)
+    shared = Experts(4, 8, 12)
+    parallelize_module(shared, dist.init_device_mesh("cpu", (2,)), weft.ExpertParallel())
+    routing = torch.rand(10, 4).topk(2)
+    given = torch.randn(10, 8), routing.indices, routing.values
+    with torch.no_grad():
+        alone = shared(*given)
+    torch.testing.assert_close(alone, shared(*given).detach())
+
+
+@pytest.mark.ranks
+def test_experts_without_gradients(ranks: RankFixture) -> None:
+    ranks(2).run(_without_gradients)
 
 
 def _compiled(name: str, pointers: str, **constants: int) -> Any:

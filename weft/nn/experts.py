@@ -17,6 +17,7 @@ from torch import nn
 
 import weft.library.experts  # noqa: F401 - defines what torch.ops.weft is asked for here
 from weft.ops import all_to_all_matmul, matmul_all_to_all
+from weft.ops.ragged import ragged_gated
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
@@ -93,13 +94,19 @@ def experts_apart(
     the most rows that may arrive at a rank, in multiples of T k; None: all that ranks can send. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home
+
+    Where no gradient is asked for and act is swiglu, it is the end of the first matmul, whose product is never stored.
     """
     size, sent = group.size(), routing.order.shape[0]
     most = size * sent if capacity is None else max(1, int(capacity * sent))
-    splits = routing.counts.view(size, -1)
-    keep = torch.is_grad_enabled() and into.requires_grad
-    hidden, arrived, *_ = all_to_all_matmul(routing.spread(x), into, group, splits=splits, max_rows=most, return_received=keep)
-    home, _ = matmul_all_to_all(act(hidden, arrived), out, group, splits=arrived, max_rows=sent)
+    splits, rows = routing.counts.view(size, -1), routing.spread(x)
+    if act is swiglu and not (torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad)):
+        middle, arrived = ragged_gated(rows, into, group, splits, most)
+    else:
+        keep = torch.is_grad_enabled() and into.requires_grad
+        hidden, arrived, *_ = all_to_all_matmul(rows, into, group, splits=splits, max_rows=most, return_received=keep)
+        middle = act(hidden, arrived)
+    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=sent)
     return routing.gather(home, weights)
 
 
