@@ -167,12 +167,13 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
     """By expert, rows_e^T @ grads_e: [E, K, N]. counts: [E], on the device; rows past their sum, whatever they hold, add
     nothing."""
     ends = counts.cumsum(0)
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        # What lies past the last end is in no group, and is not read.
+        return torch._grouped_mm(rows.t(), grads, offs=ends.to(torch.int32))
     place = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    valid = torch.where(place < ends[-1], rows, 0)
+    valid, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
     if len(counts) == 1:
         return (valid.t() @ grads)[None]
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return torch._grouped_mm(valid.t(), grads, offs=ends.to(torch.int32))
     starts = ends - counts
     masks = ((place >= start) & (place < end) for start, end in zip(starts.unbind(), ends.unbind(), strict=True))
     return torch.stack([torch.where(mask, valid, 0).t() @ grads for mask in masks])
