@@ -41,9 +41,9 @@ def figure(runs: Mapping[str, Sequence[float]], floor: float, title: str) -> go.
         values = apart(runs[name], runs["torch"])
         line = {"color": COLOURS[name], "width": 2}
         made.add_scatter(y=values, name=f"{WORDS[name]}, from torch's", mode="lines", line=line, row=2, col=1)
-    made.add_hline(y=floor, line={"dash": "dot", "color": "#444444"}, row=1, col=1)
+    made.add_hline(y=floor, line={"dash": "dot", "color": "#444444"}, annotation_text="entropy of the text", row=1, col=1)
     made.update_yaxes(title="loss", rangemode="tozero", row=1, col=1)
-    made.update_yaxes(title="distance", type="log", row=2, col=1)
+    made.update_yaxes(title="distance", type="log", exponentformat="power", minor={"showgrid": False}, row=2, col=1)
     made.update_xaxes(title="step", row=2, col=1)
     legend, margin = {"orientation": "h", "y": 1.12, "x": 1, "xanchor": "right"}, {"l": 70, "r": 20, "t": 90, "b": 50}
     return made.update_layout(template="plotly_white", title=title, width=WIDTH, height=HEIGHT, legend=legend, margin=margin)
