@@ -18,7 +18,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ KEPT = ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
 NAME_LETTERS = 100
 KINDS: tuple[tuple[str, str, str], ...] = (
     ("NCCL", "~", r"nccl"),
-    ("copy engine", "=", r"^$"),
+    ("copy engine", "=", r"memcpy ptop"),
     ("weft's exchange", "=", r"^(_push|_words|collect|layout)_kernel"),
     ("weft's sum", "+", r"^_reduce_kernel"),
     ("local copy", "-", r"memcpy|memset|CatArray|copy_kernel"),
@@ -40,8 +40,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("norm", "n", r"norm"),
     ("the rest", ":", r""),
 )
-"""Name, mark in the chart, and what names of kernels have, the first that fits. Copies beside the busiest stream are by copy
-engines, on their way to a peer."""
+"""Name, mark in the chart, and what names of kernels have, the first that fits."""
 COMMUNICATES = ("NCCL", "copy engine", "weft's exchange")
 
 
@@ -134,30 +133,17 @@ def parts(events: Iterable[Event]) -> list[Part]:
             start, stream = float(event["ts"]), int(event["args"].get("stream", 0))
             end = start + float(event["dur"])
             found.append(Part(name=event["name"], kind=kind_of(event["name"]), stream=stream, start_us=start, end_us=end))
-    main = busiest(found)[:1]
-    return [replace(part, kind="copy engine") if _is_sent(part, main) else part for part in _by_start(found)]
-
-
-def _is_sent(part: Part, main: Sequence[int]) -> bool:
-    return part.name.startswith("Memcpy") and "Host" not in part.name and part.stream not in main
+    return _by_start(found)
 
 
 def _by_start(found: Iterable[Part]) -> list[Part]:
     return sorted(found, key=lambda part: part.start_us)
 
 
-def busiest(found: Iterable[Part]) -> list[int]:
-    """Streams, the one with the most work first."""
-    us: dict[int, float] = {}
-    for part in found:
-        us[part.stream] = us.get(part.stream, 0.0) + part.end_us - part.start_us
-    return sorted(us, key=lambda stream: -us[stream])
-
-
 def kind_of(name: str) -> str:
     """
-    >>> kind_of("nvjet_tst_256x128"), kind_of("Memcpy DtoD (Device -> Device)"), kind_of("ncclDevKernel_AllGather")
-    ('matmul', 'local copy', 'NCCL')
+    >>> kind_of("nvjet_tst_256x128"), kind_of("Memcpy PtoP (Device -> Device)"), kind_of("ncclDevKernel_AllGather")
+    ('matmul', 'copy engine', 'NCCL')
     """
     return next(kind for kind, _, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
@@ -194,15 +180,16 @@ def _covered(found: Iterable[Part]) -> float:
 
 
 def chart(found: Sequence[Part], *, width: int, length_us: float) -> Iterator[str]:
-    """A line for each stream, the busiest first, on `width` columns of `length_us`; then what the marks mean."""
+    """Two lines on `width` columns of `length_us`, what computes and what communicates, whatever the stream: that of a copy in
+    a CUDA graph is the launch's. Then what the marks mean."""
     marks = {kind: mark for kind, mark, _ in KINDS}
-    for stream in busiest(found):
+    for lane, sends in (("computing", False), ("sending", True)):
         line = [" "] * width
-        for part in (each for each in found if each.stream == stream):
+        for part in (each for each in found if (each.kind in COMMUNICATES) is sends):
             low = min(int(part.start_us / length_us * width), width - 1)
             for at in range(low, max(low + 1, min(width, round(part.end_us / length_us * width)))):
                 line[at] = marks[part.kind]
-        yield f"stream {stream:<4} {''.join(line).rstrip()}"
+        yield f"{lane:12}{''.join(line)}".rstrip()
     yield " " * 12 + "   ".join(f"{marks[kind]} {kind}" for kind in by_kind(found))
 
 

@@ -166,6 +166,37 @@ def test_experts_without_gradients(ranks: RankFixture) -> None:
     ranks(2).run(_without_gradients)
 
 
+def _unused_rows() -> None:
+    """Received rows that are only kept for a weight's gradient have no gradient themselves."""
+    size, eye = dist.get_world_size(), torch.eye
+    a, b = torch.randn(4 * size, 8, requires_grad=True), torch.randn(2, 8, 12, requires_grad=True)
+
+    def unasked(*extents: Any, **options: Any) -> torch.Tensor:
+        raise AssertionError("a product with 1 for what nobody has used")
+
+    calls = {
+        "rows": lambda: weft.all_to_all_matmul(a, b[0], return_received=True)[0],
+        "columns": lambda: weft.all_to_all_matmul(a, torch.cat([b[0]] * size), gather_dim=-1, return_received=True)[0],
+        "splits": lambda: weft.all_to_all_matmul(
+            a, b, splits=torch.full((size, 2), 2), max_rows=8 * size, return_received=True
+        )[0],
+    }
+    for call in calls.values():
+        torch.eye = unasked  # type: ignore[assignment]
+        try:
+            call().square().sum().backward()
+        finally:
+            torch.eye = eye
+        assert a.grad is not None
+        assert bool(a.grad.any())
+        a.grad = None
+
+
+@pytest.mark.ranks
+def test_no_gradient_of_rows_that_nobody_used(ranks: RankFixture) -> None:
+    ranks(2).run(_unused_rows)
+
+
 def _compiled(name: str, pointers: str, **constants: int) -> Any:
     """A kernel as it is launched on a GPU with bfloat16 and widths that are multiples of 16."""
     import triton

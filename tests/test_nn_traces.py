@@ -34,7 +34,7 @@ def events() -> list[dict[str, Any]]:
         _event("weft forward", 990, 500, 7, "gpu_user_annotation"),
         _event("ProfilerStep#1", 990, 500, 7, "gpu_user_annotation"),
         _event("nvjet_" + "x" * 300, 1000, 100, 7, grid=[1, 1, 1]),
-        _event("Memcpy DtoD (Device -> Device)", 1020, 120, 9, "gpu_memcpy", bytes=64),
+        _event("Memcpy PtoP (Device -> Device)", 1020, 120, 9, "gpu_memcpy", bytes=64),
         _event("CatArrayBatchedCopy", 1150, 30, 7),
         _event("aten::mm", 900, 5, 1, "cpu_op"),
     ]
@@ -47,7 +47,7 @@ def test_the_gpus_side_is_kept_and_short(events: list[dict[str, Any]], tmp_path:
         "process_name",
         "weft forward",
         "nvjet_xxxxxx",
-        "Memcpy DtoD ",
+        "Memcpy PtoP ",
         "CatArrayBatc",
     ]
     assert [event["ts"] for event in kept[1:]] == [-10, 0, 20, 150]
@@ -60,13 +60,13 @@ def test_times_by_kind_and_what_is_exposed(events: list[dict[str, Any]]) -> None
     found = traces.parts(traces.trimmed(events))
     assert traces.by_kind(found) == {"copy engine": (1, 120), "local copy": (1, 30), "matmul": (1, 100)}
     assert traces.shares(found) == {"whole": 180, "exposed": 40, "idle": 10}
-    assert traces.heaviest(found, 1) == [("Memcpy DtoD (Device -> Device)", 1, 120)]
+    assert traces.heaviest(found, 1) == [("Memcpy PtoP (Device -> Device)", 1, 120)]
 
 
-def test_the_chart_has_a_line_for_each_stream(events: list[dict[str, Any]]) -> None:
+def test_the_chart_has_what_computes_above_what_sends(events: list[dict[str, Any]]) -> None:
     main, other, legend = traces.chart(traces.parts(traces.trimmed(events)), width=18, length_us=180)
-    assert main == "stream 7    ##########     ---"
-    assert other == "stream 9      ============"
+    assert main == "computing   ##########     ---"
+    assert other == "sending       ============"
     assert legend.split("   ") == ["", "", "", "", "= copy engine", "- local copy", "# matmul"]
 
 

@@ -130,6 +130,8 @@ def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[An
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     a, b, splits, ctx.group, ctx.world_size, ctx.max_rows, ctx.received = inputs
     ctx.mark_non_differentiable(output[1])
+    # Zeros for received rows that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, splits, output[1], *output[2:])
 
 
