@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ import torch.distributed as dist
 import traces
 from decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
 from measure import Times, Work, close_to, parser, row, together, trial
-from parts import run_parts
+from parts import folder_of, profiles, run_parts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -205,8 +204,12 @@ def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[d
     check = checks(together("torch", works["torch"]))
     name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
     if arguments.profile:
+        for method in arguments.methods:
+            check(method, together(method, works[method]))
         bench.annotate(arguments.methods)
-        yield from profiled(works, name, check, arguments)
+        line = row(bench="traces", op=part, case=name, dtype="bfloat16", mode="eager", arguments=arguments)
+        chosen = {method: works[method] for method in (*arguments.methods, "computation")}
+        yield from (line | found for found in traces.profiled(chosen, part, folder_of(arguments)))
         return
     modes = arguments.modes.split(",") if arguments.modes else ["graph"] if part in ("prefill", "decode") else ["eager"]
     needed = ("torch", "computation", "communication")
@@ -215,19 +218,6 @@ def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[d
         line = row(bench="models", op=part, case=name, dtype="bfloat16", mode=mode, arguments=arguments)
         choices = {str(choice.problem): choice.us or {choice.spec: None} for choice in weft.choices(mesh.get_group())}
         yield line | figures(times[mode]) | {"missing": missing, "choices": choices}
-
-
-def profiled(
-    works: Mapping[str, Work], case: str, check: Callable[[str, object], None], arguments: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """A trace of rank 0 for each work, and what is in it, after some calls."""
-    folder = arguments.profile if dist.get_rank() == 0 else None
-    for name in [*arguments.methods, "computation"]:
-        for _ in range(3):
-            check(name, together(name, works[name]))
-        found = traces.taken(f"{arguments.part} {name}", works[name], folder)
-        line = row(bench="traces", op=arguments.part, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-        yield line | {"method": name, "told": list(traces.told(name, found, top=12))} | traces.figures(found)
 
 
 def after() -> None:
@@ -252,7 +242,7 @@ def figures(times: dict[str, Times]) -> dict[str, Any]:
 
 
 def sentence(line: Mapping[str, Any]) -> str:
-    if line["bench"] == "traces":
+    if "told" in line:
         return "\n".join([line["case"], *line["told"]])
     each = " ".join(f"{name}={us:.0f}" for name, us in line["candidates"].items())
     text = f"{line['case']} {line['mode']:5} comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} | {each}"
@@ -265,7 +255,7 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--cases", type=int, nargs="*", help="of the part's cases, by number from 0; default: all")
     options.add_argument("--methods", default=",".join(METHODS), help="with commas (%(default)s); torch is always there")
-    options.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces there, and time nothing")
+    profiles(options)
     arguments = options.parse_args()
     wanted = {"torch", *arguments.methods.split(",")}
     if wanted - set(METHODS):

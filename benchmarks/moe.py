@@ -26,8 +26,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import traces
 from measure import Times, Work, close_to, parser, row, together, trial
-from parts import chosen, run_parts
+from parts import chosen, folder_of, profiles, run_parts
 
 from weft.nn.experts import Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
@@ -232,12 +233,17 @@ def measured(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     torch.manual_seed(dist.get_rank())
     works = Layer(arguments.tokens, arguments.capacity).works(part)
     whole = part != "pieces"
+    case = f"mixtral-8x7b layer tokens={arguments.tokens} {part}"
+    if arguments.profile:
+        line = row(bench="traces", op="expert_parallel", case=case, dtype="bfloat16", mode="eager", arguments=arguments)
+        wanted = {name: works[name] for name in ("torch, own kernels", "weft", "computation") if name in works}
+        yield from (line | found for found in traces.profiled(wanted, part, folder_of(arguments)))
+        return
     check = checks(together("torch known", works["torch known"])) if whole else lambda name, result: None
     for mode in arguments.modes.split(","):
         timed = {name: work for name, work in works.items() if (name, mode) != ("torch", "graph")}
         needed = ("torch known", "computation", "communication") if whole else ()
         times, missing = trial(timed, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-        case = f"mixtral-8x7b layer tokens={arguments.tokens} {part}"
         line = row(bench="moe", op="expert_parallel", case=case, dtype="bfloat16", mode=mode, arguments=arguments)
         found = figures(times[mode]) if whole else {"pieces": {name: t.us for name, t in times[mode].items()}}
         yield line | found | {"capacity": arguments.capacity, "missing": missing}
@@ -258,6 +264,8 @@ def figures(times: Mapping[str, Times]) -> dict[str, Any]:
 
 
 def sentence(line: Mapping[str, Any]) -> str:
+    if "told" in line:
+        return "\n".join([line["case"], *line["told"]])
     if "pieces" in line:
         return f"{line['case']} {line['mode']:5} " + ", ".join(f"{name} {us:.0f}" for name, us in line["pieces"].items())
     ours_us, peers = line["overlapped_us"], line["peers"]
@@ -272,6 +280,7 @@ def main() -> None:
     options.add_argument("--only", default="forward,step", help="parts, with commas (%(default)s)")
     options.add_argument("--tokens", type=int, default=8192, help="of all ranks (%(default)s)")
     options.add_argument("--capacity", type=float, default=1.25, help="rows that fit, over those sent (%(default)s)")
+    profiles(options)
     arguments = options.parse_args()
     run_parts(chosen(arguments.only, PARTS), measured, sentence, arguments, alarm_s=ALARM_S)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import measure
+import torch.distributed as dist
 from measure import Failed, append, release, say, start, stop
 
 T = TypeVar("T")
@@ -46,3 +48,13 @@ def chosen(names: str, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise ValueError(f"--only has {name!r}; use {', '.join(known)}")
     return found
+
+
+def profiles(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of rank 0 there, and time nothing")
+
+
+def folder_of(arguments: argparse.Namespace) -> Path | None:
+    """--profile's folder on the rank that writes, None on the others."""
+    folder: Path | None = arguments.profile
+    return folder if dist.get_rank() == 0 else None

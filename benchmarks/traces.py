@@ -78,6 +78,15 @@ def taken(name: str, work: Callable[[], object], folder: Path | None) -> list[Pa
     return parts(events)
 
 
+def profiled(works: Mapping[str, Callable[[], object]], part: str, folder: Path | None) -> Iterator[dict[str, Any]]:
+    """For each work, after some calls: its name, what is to be said, and what a JSON line keeps. folder: as `taken` has it."""
+    for name, work in works.items():
+        for _ in range(3):
+            work()
+        found = taken(f"{part} {name}", work, folder)
+        yield {"method": name, "told": list(told(name, found, top=12)), **figures(found)}
+
+
 def annotated(model: nn.Module, names: Sequence[str]) -> None:
     """Give modules of these names a range in traces."""
     for name, module in model.named_modules():
