@@ -41,7 +41,8 @@ def figure(runs: Mapping[str, Sequence[float]], floor: float, title: str) -> go.
         values = apart(runs[name], runs["torch"])
         line = {"color": COLOURS[name], "width": 2}
         made.add_scatter(y=values, name=f"{WORDS[name]}, from torch's", mode="lines", line=line, row=2, col=1)
-    made.add_hline(y=floor, line={"dash": "dot", "color": "#444444"}, annotation_text="entropy of the text", row=1, col=1)
+    below = {"annotation_text": "entropy of the text", "annotation_position": "bottom right"}
+    made.add_hline(y=floor, line={"dash": "dot", "color": "#444444"}, row=1, col=1, **below)
     made.update_yaxes(title="loss", rangemode="tozero", row=1, col=1)
     made.update_yaxes(title="distance", type="log", exponentformat="power", minor={"showgrid": False}, row=2, col=1)
     made.update_xaxes(title="step", row=2, col=1)
