@@ -19,14 +19,13 @@ the slowest in either way.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+from measure import Times, Work, close_to, parser, row, together, trial
+from parts import chosen, run_parts
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 
@@ -196,21 +195,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=1_000_000, help="of each table (%(default)s)")
     options.add_argument("--schedule", default="auto", help="weft's (%(default)s)")
     arguments = options.parse_args()
-    parts: Sequence[str] = arguments.only.split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise ValueError(f"--only has {part!r}; use {', '.join(PARTS)}")
-    measure.ALARM_S = ALARM_S
-    start()
-    for part in parts:
-        try:
-            for line in measured(part, arguments):
-                say(sentence(line))
-                append(arguments.json, line)
-        except Failed as failed:
-            say(f"LEFT OUT {part}: {failed}", file=sys.stderr)
-        release()
-    stop()
+    run_parts(chosen(arguments.only, PARTS), measured, sentence, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,25 @@ of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: 
 host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder, and run twice.
 
     torchrun --nproc-per-node 4 benchmarks/models.py --part training --json benchmarks/results/models.jsonl
+    torchrun --nproc-per-node 4 benchmarks/models.py --part forward --layers 1 --methods torch,weft --profile docs/traces
+
+With --profile nothing is timed: a trace of each method (and of computation) goes to that folder, and times by kind are said
+(traces.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import traces
 from decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
-from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+from measure import Times, Work, close_to, parser, row, together, trial
+from parts import folder_of, profiles, run_parts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -92,6 +98,11 @@ class Bench:
             torch.manual_seed(1)
             model.cached(self.batch, self.sizes.part(self.ranks))
         return model
+
+    def annotate(self, methods: Sequence[str]) -> None:
+        """Give the blocks of eager models ranges in traces; a compiled one has no hooks."""
+        for name in methods if {*methods} <= {"torch", "weft"} else ():
+            traces.annotated(self._model(name), ("attention", "feed_forward"))
 
     def _called(self, name: str) -> Any:
         model = self._model("weft" if name in ("weft", "weft_compiled") else "torch")
@@ -180,20 +191,38 @@ def _settled(grad: Tensor) -> Tensor:
     return grad.full_tensor() if grad.dim() == 1 else grad.to_local()
 
 
-def measured(mesh: DeviceMesh, case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+@cache
+def world() -> DeviceMesh:
+    return dist.init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One case, (batch, tokens): a JSON line for each mode."""
-    part, (batch, tokens) = arguments.part, case
+    mesh, part, (batch, tokens) = world(), arguments.part, case
     bench = Bench(mesh, part, batch, tokens, Sizes(layers=arguments.layers))
     works = bench.works(arguments.methods)
     check = checks(together("torch", works["torch"]))
+    name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
+    if arguments.profile:
+        for method in arguments.methods:
+            check(method, together(method, works[method]))
+        bench.annotate(arguments.methods)
+        line = row(bench="traces", op=part, case=name, dtype="bfloat16", mode="eager", arguments=arguments)
+        chosen = {method: works[method] for method in (*arguments.methods, "computation")}
+        yield from (line | found for found in traces.profiled(chosen, part, folder_of(arguments)))
+        return
     modes = arguments.modes.split(",") if arguments.modes else ["graph"] if part in ("prefill", "decode") else ["eager"]
     needed = ("torch", "computation", "communication")
     for mode in modes:
         times, missing = trial(works, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-        name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
         line = row(bench="models", op=part, case=name, dtype="bfloat16", mode=mode, arguments=arguments)
         choices = {str(choice.problem): choice.us or {choice.spec: None} for choice in weft.choices(mesh.get_group())}
         yield line | figures(times[mode]) | {"missing": missing, "choices": choices}
+
+
+def after() -> None:
+    torch.compiler.reset()
+    weft.close(world().get_group())
 
 
 def figures(times: dict[str, Times]) -> dict[str, Any]:
@@ -212,7 +241,9 @@ def figures(times: dict[str, Times]) -> dict[str, Any]:
     }
 
 
-def sentence(line: dict[str, Any]) -> str:
+def sentence(line: Mapping[str, Any]) -> str:
+    if "told" in line:
+        return "\n".join([line["case"], *line["told"]])
     each = " ".join(f"{name}={us:.0f}" for name, us in line["candidates"].items())
     text = f"{line['case']} {line['mode']:5} comp {line['computation_us']:.0f} comm {line['communication_us']:.0f} | {each}"
     return text + (f" | {line['sequential_us'] / line['overlapped_us']:.2f}x torch" if line["overlapped_us"] else "")
@@ -224,26 +255,15 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--cases", type=int, nargs="*", help="of the part's cases, by number from 0; default: all")
     options.add_argument("--methods", default=",".join(METHODS), help="with commas (%(default)s); torch is always there")
+    profiles(options)
     arguments = options.parse_args()
     wanted = {"torch", *arguments.methods.split(",")}
     if wanted - set(METHODS):
         options.error(f"--methods: {', '.join(sorted(wanted - set(METHODS)))}; there are {', '.join(METHODS)}")
     skipped = {"async_tp"} if arguments.part == "decode" else set()
     arguments.methods = [name for name in METHODS if name in wanted - skipped]
-    start()
-    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
     cases = PARTS[arguments.part]
-    for case in [cases[number] for number in arguments.cases or range(len(cases))]:
-        try:
-            for line in measured(mesh, case, arguments):
-                say(sentence(line))
-                append(arguments.json, line)
-        except Failed as failed:
-            say(f"LEFT OUT {arguments.part} {case[0]} x {case[1]}: {failed}", file=sys.stderr)
-        torch.compiler.reset()
-        weft.close(mesh.get_group())
-        release()
-    stop()
+    run_parts([cases[number] for number in arguments.cases or range(len(cases))], measured, sentence, arguments, after=after)
 
 
 if __name__ == "__main__":

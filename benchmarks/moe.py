@@ -2,35 +2,41 @@
 
     torchrun --nproc-per-node 4 benchmarks/moe.py --json benchmarks/results/moe.jsonl
     torchrun --nproc-per-node 4 benchmarks/moe.py --only forward --modes eager
+    torchrun --nproc-per-node 4 benchmarks/moe.py --only pieces --modes graph
 
 Protocol: measure.py's; bf16, normal data; results and gradients are compared with torch's before anything is timed. One layer
 of Mixtral 8x7B (hidden 4096, width 14336, 8 experts, 2 of them for each token), of which each rank has its share of experts and
 of tokens. Routing is drawn uniformly, and given: sorting rows by expert is in every time, the router is not.
 
 Baselines of the same run: `torch known`, all_to_all_single and torch._grouped_mm with splits that the host knows, which no real
-program does, and which a CUDA graph needs; `torch`, the real program, whose host waits for the counts; computation: the two
-grouped matmuls and the activation of rows that have arrived; communication: the two exchanges, and those of the backward.
-ideal = the larger of computation and communication. overlapped = weft's, with --capacity times the rows that a rank sends.
-Traps: rows arrive by rank, and are put in the order of experts for a grouped matmul, and back, in torch's time; weft's
-activation also passes over the empty rows of its capacity, in its time.
+program does, and which a CUDA graph needs; `torch`, the real program, whose host waits for the counts; `torch, own kernels`,
+splits known, with weft's kernels for rows, activation and sum, so that only exchanges and matmuls differ; computation: the two
+grouped matmuls and the activation of rows that have arrived, by torch; communication: the two exchanges, and those of the
+backward. ideal = the larger of computation and communication. overlapped = weft's, with --capacity times the rows that a rank
+sends. pieces: what a forward consists of, each by itself.
+Traps: rows arrive by rank, and are put in the order of experts for a grouped matmul, and back, in torch's time; torch's
+activation is two kernels and its sum of a token's rows four, as eager PyTorch has them.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-import measure
 import torch
 import torch.distributed as dist
-from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+import traces
+from measure import Times, Work, close_to, parser, row, together, trial
+from parts import chosen, folder_of, profiles, run_parts
 
-from weft.nn.experts import Routing, experts_apart
+from weft.nn.experts import Routing, experts_apart, swiglu
+from weft.ops import all_to_all_matmul, matmul_all_to_all
+from weft.ops.ragged import ragged_gated
 
 ROUNDS, REPEAT, ALARM_S = 7, 2, 55
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 14336, 8, 2
+PARTS = ("forward", "step", "pieces")
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -58,6 +64,22 @@ def act(hidden: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+class Plain:
+    """Rows by expert and back as eager PyTorch has them, in the place of weft.nn.experts.Routing."""
+
+    def __init__(self, index: torch.Tensor, experts: int) -> None:
+        self.shape, self.order = index.shape, index.flatten().argsort(stable=True)
+        self.counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
+        self.counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return x[self.order // self.shape[1]]
+
+    def gather(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        apart = torch.empty_like(rows).index_copy(0, self.order, rows).view(*self.shape, rows.shape[1])
+        return (apart * weights.float()[..., None]).sum(1).to(rows.dtype)
+
+
 class Layer:
     """This rank's tokens and experts. Legend: T tokens, H hidden, F width, e experts of this rank."""
 
@@ -81,14 +103,15 @@ class Layer:
         both = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         return both[0], both[1], arriving
 
-    def theirs(self, *, known: bool) -> torch.Tensor:
+    def theirs(self, *, known: bool, own_kernels: bool = False) -> torch.Tensor:
         """torch's: a collective, a grouped matmul, one after the other."""
-        routing = Routing(self.index, EXPERTS)
+        routing = (Routing if own_kernels else Plain)(self.index, EXPERTS)
         sent, got, arriving = self.known if known else self._exchanged_counts(routing.counts.view(self.size, -1))
         rows = _Exchange.apply(routing.spread(self.x_TH), got, sent)
         order, offsets = self._by_expert(arriving, sum(got))
-        made = torch.empty_like(rows).index_copy(0, order, self.experts(rows[order], offsets))
-        return routing.gather(_Exchange.apply(made, sent, got), self.weights)
+        made = self.experts(rows[order], offsets, arriving if own_kernels else None)
+        home = _Exchange.apply(torch.empty_like(rows).index_copy(0, order, made), sent, got)
+        return routing.gather(home, self.weights)
 
     def _by_expert(self, arriving: torch.Tensor, total: int) -> Tensors:
         """(where each row by expert has landed, where each expert's rows end)."""
@@ -96,19 +119,24 @@ class Layer:
         of_row = torch.repeat_interleave(expert, arriving.flatten(), output_size=total)
         return of_row.argsort(stable=True), arriving.sum(0).cumsum(0).to(torch.int32)
 
-    def experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def experts(self, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
         hidden = torch._grouped_mm(rows, self.up_e2FH.transpose(1, 2), offs=offsets)
-        return torch._grouped_mm(act(hidden), self.down_eHF.transpose(1, 2), offs=offsets)
+        middle = act(hidden) if counts is None else swiglu(hidden, counts)
+        return torch._grouped_mm(middle, self.down_eHF.transpose(1, 2), offs=offsets)
 
     def ours(self) -> torch.Tensor:
         group, routing = dist.group.WORLD, Routing(self.index, EXPERTS)
         assert group is not None
         into, out = self.up_e2FH.transpose(1, 2), self.down_eHF.transpose(1, 2)
-        return experts_apart(self.x_TH, routing, self.weights, into, out, act, group, self.capacity)
+        return experts_apart(self.x_TH, routing, self.weights, into, out, swiglu, group, self.capacity)
 
     def computed(self) -> torch.Tensor:
         """As if rows had arrived."""
-        return self.experts(self.arrived, self.known[2].sum(0).cumsum(0).to(torch.int32))
+        return self.experts(self.arrived, self._offsets)
+
+    @property
+    def _offsets(self) -> torch.Tensor:
+        return self.known[2].sum(0).cumsum(0).to(torch.int32)
 
     def exchanges(self, count: int) -> Work:
         """That many exchanges of this layer's rows."""
@@ -138,8 +166,44 @@ class Layer:
 
         return run
 
+    def pieces(self) -> dict[str, Callable[[], torch.Tensor]]:
+        """What a forward consists of, weft's and torch's; without gradients."""
+        routing, plain = Routing(self.index, EXPERTS), Plain(self.index, EXPERTS)
+        x, offsets, most = self.x_TH.detach(), self._offsets, int(self.capacity * self.index.numel())
+        into, out = self.up_e2FH.detach().transpose(1, 2), self.down_eHF.detach().transpose(1, 2)
+        rows, splits = routing.spread(x), routing.counts.view(self.size, -1)
+        hidden, arrived, *_ = all_to_all_matmul(rows, into, splits=splits, max_rows=most)
+        middle = swiglu(hidden, arrived)
+        home = matmul_all_to_all(middle, out, splits=arrived, max_rows=len(rows))[0]
+        found, had = self.arrived.detach(), hidden[: sum(self.known[1])]
+        return {
+            "sort": lambda: Routing(self.index, EXPERTS).order,
+            "torch sort": lambda: Plain(self.index, EXPERTS).order,
+            "spread": lambda: routing.spread(x),
+            "torch spread": lambda: plain.spread(x),
+            "dispatch": lambda: all_to_all_matmul(rows, into, splits=splits, max_rows=most)[0],
+            "torch exchange": lambda: _exchanged(rows, self.known[1], self.known[0]),
+            "torch up": lambda: torch._grouped_mm(found, into, offs=offsets),
+            "dispatch, gated": lambda: ragged_gated(rows, into, None, splits, most)[0],
+            "swiglu": lambda: swiglu(hidden, arrived),
+            "torch act": lambda: act(had),
+            "combine": lambda: matmul_all_to_all(middle, out, splits=arrived, max_rows=len(rows))[0],
+            "torch down": lambda: torch._grouped_mm(middle[: len(found)], out, offs=offsets),
+            "gather": lambda: routing.gather(home, self.weights),
+            "torch gather": lambda: plain.gather(home, self.weights),
+        }
+
     def works(self, part: str) -> dict[str, Work]:
-        ways = {"torch known": lambda: self.theirs(known=True), "torch": lambda: self.theirs(known=False), "weft": self.ours}
+        if part == "pieces":
+            with torch.no_grad():
+                pieces = {name: self.forward(make) for name, make in self.pieces().items()}
+            return pieces | {"computation": self.forward(self.computed), "communication": self.exchanges(2)}
+        ways = {
+            "torch known": lambda: self.theirs(known=True),
+            "torch, own kernels": lambda: self.theirs(known=True, own_kernels=True),
+            "torch": lambda: self.theirs(known=False),
+            "weft": self.ours,
+        }
         if part == "forward":
             made = {name: self.forward(make) for name, make in ways.items()}
             return made | {"computation": self.forward(self.computed), "communication": self.exchanges(2)}
@@ -168,14 +232,21 @@ def measured(part: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
     """A JSON line for each mode. In a graph the host knows all counts."""
     torch.manual_seed(dist.get_rank())
     works = Layer(arguments.tokens, arguments.capacity).works(part)
-    check = checks(together("torch known", works["torch known"]))
+    whole = part != "pieces"
+    case = f"mixtral-8x7b layer tokens={arguments.tokens} {part}"
+    if arguments.profile:
+        line = row(bench="traces", op="expert_parallel", case=case, dtype="bfloat16", mode="eager", arguments=arguments)
+        wanted = {name: works[name] for name in ("torch, own kernels", "weft", "computation") if name in works}
+        yield from (line | found for found in traces.profiled(wanted, part, folder_of(arguments)))
+        return
+    check = checks(together("torch known", works["torch known"])) if whole else lambda name, result: None
     for mode in arguments.modes.split(","):
         timed = {name: work for name, work in works.items() if (name, mode) != ("torch", "graph")}
-        needed = ("torch known", "computation", "communication")
+        needed = ("torch known", "computation", "communication") if whole else ()
         times, missing = trial(timed, [mode], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
-        case = f"mixtral-8x7b layer tokens={arguments.tokens} {part}"
         line = row(bench="moe", op="expert_parallel", case=case, dtype="bfloat16", mode=mode, arguments=arguments)
-        yield line | figures(times[mode]) | {"capacity": arguments.capacity, "missing": missing}
+        found = figures(times[mode]) if whole else {"pieces": {name: t.us for name, t in times[mode].items()}}
+        yield line | found | {"capacity": arguments.capacity, "missing": missing}
 
 
 def figures(times: Mapping[str, Times]) -> dict[str, Any]:
@@ -187,12 +258,16 @@ def figures(times: Mapping[str, Times]) -> dict[str, Any]:
         "computation_us": us["computation"],
         "ideal_us": max(us["communication"], us["computation"]),
         "overlapped_us": us.get("weft"),
-        "peers": {name: us[name] for name in ("torch known", "torch") if name in us},
+        "peers": {name: value for name, value in us.items() if name.startswith("torch")},
         "host_us": {name: t.host_us for name, t in times.items()},
     }
 
 
 def sentence(line: Mapping[str, Any]) -> str:
+    if "told" in line:
+        return "\n".join([line["case"], *line["told"]])
+    if "pieces" in line:
+        return f"{line['case']} {line['mode']:5} " + ", ".join(f"{name} {us:.0f}" for name, us in line["pieces"].items())
     ours_us, peers = line["overlapped_us"], line["peers"]
     told = " ".join(f"{name}: {us:.0f}" for name, us in peers.items())
     gain = f"weft {ours_us:.0f}, " + ", ".join(f"{us / ours_us:.2f}x {name}" for name, us in peers.items()) if ours_us else "-"
@@ -205,22 +280,9 @@ def main() -> None:
     options.add_argument("--only", default="forward,step", help="parts, with commas (%(default)s)")
     options.add_argument("--tokens", type=int, default=8192, help="of all ranks (%(default)s)")
     options.add_argument("--capacity", type=float, default=1.25, help="rows that fit, over those sent (%(default)s)")
+    profiles(options)
     arguments = options.parse_args()
-    parts: Sequence[str] = arguments.only.split(",")
-    for part in parts:
-        if part not in ("forward", "step"):
-            raise ValueError(f"--only has {part!r}; use forward, step")
-    measure.ALARM_S = ALARM_S
-    start()
-    for part in parts:
-        try:
-            for line in measured(part, arguments):
-                say(sentence(line))
-                append(arguments.json, line)
-        except Failed as failed:
-            say(f"LEFT OUT {part}: {failed}", file=sys.stderr)
-        release()
-    stop()
+    run_parts(chosen(arguments.only, PARTS), measured, sentence, arguments, alarm_s=ALARM_S)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text ficco WHAT            figures, choosers, scenarios, switch, topologies, losses, correlations, sensitivity or machine
                                   of `weft simulate ficco`
     ```text dlrm WHAT             figures, iteration, nodes, two_nodes, slices, sensitivity or system of `weft simulate dlrm`
+    ```text models PART, layers BENCH, traces PART        model_tables.py: whole models, layers of them, profiles
 
 tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity, and what DLRM's
 study has beside its published case, in docs/t3_sensitivity.json and docs/dlrm_study.json, which `python docs/generate.py
@@ -29,6 +30,7 @@ or three.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import re
 import statistics
@@ -64,11 +66,13 @@ from weft.sim.t3.sensitivity import Sensitivity, sensitivity
 from weft.sim.t3.study import Study, run
 from weft.sim.t3.system import load
 
+sys.path.append(str(Path(__file__).parent))
+model_tables = importlib.import_module("model_tables")
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
-    *("docs/schedules.md", "docs/simulator.md"),
+    *("docs/models.md", "docs/schedules.md", "docs/simulator.md"),
 )
 SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"
 FICCO = ROOT / "docs" / "ficco.json"
@@ -81,7 +85,8 @@ EVEN = {"m": 8192, "n": 8192, "k": 8192, "world_size": 8}
 WIDTH = 118
 CHART_WIDTH = 96
 BLOCK = re.compile(
-    r"^```text (timeline|counts|chart|results|fused|paper|beside|conccl|dma|resident|training|rules|simulated|t3|ficco|dlrm)"
+    r"^```text (timeline|counts|chart|results|fused|paper|beside|conccl|dma|resident|training|rules|simulated|t3|ficco|dlrm|"
+    r"models|layers|traces)"
     r" ([^\n]*)\n.*?^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -462,6 +467,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "t3": t3,
     "ficco": ficco,
     "dlrm": dlrm,
+    **model_tables.MAKERS,
 }
 
 

@@ -172,8 +172,11 @@ def _reported() -> str:
 def test_the_report_as_a_page(ranks: RankFixture) -> None:
     for page in ranks(2).run(_reported):
         assert "<title>LlamaForCausalLM: overlapped 9 of 12 places that communicate</title>" in page
-        assert "<th>model.layers.*.self_attn: q_proj, k_proj, v_proj</th><th>2</th><th>all_gather_matmul</th>" in page
-        assert "<td>all_gather_matmul M=18 shard_p2p</td><td>time not measured (asked for)</td>" in page
+        assert '<th scope="row">model.layers.*.self_attn: q_proj, k_proj, v_proj</th>' in page
+        assert (
+            "<td>all_gather_matmul</td><td class='number'>18</td><td>shard_p2p</td><td class='number'>not measured</td>" in page
+        )
+        assert '<td colspan="6">matmul_all_reduce; for the gradient of the input' in page
         assert "a &lt;b&gt; of the user&#x27;s" in page
         assert "<script" not in page
 

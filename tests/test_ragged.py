@@ -256,7 +256,7 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     constants = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": 4, "PART_FIELDS": 3, "MOVE_FIELDS": 6}
     constants |= {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "GROUP": 8, "ALIGN": 8, "B_TRANSPOSED": transposed}
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
-    constants |= {"ASYNCHRONOUS": 1} if name == "combine_kernel" else {}
+    constants |= {"ASYNCHRONOUS": 1} if name == "combine_kernel" else {"GATED": 0}
     text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)
     for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.async.cg", "st.global.v4.b32", "sys.release.add"):
         assert needed in text, needed

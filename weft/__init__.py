@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.nn.expert_parallel import ExpertParallel
     from weft.nn.models import parallelize
     from weft.nn.report import overlap_report
+    from weft.nn.report import overlap_report as report  # noqa: F401 - the package, when it is called
     from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
     from weft.ops import (
         SGD,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from weft.timelines import timeline
 
 
-_MODULES = ("collectives", "hooks")
+_MODULES = ("collectives", "hooks", "report")
 """Those that are part of the front door as they are."""
 _HOMES = {
     "AllGather": "beside",

@@ -25,7 +25,8 @@ from weft.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedCall:
-    """a: [rows, K]. b: [experts, K, N]. splits: by (expert, dst_rank) for a combine, (dst_rank, expert) for a dispatch."""
+    """a: [rows, K]. b: [experts, K, N]. splits: by (expert, dst_rank) for a combine, (dst_rank, expert) for a dispatch. gated:
+    a dispatch gives silu(left half) * right half of its product, N / 2 columns."""
 
     dispatch: bool
     a: torch.Tensor
@@ -33,17 +34,23 @@ class RaggedCall:
     splits: torch.Tensor
     max_rows: int
     return_received: bool = False
+    gated: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return int(self.b.shape[2]) // (2 if self.gated else 1)
 
     @property
     def key(self) -> tuple[object, ...]:
         """What calls alike have in common: the same on every rank, so that all bind a program in the same call."""
-        return (self.dispatch, self.max_rows, self.b.shape, self.a.dtype, self.a.device)
+        return (self.dispatch, self.gated, self.max_rows, self.b.shape, self.a.dtype, self.a.device)
 
     def describe(self) -> str:
         """What every rank must have in common, a line each."""
         experts, k, n = self.b.shape
         lines = (
-            f"op: {'all_to_all_matmul' if self.dispatch else 'matmul_all_to_all'} with splits",
+            f"op: {'all_to_all_matmul' if self.dispatch else 'matmul_all_to_all'} with splits{', gated' * self.gated}",
             f"max_rows: {self.max_rows}",
             f"experts: {experts}",
             f"K: {k}",
@@ -137,17 +144,18 @@ def _cut(kind: int, rows: int, capacity: int) -> str:
 
 
 def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
-    experts, k, n = call.b.shape
+    experts, k, _ = call.b.shape
     return Shape(
         rank=rank,
         world_size=world_size,
         experts=experts,
         max_rows=call.max_rows,
         a_rows=max(a_rows, call.max_rows),
-        n=n,
+        n=call.columns,
         k=k,
         dtype=call.a.dtype,
         dispatch=call.dispatch,
+        gated=call.gated,
         device=call.a.device,
     )
 
@@ -155,11 +163,12 @@ def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
 def _check_kernels(call: RaggedCall, world_size: int) -> None:
     """What the kernels need beside what every call does."""
     experts, k, n = call.b.shape
+    unit = 16 if call.gated else 8
     if call.a.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"a is {call.a.dtype}; with splits on GPUs, use bfloat16 or float16")
-    for name, extent in (("K", k), ("N", n)):
-        if extent % 8:
-            raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of 8")
+    for name, extent, of in (("K", k, 8), ("N", n, unit)):
+        if extent % of:
+            raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of {of}")
     if experts * world_size > MOST_SEGMENTS:
         raise ValueError(f"b has {experts} experts on each of {world_size} ranks; with splits, at most {MOST_SEGMENTS} in all")
 
@@ -191,6 +200,9 @@ def on_host(team: Team, call: RaggedCall) -> Arrived:
     if call.dispatch:
         landed = _by_other(_exchanged(team, pieces, sent, arriving), arriving)
         result = _grouped(landed, call.b, arriving.sum(0).tolist())
+        if call.gated:
+            gate, up = result.float().chunk(2, -1)
+            result = (torch.nn.functional.silu(gate) * up).to(result.dtype)
         counts = arriving.t()
     else:
         product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)

@@ -11,7 +11,7 @@ What they do is in weft.kernels.segments and weft.kernels.ragged. Legend: N, K o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ _STAGES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of an exchange; the same on every rank but for rank. max_rows: that may arrive. a_rows: of a at most, for a combine."""
+    """Of an exchange; the same on every rank but for rank. max_rows: that may arrive. a_rows: of a at most, for a combine. n:
+    of what is stored. gated: b has 2 n columns, of which a dispatch makes silu(left half) * right half."""
 
     rank: int
     world_size: int
@@ -50,6 +51,7 @@ class Shape:
     k: int
     dtype: torch.dtype
     dispatch: bool
+    gated: bool = False
     device: torch.device = field(compare=False)
 
     @property
@@ -66,8 +68,10 @@ class Shape:
     def blocks(self) -> Blocks:
         """The tile shape: lower where experts have few rows; the same on every rank."""
         if self.device.type != "cuda":
-            return INTERPRETED
-        return SHAPES[0] if self.max_rows // self.experts >= SHAPES[0].m else SHAPES[2]
+            found = INTERPRETED
+        else:
+            found = SHAPES[0] if self.max_rows // self.experts >= SHAPES[0].m else SHAPES[2]
+        return replace(found, n=found.n // 2) if self.gated else found
 
     @property
     def move(self) -> tuple[int, int]:
@@ -144,7 +148,8 @@ class Exchange:
         self._layout(1, arguments, constants, key=key, num_warps=max(8, shape.segments // 8))
 
     def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
-        """out = what arrives @ b, by expert; zeros below. a: [rows, K], contiguous. keep_own: for `collect` after it."""
+        """out = what arrives @ b, by expert, gated or not; zeros below. a: [rows, K], contiguous. keep_own: for `collect` after
+        it."""
         shape, blocks = self.shape, self.shape.blocks
         a_block = [blocks.m, blocks.k]
         arguments = (
@@ -172,7 +177,7 @@ class Exchange:
             shape.movers,
             int(keep_own),
         )
-        self._grouped(self._dispatch, arguments, {}, a, b, out)
+        self._grouped(self._dispatch, arguments, {"GATED": int(shape.gated)}, a, b, out)
 
     def combine(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. a: [rows, K], contiguous, of at most a_rows."""

@@ -28,7 +28,9 @@ of them have begun.
 
 Zeros below what arrives are stored between tiles, when memory is idle.
 
-b has three dimensions, expert by expert; both of its last two may be the contiguous one. Legend: N, K of each GEMM.
+b has three dimensions, expert by expert; both of its last two may be the contiguous one. A gated dispatch multiplies by 2 N
+columns and stores silu(left half) * right half: a block makes both tiles, and what is not stored is not read again (3 x 235 MB
+of a Mixtral layer's 8192 rows). Legend: N of what is stored, K of each GEMM.
 """
 
 from __future__ import annotations
@@ -63,6 +65,35 @@ def _multiply(
         else:
             acc = tl.dot(a, b_desc.load([expert, step * BLOCK_K, col]).reshape(BLOCK_K, BLOCK_N), acc)
     return acc
+
+
+@triton.jit
+def _multiply_gated(
+    a_desc,
+    b_desc,
+    row,
+    expert,
+    col,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+):
+    """silu of one tile, times the one N columns further right, in float32."""
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        a = a_desc.load([row, k])
+        if B_TRANSPOSED:
+            gate = tl.dot(a, b_desc.load([expert, col, k]).reshape(BLOCK_N, BLOCK_K).T, gate)
+            up = tl.dot(a, b_desc.load([expert, N + col, k]).reshape(BLOCK_N, BLOCK_K).T, up)
+        else:
+            gate = tl.dot(a, b_desc.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N), gate)
+            up = tl.dot(a, b_desc.load([expert, k, N + col]).reshape(BLOCK_K, BLOCK_N), up)
+    return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
@@ -284,6 +315,7 @@ def dispatch_kernel(
     GROUP: tl.constexpr,
     ALIGN: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
@@ -335,7 +367,10 @@ def dispatch_kernel(
         else:
             known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
         col = col_tile * BLOCK_N
-        acc = _multiply(src_desc, b_desc, src_row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        if GATED:
+            acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        else:
+            acc = _multiply(src_desc, b_desc, src_row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
         if valid == BLOCK_M:
             out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
         else:

@@ -81,6 +81,8 @@ def _apart_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _beside_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     a, b, ctx.group, ctx.world_size, ctx.schedule, ctx.received = inputs
+    # Zeros for received rows that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, *output[1:])
 
 

@@ -3,6 +3,8 @@
     weft::ragged_matmul_all_to_all(a [rows, K], b [E, K, N], splits [E, W], ...)   -> out [max_rows, N], counts [W, E]
     weft::ragged_all_to_all_matmul(a [rows, K], b [E, K, N], splits [W, E], ...)   -> out [max_rows, N], counts [E, W],
                                                                                       rows [max_rows, K] if asked for
+    weft::ragged_all_to_all_gated(a [rows, K], b [E, K, 2 F], splits [W, E], ...)  -> out [max_rows, F], counts [E, W]:
+                                                      silu(left half) * right half of that product; no backward
 
 counts of the one are splits of the other, and each backward is the other operator, which takes every row back:
 
@@ -87,6 +89,29 @@ def _dispatch_fake(
     return [a.new_empty(max_rows, b.shape[2]), counts] + [a.new_empty(max_rows, a.shape[1])] * return_received
 
 
+def _gated(
+    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, group: str, world_size: int, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from weft.execute.ragged import RaggedCall
+
+    done = GROUPS.run_ragged(group, RaggedCall(dispatch=True, a=a, b=b, splits=splits, max_rows=max_rows, gated=True))
+    return done.out, done.counts
+
+
+def _gated_fake(
+    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, group: str, world_size: int, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return a.new_empty(max_rows, b.shape[2] // 2), a.new_empty(b.shape[0], world_size, dtype=torch.int32)
+
+
+def run_gated(
+    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, group: str, world_size: int, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weft::ragged_all_to_all_gated."""
+    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.weft.ragged_all_to_all_gated(a, b, splits, group, world_size, max_rows)
+    return found
+
+
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     a, b, splits, ctx.group, ctx.world_size, _ = inputs
     ctx.mark_non_differentiable(output[1])
@@ -105,6 +130,8 @@ def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[An
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     a, b, splits, ctx.group, ctx.world_size, ctx.max_rows, ctx.received = inputs
     ctx.mark_non_differentiable(output[1])
+    # Zeros for received rows that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(a, b, splits, output[1], *output[2:])
 
 
@@ -142,12 +169,13 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
     """By expert, rows_e^T @ grads_e: [E, K, N]. counts: [E], on the device; rows past their sum, whatever they hold, add
     nothing."""
     ends = counts.cumsum(0)
+    if rows.is_cuda and rows.dtype == torch.bfloat16:
+        # What lies past the last end is in no group, and is not read.
+        return torch._grouped_mm(rows.t(), grads, offs=ends.to(torch.int32))
     place = torch.arange(rows.shape[0], device=rows.device)[:, None]
-    valid = torch.where(place < ends[-1], rows, 0)
+    valid, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
     if len(counts) == 1:
         return (valid.t() @ grads)[None]
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return torch._grouped_mm(valid.t(), grads, offs=ends.to(torch.int32))
     starts = ends - counts
     masks = ((place >= start) & (place < end) for start, end in zip(starts.unbind(), ends.unbind(), strict=True))
     return torch.stack([torch.where(mask, valid, 0).t() @ grads for mask in masks])
@@ -168,4 +196,10 @@ register(
     fake=_dispatch_fake,
     context=_dispatch_context,
     backward=_dispatch_backward,
+)
+register(
+    "ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows)"
+    " -> (Tensor, Tensor)",
+    run=_gated,
+    fake=_gated_fake,
 )

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.nn.experts import Experts, Routing, experts_apart
+from weft.nn.experts import Activation, Experts, Routing, experts_apart, swiglu
 from weft.nn.sites import Site, note
 
 _STACKED = ("gate_up_proj", "down_proj")
@@ -73,8 +73,17 @@ class _Apart(nn.Module):
         if not getattr(self, "is_transposed", False):
             into, out = into.transpose(1, 2), out.transpose(1, 2)
         routing = Routing(top_k_index, cast(int, self.num_experts))
-        act, group = cast(Any, self)._apply_gate, weights[0].device_mesh.get_group()
-        return experts_apart(hidden_states, routing, top_k_weights, into, out, act, group, self.__dict__["_weft_capacity"])
+        group, capacity = weights[0].device_mesh.get_group(), self.__dict__["_weft_capacity"]
+        return experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, capacity)
+
+
+def _activation(experts: nn.Module) -> Activation:
+    """Between the two matmuls: one kernel for silu(gate) * up, the module's own code for anything else."""
+    own, act_fn = cast(Any, experts)._apply_gate, getattr(experts, "act_fn", None)
+    usual = own.__func__ is Experts._apply_gate or own.__name__ == "_default_apply_gate"
+    if usual and (act_fn is nn.functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")):
+        return swiglu
+    return lambda hidden, counts: own(hidden)
 
 
 def _apart(kind: type[nn.Module]) -> type[nn.Module]:

@@ -10,65 +10,64 @@ weft.nn.expert_parallel shards a module's experts over ranks; unsharded, these a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import weft.library.experts  # noqa: F401 - defines what torch.ops.weft is asked for here
 from weft.ops import all_to_all_matmul, matmul_all_to_all
+from weft.ops.ragged import ragged_gated
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
-"""From [rows, 2 F], what both halves of the first weight make, to [rows, F]."""
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
+there are; what is made of the others does not count."""
 
 
 class Routing:
     """Which rows experts work on: a token's row once for each of its experts, by expert.
 
-    index: [T, k], experts of 0 to E - 1. order: [T k], where each row by expert is in index; counts: [E] rows of each. On the
-    device, with no word to the host.
+    index: [T, k], experts of 0 to E - 1. order: [T k], where each row by expert is in index; place: [T, k], its inverse, which
+    row by expert is each token's; counts: [E] rows of each. On the device, with no word to the host.
 
     >>> routing = Routing(torch.tensor([[2, 0], [0, 1]]), 3)
-    >>> routing.order.tolist(), routing.counts.tolist()
-    ([1, 2, 3, 0], [2, 1, 1])
+    >>> routing.order.tolist(), routing.place.tolist(), routing.counts.tolist()
+    ([1, 2, 3, 0], [[3, 0], [1, 2]], [2, 1, 1])
     """
 
     def __init__(self, index: torch.Tensor, experts: int) -> None:
         flat = index.flatten()
-        self.shape = index.shape
-        self.order = flat.argsort(stable=True)
+        # A radix sort goes over its keys once for each of their bytes.
+        self.order = flat.to(torch.uint8 if experts <= 256 else torch.int32).argsort(stable=True)
+        self.place = torch.empty_like(self.order).scatter_(0, self.order, torch.arange(len(flat), device=flat.device))
+        self.place = self.place.view(index.shape)
         zeros = torch.zeros(experts, dtype=torch.int64, device=index.device)
         self.counts = zeros.scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int64))
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to rows by expert, [T k, H]."""
-        rows: torch.Tensor = _Spread.apply(x, self.order, self.shape[1])  # type: ignore[no-untyped-call]
+        rows: torch.Tensor = torch.ops.weft.experts_spread(x, self.place)
         return rows
 
     def gather(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Rows by expert to the sum of each token's, [T, H], in float32 and rounded once. weights: [T, k]."""
-        apart = torch.empty_like(rows).index_copy(0, self.order, rows).view(*self.shape, rows.shape[1])
-        return (apart * weights.float()[..., None]).sum(1).to(rows.dtype)
+        found: torch.Tensor = torch.ops.weft.experts_total(rows, self.place, weights)
+        return found
 
 
-class _Spread(torch.autograd.Function):
-    """x[order // k], whose backward adds each token's k rows in their order: no atomics, the same bits each time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.count = count
-        return x[order // count]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        apart = torch.empty_like(grads[0]).index_copy(0, order, grads[0])
-        return apart.view(-1, ctx.count, apart.shape[1]).sum(1), None, None
+def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """silu(left half) * right half of hidden [rows, 2 F], computed in float32; zeros for rows past the sum of counts."""
+    found: torch.Tensor = torch.ops.weft.swiglu(hidden, counts)
+    return found
 
 
 def experts_alone(
-    x: torch.Tensor, routing: Routing, weights: torch.Tensor, into: torch.Tensor, out: torch.Tensor, act: Activation
+    x: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    into: torch.Tensor,
+    out: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """All experts on this rank. into: [E, H, 2 F]. out: [E, F, H]. Returns [T, H]. The host waits for the counts."""
     parts = torch.split(routing.spread(x), routing.counts.tolist())
@@ -95,13 +94,19 @@ def experts_apart(
     the most rows that may arrive at a rank, in multiples of T k; None: all that ranks can send. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home
+
+    Where no gradient is asked for and act is swiglu, it is the end of the first matmul, whose product is never stored.
     """
     size, sent = group.size(), routing.order.shape[0]
     most = size * sent if capacity is None else max(1, int(capacity * sent))
-    splits = routing.counts.view(size, -1)
-    keep = torch.is_grad_enabled() and into.requires_grad
-    hidden, arrived, *_ = all_to_all_matmul(routing.spread(x), into, group, splits=splits, max_rows=most, return_received=keep)
-    home, _ = matmul_all_to_all(act(hidden), out, group, splits=arrived, max_rows=sent)
+    splits, rows = routing.counts.view(size, -1), routing.spread(x)
+    if act is swiglu and not (torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad)):
+        middle, arrived = ragged_gated(rows, into, group, splits, most)
+    else:
+        keep = torch.is_grad_enabled() and into.requires_grad
+        hidden, arrived, *_ = all_to_all_matmul(rows, into, group, splits=splits, max_rows=most, return_received=keep)
+        middle = act(hidden, arrived)
+    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=sent)
     return routing.gather(home, weights)
 
 

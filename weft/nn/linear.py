@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.nn.adjacent import Adjacent, fits
 from weft.nn.products import How, columns, rows
 
 Tensor = torch.Tensor
@@ -44,11 +45,13 @@ class Tokens:
 
 @dataclass(kw_only=True)
 class Shared:
-    """Column linears that read one tensor. _outs: what was announced and not yet taken, by member; _stand_in: for what."""
+    """Column linears that read one tensor. adjacent: how their weights lie. _outs: what was announced and not yet taken, by
+    member; _stand_in: for what."""
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
     how: How
+    adjacent: Adjacent = field(default_factory=Adjacent)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
 
@@ -77,8 +80,14 @@ class Shared:
     def _products(self, x: Tensor, members: Sequence[ColumnLinear]) -> list[Tensor]:
         weights = [local(member.weight) for member in members]
         biases = [None if member.bias is None else local(member.bias) for member in members]
-        group = group_of(members[0].weight)
-        return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=self.tokens.total)
+        group, total = group_of(members[0].weight), self.tokens.total
+        decodes = total is None and not torch.is_grad_enabled()
+        whole = self.adjacent.whole_of(weights) if decodes and len(members) == len(self.members) else None
+        if whole is None:
+            return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
+        (out,) = columns(x, [whole], [None], group, self.how)
+        outs = torch.split(out, [len(weight) for weight in weights], -1)
+        return [one if bias is None else one + bias.to(one.dtype) for one, bias in zip(outs, biases, strict=True)]
 
 
 class ColumnLinear(nn.Linear):
@@ -135,6 +144,10 @@ class Distributor:
             self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
         return self._done[id(parameter)][1]
 
+    def has(self, parameter: Tensor) -> bool:
+        """Whether this one has been spread."""
+        return id(parameter) in self._done
+
     def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
         """Somebody else has spread this one."""
         self._done[id(parameter)] = parameter, spread
@@ -142,13 +155,30 @@ class Distributor:
 
 def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> Shared:
     """Make these linears ColumnLinears that share their input."""
+    before = [linear.weight for linear in linears]
+    alone = not any(map(distribute.has, before)) and len({*map(id, before)}) == len(before)
     for linear in linears:
         _spread(linear, distribute, Shard(0), Shard(0))
         linear.__class__ = ColumnLinear
     shared = Shared(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
     for member in shared.members:
         member._weft_shared = shared
+    if alone and fits([local(member.weight) for member in shared.members]):
+        _lay_side_by_side(shared, before, distribute)
     return shared
+
+
+def _lay_side_by_side(shared: Shared, before: Sequence[Tensor], distribute: Distributor) -> None:
+    """Give the members weights that lie so. before: the weights that they had before they were sharded."""
+    spread = [cast(DTensor, member.weight) for member in shared.members]
+    parts = shared.adjacent.lay([weight.to_local() for weight in spread])
+    for member, old, weight, part in zip(shared.members, before, spread, parts, strict=True):
+        made = DTensor.from_local(
+            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
+        member.register_parameter("weight", parameter)
+        distribute.adopt(old, parameter)
 
 
 def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> None:

@@ -8,9 +8,8 @@ It reads what the process group's operators have run and measured (weft.choices)
 
 from __future__ import annotations
 
-import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from weft import machine, schedules
 from weft.execute.choose import machine_for
 from weft.execute.groups import GROUPS
 from weft.execute.trial import Choice
+from weft.nn.report_page import page
 from weft.nn.sites import Site, sites
 from weft.problem import REDUCTIONS, Op, Problem
 from weft.sim.cost import whole_collective_us, whole_gemm_us
@@ -83,11 +83,15 @@ class OverlapReport:
 
     @property
     def headline(self) -> str:
-        return f"{self.model}: overlapped {self.overlapped} of {self.total} places that communicate"
+        return f"{self.model}: {self.counted}"
+
+    @property
+    def counted(self) -> str:
+        return f"overlapped {self.overlapped} of {self.total} places that communicate"
 
     def html(self) -> str:
         """A page of its own, without scripts."""
-        return _PAGE.format(title=html.escape(self.headline), rows="\n".join(_rows(self.places)))
+        return page(self)
 
     def write(self, path: str | Path) -> None:
         """The page, as a file."""
@@ -178,43 +182,14 @@ def _ideal_us(problem: Problem, device: torch.device) -> float | None:
 def _lines(place: Place) -> Iterator[str]:
     yield f"{place.count:4} x {place.site}"
     for call in place.calls:
-        yield f"         {' '.join(filter(None, _words(call)))}"
+        yield f"         {' '.join(_words(call))}"
     if place.site.n and not place.calls:
         yield "         not called yet"
 
 
 def _words(call: Called) -> Sequence[str]:
-    """(operator, rows, schedule, time, gain, share, why)"""
+    """(operator, rows, schedule, time and what it is to be compared with, why)"""
     time_ = f"{call.us:.0f} us" if call.us else "time not measured"
     gain = f"{call.sequential_us / call.us:.2f}x sequential" if call.us and call.sequential_us else ""
     share = f"{call.share:.2f} of the predicted ideal" if call.share else ""
-    return call.op, f"M={call.rows}", call.spec, time_, gain, share, f"({call.why})"
-
-
-def _rows(places: Iterable[Place]) -> Iterator[str]:
-    for place in places:
-        site = place.site
-        state = ", ".join(site.operators) or "not overlapped"
-        yield _row("th", (site.name, str(place.count), state, site.reason), "yes" if place.overlapped else "no")
-        for call in place.calls:
-            yield _row("td", ("", "", " ".join(_words(call)[:3]), " ".join(filter(None, _words(call)[3:]))), "call")
-
-
-def _row(tag: str, cells: Sequence[str], kind: str) -> str:
-    return f'<tr class="{kind}">{"".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)}</tr>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem; max-width: 80rem; color: #1c2733; background: #fff }}
-table {{ border-collapse: collapse; width: 100% }} th, td {{ text-align: left; vertical-align: top; padding: .3rem .6rem }}
-th {{ border-top: 1px solid #c8d0d8; font-weight: 600 }} .no th {{ color: #8a3b12 }} td {{ color: #46525e }}
-</style></head>
-<body><h1>{title}</h1><table>
-<thead><tr><th>place</th><th>times</th><th>what runs</th><th>why, and how fast</th></tr></thead>
-<tbody>
-{rows}
-</tbody></table></body></html>
-"""
+    return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time_, gain, share))), f"({call.why})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.library.ragged import run_combine, run_dispatch
+from weft.library.ragged import run_combine, run_dispatch, run_gated
 from weft.ops.checks import check_operands, group_of, shape_of
 from weft.schedule import Schedule
 
@@ -38,6 +38,18 @@ def ragged_dispatch(
         a, _grouped(b), splits.reshape(world_size, experts), name, world_size, rows, return_received
     )
     return (out, counts if b.dim() == 3 else counts.flatten(), *received)
+
+
+def ragged_gated(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, splits: torch.Tensor, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(left half) * right half of all_to_all_matmul(a, b, splits=splits), which is computed in float32 and never stored.
+    b: [experts, K, 2 F]. Returns ([max_rows, F], counts). Without gradients. Raises ValueError for an odd N."""
+    name, _, world_size = group_of(group)
+    experts = _check(a, b, splits, world_size, by_expert=False)
+    if b.dim() != 3 or b.shape[2] % 2:
+        raise ValueError(f"b is {shape_of(b)}; to be gated it must be [experts, K, 2 F]")
+    return run_gated(a, b, splits.reshape(world_size, experts), name, world_size, _most(max_rows))
 
 
 def refuse_max_rows(max_rows: int | None) -> None:

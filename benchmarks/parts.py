@@ -1,0 +1,60 @@
+"""How a benchmark of several parts runs: one after the other, inside torchrun; what fails is left out, with its reason."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import measure
+import torch.distributed as dist
+from measure import Failed, append, release, say, start, stop
+
+T = TypeVar("T")
+Line = dict[str, Any]
+
+
+def run_parts(
+    parts: Sequence[T],
+    measured: Callable[[T, argparse.Namespace], Iterable[Line]],
+    sentence: Callable[[Mapping[str, Any]], str],
+    arguments: argparse.Namespace,
+    *,
+    alarm_s: int = measure.ALARM_S,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Join the world, measure each part, say a sentence of each JSON line and append it to --json, and leave the world. after:
+    each part, before memory is given back."""
+    measure.ALARM_S = alarm_s
+    start()
+    for part in parts:
+        try:
+            for line in measured(part, arguments):
+                say(sentence(line))
+                append(arguments.json, line)
+        except Failed as failed:
+            say(f"LEFT OUT {part}: {failed}", file=sys.stderr)
+        after()
+        release()
+    stop()
+
+
+def chosen(names: str, known: Sequence[str]) -> list[str]:
+    """--only's parts, with commas. Raises ValueError for others than the known ones."""
+    found = names.split(",")
+    for name in found:
+        if name not in known:
+            raise ValueError(f"--only has {name!r}; use {', '.join(known)}")
+    return found
+
+
+def profiles(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces of rank 0 there, and time nothing")
+
+
+def folder_of(arguments: argparse.Namespace) -> Path | None:
+    """--profile's folder on the rank that writes, None on the others."""
+    folder: Path | None = arguments.profile
+    return folder if dist.get_rank() == 0 else None

@@ -1,0 +1,103 @@
+"""Weights side by side: one matmul where few tokens are decoded, the same results, and nothing else that could be told."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+import weft
+from weft.nn.adjacent import Adjacent, fits
+
+
+def _laid() -> tuple[Adjacent, list[torch.Tensor]]:
+    adjacent = Adjacent()
+    return adjacent, adjacent.lay([torch.ones(2, 4), torch.full((3, 4), 2.0)])
+
+
+def test_parts_have_storages_of_their_own() -> None:
+    adjacent, parts = _laid()
+    whole = adjacent.whole_of(parts)
+    assert whole is not None
+    assert whole.equal(torch.cat(parts))
+    parts[1].zero_()
+    assert not whole[2:].any()
+    storages = [part.untyped_storage() for part in parts]
+    assert len({storage.data_ptr() for storage in storages}) == 2
+    assert [storage.nbytes() for storage in storages] == [32, 48]
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    assert torch.load(file)[0].equal(parts[0])
+
+
+@pytest.mark.parametrize("change", ["other memory", "swapped", "fewer", "a copy", "pickled"])
+def test_other_memory_ends_it(change: str) -> None:
+    adjacent, parts = _laid()
+    if change in ("a copy", "pickled"):
+        other = copy.deepcopy(adjacent) if change == "a copy" else copy.copy(adjacent)
+        assert other.whole_of(parts) is None
+        assert adjacent.whole_of(parts) is not None
+        return
+    given = {"other memory": [parts[0], parts[1].clone()], "swapped": parts[::-1], "fewer": parts[:1]}[change]
+    assert adjacent.whole_of(given) is None
+    assert adjacent.whole_of(parts) is None
+
+
+def test_what_does_not_fit() -> None:
+    one = torch.ones(2, 4)
+    assert fits([one, torch.ones(3, 4)])
+    for other in (one.double(), torch.ones(2, 5), torch.ones(0, 4)):
+        assert not fits([one, other])
+    assert not fits([one])
+    assert not fits([one.to("meta"), one.to("meta")])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 4, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+
+def _decoded() -> tuple[list[int], list[int]]:
+    """(columns of each matmul of a step of decoding, of one with gradients), after a step of training."""
+    torch.manual_seed(0)
+    alone = Attention()
+    model: Any = copy.deepcopy(alone)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {"": weft.SharedInput(["q", "k", "v"], input_layouts=Replicate(), argument="x")})
+    for each in (alone, model):
+        each(torch.ones(2, 3, 8)).square().sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    x = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(1))
+    seen: list[list[int]] = []
+    linear = torch.nn.functional.linear
+    torch.nn.functional.linear = lambda x, w, b=None: (seen[-1].append(len(w)), linear(x, w, b))[1]  # type: ignore[assignment]
+    try:
+        for grad in (False, True):
+            seen.append([])
+            with torch.set_grad_enabled(grad):
+                out = model(x.clone().requires_grad_(grad))
+    finally:
+        torch.nn.functional.linear = linear
+    with torch.no_grad():
+        columns = [part.chunk(2, -1)[dist.get_rank()] for part in alone(x).split([12, 4, 4], -1)]
+        torch.testing.assert_close(model(x), torch.cat(columns, -1))
+        torch.testing.assert_close(out.detach(), torch.cat(columns, -1))
+    return seen[0], seen[1]
+
+
+@pytest.mark.ranks
+def test_a_step_of_decoding_reads_weights_by_one_matmul(ranks: RankFixture) -> None:
+    assert ranks(2).run(_decoded) == [([10], [6, 2, 2])] * 2

@@ -1,0 +1,173 @@
+"""What lies around experts' matmuls, each in one pass over memory: rows to experts, their activation, the sum of a token's.
+
+    spread()   x [T, H]                to rows by expert [T k, H]          rows[place[t, j]] = x[t]
+    total()    rows by expert          to [T, H]                           sum over j of weights[t, j] * rows[place[t, j]]
+    swiglu()   [rows, 2 F]             to [rows, F]                        silu(left half) * right half, for the rows there are
+
+and their gradients. place: [T, k] int64, a permutation of the T k rows. Sums are in float32, over j in order, and rounded once;
+nothing is added atomically, so that results have the same bits each time. How many rows there are, of those that a capacity has
+room for, is the sum of counts, which lies on the device: the others are stored as zeros, and not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLS = 2048
+_WARPS = 8
+
+
+@triton.jit
+def _spread_kernel(x_ptr, place_ptr, rows_ptr, width, TOP: tl.constexpr, COLS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    for first in range(0, width, COLS):
+        col = first + tl.arange(0, COLS)
+        value = tl.load(x_ptr + token * width + col, col < width)
+        for turn in tl.static_range(TOP):
+            row = tl.load(place_ptr + token * TOP + turn)
+            tl.store(rows_ptr + row * width + col, value, col < width)
+
+
+@triton.jit
+def _total_kernel(
+    rows_ptr, place_ptr, weights_ptr, out_ptr, width, TOP: tl.constexpr, COLS: tl.constexpr, WEIGHED: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    for first in range(0, width, COLS):
+        col = first + tl.arange(0, COLS)
+        acc = tl.zeros((COLS,), tl.float32)
+        for turn in tl.static_range(TOP):
+            row = tl.load(place_ptr + token * TOP + turn)
+            value = tl.load(rows_ptr + row * width + col, col < width, 0).to(tl.float32)
+            if WEIGHED:
+                value *= tl.load(weights_ptr + token * TOP + turn).to(tl.float32)
+            acc += value
+        tl.store(out_ptr + token * width + col, acc.to(out_ptr.dtype.element_ty), col < width)
+
+
+@triton.jit
+def _total_backward_kernel(
+    grad_ptr,
+    rows_ptr,
+    place_ptr,
+    weights_ptr,
+    grad_rows_ptr,
+    grad_weights_ptr,
+    width,
+    TOP: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    for turn in tl.static_range(TOP):
+        row = tl.load(place_ptr + token * TOP + turn)
+        weight = tl.load(weights_ptr + token * TOP + turn).to(tl.float32)
+        products = tl.zeros((COLS,), tl.float32)
+        for first in range(0, width, COLS):
+            col = first + tl.arange(0, COLS)
+            grad = tl.load(grad_ptr + token * width + col, col < width, 0).to(tl.float32)
+            products += grad * tl.load(rows_ptr + row * width + col, col < width, 0).to(tl.float32)
+            tl.store(grad_rows_ptr + row * width + col, (grad * weight).to(grad_rows_ptr.dtype.element_ty), col < width)
+        found = tl.sum(products, 0)
+        tl.store(grad_weights_ptr + token * TOP + turn, found.to(grad_weights_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _rows_there(counts_ptr, count, COUNTS: tl.constexpr):
+    each = tl.arange(0, COUNTS)
+    return tl.sum(tl.load(counts_ptr + each, each < count, 0).to(tl.int32), 0)
+
+
+@triton.jit
+def _swiglu_kernel(hidden_ptr, counts_ptr, out_ptr, count, width, COUNTS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    there = row < _rows_there(counts_ptr, count, COUNTS)
+    hidden_ptr += row * 2 * width
+    for first in range(0, width, COLS):
+        col = first + tl.arange(0, COLS)
+        gate = tl.load(hidden_ptr + col, there & (col < width), 0).to(tl.float32)
+        up = tl.load(hidden_ptr + width + col, there & (col < width), 0).to(tl.float32)
+        found = gate * tl.sigmoid(gate) * up
+        tl.store(out_ptr + row * width + col, found.to(out_ptr.dtype.element_ty), col < width)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad_ptr, hidden_ptr, counts_ptr, out_ptr, count, width, COUNTS: tl.constexpr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    there = row < _rows_there(counts_ptr, count, COUNTS)
+    hidden_ptr += row * 2 * width
+    out_ptr += row * 2 * width
+    for first in range(0, width, COLS):
+        col = first + tl.arange(0, COLS)
+        inside = there & (col < width)
+        gate = tl.load(hidden_ptr + col, inside, 0).to(tl.float32)
+        up = tl.load(hidden_ptr + width + col, inside, 0).to(tl.float32)
+        grad = tl.load(grad_ptr + row * width + col, inside, 0).to(tl.float32)
+        part = tl.sigmoid(gate)
+        to_gate = grad * up * part * (1 + gate * (1 - part))
+        tl.store(out_ptr + col, to_gate.to(out_ptr.dtype.element_ty), col < width)
+        tl.store(out_ptr + width + col, (grad * gate * part).to(out_ptr.dtype.element_ty), col < width)
+
+
+def spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """x: [T, H]. place: [T, k]. Returns [T k, H]."""
+    tokens, top = place.shape
+    rows = x.new_empty(tokens * top, x.shape[1])
+    if rows.numel():
+        _spread_kernel[(tokens,)](x.contiguous(), place, rows, x.shape[1], TOP=top, **_by_columns(x))
+    return rows
+
+
+def total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """rows: [T k, H]. place, weights: [T, k]; without weights all are 1. Returns [T, H]."""
+    tokens, top = place.shape
+    out, weighed = rows.new_empty(tokens, rows.shape[1]), weights is not None
+    factors = rows if weights is None else weights.contiguous()
+    if out.numel():
+        _total_kernel[(tokens,)](
+            rows.contiguous(), place, factors, out, rows.shape[1], TOP=top, WEIGHED=int(weighed), **_by_columns(rows)
+        )
+    return out
+
+
+def total_backward(
+    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `total` with weights: (gradient of rows, gradient of weights). grad: [T, H]."""
+    tokens, top = place.shape
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    if rows.numel():
+        sources = grad.contiguous(), rows.contiguous(), place, weights.contiguous()
+        _total_backward_kernel[(tokens,)](*sources, grad_rows, grad_weights, rows.shape[1], TOP=top, **_by_columns(rows))
+    return grad_rows, grad_weights
+
+
+def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """hidden: [rows, 2 F]. counts: int32 or int64, any shape; their sum says how many rows there are. Returns [rows, F]."""
+    rows, width = hidden.shape[0], hidden.shape[1] // 2
+    out = hidden.new_empty(rows, width)
+    if out.numel():
+        _swiglu_kernel[(rows,)](
+            hidden.contiguous(), counts, out, counts.numel(), width, **_by_columns(out), **_counting(counts)
+        )
+    return out
+
+
+def swiglu_backward(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The gradient of hidden. grad: [rows, F]."""
+    rows, width = grad.shape
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if out.numel():
+        sources = grad.contiguous(), hidden.contiguous(), counts
+        _swiglu_backward_kernel[(rows,)](*sources, out, counts.numel(), width, **_by_columns(grad), **_counting(counts))
+    return out
+
+
+def _by_columns(like: torch.Tensor) -> dict[str, int]:
+    """How a block goes over a row; the interpreter minds how often, not how far."""
+    return {"COLS": min(_COLS, int(triton.next_power_of_2(like.shape[1]))), "num_warps": _WARPS if like.is_cuda else 1}
+
+
+def _counting(counts: torch.Tensor) -> dict[str, int]:
+    return {"COUNTS": int(triton.next_power_of_2(max(1, counts.numel())))}

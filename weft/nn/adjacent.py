@@ -1,0 +1,61 @@
+"""Weights of linears that read one input, side by side in memory, so that a step of decoding reads them by one matmul.
+
+    whole [n, K]    rows of q's weight, then k's, then v's
+    the weights     parts of that memory, each a tensor with a storage of its own
+
+With few rows a matmul takes as long as its weights take to be read, and a small one (K and V of grouped queries) hardly longer
+than its launch. Each weight has its own storage since checkpoints and FSDP take tensors of one storage for one tensor. Whatever
+gives a weight other memory (`to`, a checkpoint that is assigned, a copy of the module) ends this, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+Tensor = torch.Tensor
+
+
+def fits(weights: Sequence[Tensor]) -> bool:
+    """Whether weights can lie side by side."""
+    first = weights[0]
+    alike = all(w.dtype == first.dtype and w.device == first.device and w.shape[1] == first.shape[1] for w in weights)
+    return len(weights) > 1 and alike and not first.is_meta and all(w.numel() > 0 for w in weights)
+
+
+class Adjacent:
+    """Remembers which memory weights were parts of. Copies remember nothing: theirs is other memory."""
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+
+    def lay(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of the weights, side by side."""
+        with torch.no_grad():
+            self._whole = torch.cat([weight.detach() for weight in weights])
+            return [from_dlpack(part) for part in torch.split(self._whole, [len(weight) for weight in weights])]
+
+    def whole_of(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """One matrix of all these weights if they still lie where they were laid; else None, from then on."""
+        if self._whole is None or torch.compiler.is_compiling():
+            return None
+        parts = torch.split(self._whole, [len(weight) for weight in weights]) if self._rows(weights) else ()
+        if [_place(part) for part in parts] != [_place(weight) for weight in weights]:
+            self._whole = None
+        return self._whole
+
+    def _rows(self, weights: Sequence[Tensor]) -> bool:
+        return self._whole is not None and len(self._whole) == sum(len(weight) for weight in weights)
+
+    def __deepcopy__(self, memo: Any) -> Adjacent:
+        return Adjacent()
+
+    def __reduce__(self) -> tuple[type[Adjacent], tuple[()]]:
+        return Adjacent, ()
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
