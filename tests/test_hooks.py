@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,10 +19,11 @@ import weft
 from weft.beside.blocks import BLOCK, ROUNDS, in_blocks, most_steps
 from weft.beside.steps import StepTrial
 from weft.beside.trials import Settled
-from weft.hooks import fully_sharded
+from weft.hooks import data_parallel, fully_sharded
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.hooks.fully_sharded import KEPT
 from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
+from weft.planner.ways import Way, parse
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -102,6 +105,36 @@ def test_the_bucket_of_all_gradients_is_the_vendors(ranks: RankFixture) -> None:
         for step in others:
             assert {way for way, _ in step} == {"copy_engine"}
             assert sum(elements for _, elements in step) == sum(elements for _, elements in first)
+
+
+def _left_free(ends: tuple[bool, ...]) -> list[str]:
+    """What buckets ask the device for, in steps of two buckets; of one where a pass ends early."""
+    events: list[str] = []
+
+    @contextmanager
+    def limits(way: Way) -> Iterator[None]:
+        events.append(f"leave {way.left}")
+        yield
+        events.append("take back")
+
+    device = SimpleNamespace(limits=limits, future=lambda *_: events.append("bucket"))
+    trial: Any = SimpleNamespace(way=parse("vendor+left=4"), turn=lambda: None, device=device)
+    steps = data_parallel._Steps(trial, cast(dist.ProcessGroup, dist.group.WORLD))
+    for whole in ends:
+        for at in range(1 + whole):
+            bucket = SimpleNamespace(index=lambda at=at: at, is_last=lambda at=at: at == 1, buffer=lambda: torch.zeros(2))  # type: ignore[misc]
+            steps.average(cast(Any, bucket))
+    return events
+
+
+@pytest.mark.parametrize("ends", [(True, True, True), (True, False, True)])
+def test_sms_are_left_free_from_the_first_bucket_to_the_last(ranks: RankFixture, ends: tuple[bool, ...]) -> None:
+    expected = []
+    for step, whole in enumerate(ends):
+        if step and not ends[step - 1]:
+            expected.append("take back")
+        expected += [f"leave {4 if step else 0}", "bucket"] + (["take back", "bucket"] if whole else [])
+    assert ranks(2).run(_left_free, ends) == [expected] * 2
 
 
 def _tried(slow: str) -> tuple[list[str], list[tuple[str, str, dict[str, float]]]]:
