@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from measure import Failed, alarm, append, parser, release, row, say, start, stop, together
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,8 +66,20 @@ Wrap = Callable[[Gpt], nn.Module]
 
 
 def bucket_views(model: Gpt) -> nn.Module:
-    """DistributedDataParallel whose gradients lie in its buckets, so that none is copied there."""
+    """Gradients lie in the buckets, so that none is copied there."""
     return DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+
+
+def larger_buckets(model: Gpt) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=100)
+
+
+def sharded_pairs(model: Gpt) -> nn.Module:
+    """Two blocks are gathered and scattered together."""
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    for pair in zip(model.blocks[::2], model.blocks[1::2], strict=True):
+        fully_shard(list(pair), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def silent_ddp(model: Gpt) -> nn.Module:
@@ -129,10 +141,15 @@ KINDS = {
             *("vendor+priority+ctas=12+left=12", "vendor+priority+ctas=16+left=16"),
             *("copy_engine+priority+pull+ctas=12+left=4", "copy_engine+priority+pull+ctas=32+left=12"),
         ),
-        peers={"stock, bucket views": bucket_views},
+        peers={"stock, bucket views": bucket_views, "stock, 100 MB buckets": larger_buckets},
     ),
     "fsdp": Kind(
-        wrap=sharded, silent=silent_fsdp, hook=weft.hooks.fsdp, tried=FSDP_WAYS, others=("vendor+ahead=4", *KEPT), peers={}
+        wrap=sharded,
+        silent=silent_fsdp,
+        hook=weft.hooks.fsdp,
+        tried=FSDP_WAYS,
+        others=KEPT,
+        peers={"stock, pairs of blocks": sharded_pairs},
     ),
 }
 
