@@ -227,10 +227,10 @@ def test_trials_have_a_bound(ways: int, near: int) -> None:
     assert settled is None or settled.way == "w0"
 
 
-def _gathers(way: str) -> list[str]:
-    """What happens, in order, in the third step: gathers, and forward passes of the two layers."""
+def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
+    """What happens, in order, in the third step, and in two passes without gradients: gathers, and passes of the two layers."""
     weft.close()
-    model = _model("fsdp")
+    model: Any = _model("fsdp")
     _hooked("fsdp", model, way=way)
     events: list[str] = []
     gather = fully_sharded.vendor_all_gather
@@ -240,15 +240,19 @@ def _gathers(way: str) -> list[str]:
         return gather(*args, **options)
 
     for at in (0, 2):
-        model[at].register_forward_pre_hook(lambda *_, at=at: events.append(f"layer {at}"))  # type: ignore[index, misc]
-    model.register_forward_pre_hook(lambda *_: events.append("step"), prepend=True)
+        model[at].register_forward_pre_hook(lambda *_, at=at: events.append(f"layer {at}"))  # type: ignore[misc]
     fully_sharded.vendor_all_gather = noting
+    found = []
     try:
-        _losses(model, 3)
+        _losses(model, 2)
+        for run in (lambda: _losses(model, 1), *[torch.no_grad()(lambda: model(torch.ones(8, 33)))] * 2):
+            events.clear()
+            run()
+            found.append(list(events))
     finally:
         fully_sharded.vendor_all_gather = gather
     weft.close()
-    return events[len(events) - events[::-1].index("step") :]
+    return tuple(found)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +264,8 @@ def _gathers(way: str) -> list[str]:
     ],
 )
 def test_parameters_are_gathered_as_the_way_says(ranks: RankFixture, way: str, events: list[str]) -> None:
-    assert ranks(2).run(_gathers, way) == [events] * 2
+    plain = ["gather", "layer 0", "gather", "layer 2"]
+    assert ranks(2).run(_gathers, way) == [(events, plain, plain)] * 2
 
 
 def _tried_over() -> list[tuple[str, ...]]:

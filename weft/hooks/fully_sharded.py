@@ -21,6 +21,7 @@ from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendo
 from weft.beside.steps import StepTrial, ways_of
 from weft.controls import comm_stream
 from weft.hooks.gathered import Gathered
+from weft.planner.ways import PLAIN
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -80,16 +81,17 @@ def _tried(model: nn.Module, spare_bytes: int) -> tuple[str, ...]:
 
 
 class _Steps:
-    """A step begins with the first gradients that are scattered after a forward pass; its gathers are set before the next."""
+    """A step begins with the first gradients that are scattered after a forward pass; its gathers are set before the next. A
+    forward pass without gradients is fully_shard's own: kept parameters would be stale once the optimizer has changed them."""
 
     def __init__(self, trial: StepTrial, gathered: Gathered) -> None:
         self.trial, self._gathered = trial, gathered
         self._fresh = False
 
     def forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self._fresh = True
-            self._gathered.take(self.trial.way)
+        trains = torch.is_grad_enabled()
+        self._fresh = self._fresh or trains
+        self._gathered.take(self.trial.way if trains else PLAIN)
 
     def scatter(self) -> None:
         if self._fresh:
