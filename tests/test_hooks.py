@@ -117,8 +117,8 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
         yield
         events.append("take back")
 
-    device = SimpleNamespace(limits=limits, future=lambda *_: events.append("bucket"))
-    trial: Any = SimpleNamespace(way=parse("vendor+left=4"), turn=lambda: None, device=device)
+    device = SimpleNamespace(limits=limits, future=lambda way, *_: events.append(f"bucket, ctas={way.ctas}"))
+    trial: Any = SimpleNamespace(way=parse("vendor+ctas=3+left=4"), turn=lambda: None, device=device)
     steps = data_parallel._Steps(trial, cast(dist.ProcessGroup, dist.group.WORLD))
     for whole in ends:
         for at in range(1 + whole):
@@ -133,7 +133,8 @@ def test_sms_are_left_free_from_the_first_bucket_to_the_last(ranks: RankFixture,
     for step, whole in enumerate(ends):
         if step and not ends[step - 1]:
             expected.append("take back")
-        expected += [f"leave {4 if step else 0}", "bucket"] + (["take back", "bucket"] if whole else [])
+        left, ctas = (4, 3) if step else (0, 0)
+        expected += [f"leave {left}", f"bucket, ctas={ctas}"] + (["take back", "bucket, ctas=0"] if whole else [])
     assert ranks(2).run(_left_free, ends) == [expected] * 2
 
 

@@ -11,6 +11,7 @@ end of backward: join  <---
 # Annotations are not put off here: DistributedDataParallel compares those of its hook with its own types.
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class _Steps:
     """A model's steps. A step begins with the bucket whose gradients are ready first.
 
     left: SMs that the backward pass leaves free, from its first bucket to its last, in autograd's thread, which has both. A
-    pass that raised in between is made up for by the next one.
+    pass that raised in between is made up for by the next one. Beside the last bucket nothing computes: it has all blocks.
     """
 
     def __init__(self, trial: StepTrial, group: dist.ProcessGroup) -> None:
@@ -66,6 +67,7 @@ class _Steps:
         gradients, way = bucket.buffer(), self._way
         if bucket.is_last():
             self._left.close()
+            way = replace(way, ctas=0)
         return self.trial.device.future(way, AllReduce(gradients, self.group, reduction="avg"), gradients)
 
     @property
