@@ -4,10 +4,11 @@ Protocol: that of resource-aware overlap (arXiv 2606.09200), four GPUs. Two stre
 beside GEMM_i+1. Workloads: a GEMM of 8192 x 8192 x 8192 (cb) or 8192 x 57344 x 8192 (mb: M, N, K), with an all-reduce (ar) or
 an all-to-all (a2a) of 896 MB. GEMMs are Triton kernels with tiles of 64 x 64 x 32 and 64 x 64 x 64, float16. For each, every
 residency that shared memory can cap it at, communication priority off and on; the tile's own residency without priority is
-the plain overlap. A GEMM has a block for each tile, or as many blocks as --grids says, each of which takes tiles in turn. Ours:
-with priority, NCCL held to the numbers of blocks that --ctas says. The first third of the iterations is warm-up, after which
-all GPUs are idle once. A time is that of all others, from the begin of their first GEMM to the end of their last collective, by
-iterations. All points take turns round by round; medians, slowest rank.
+the plain overlap. A GEMM has a block for each tile, or as many blocks as --grids says, each of which takes tiles in turn. Ours,
+with priority: NCCL held to the numbers of blocks that --ctas says, and copy engines in its place, whose sums take SUMS blocks.
+The first third of the iterations is warm-up, after which all GPUs are idle once. A time is that of all others, from the begin
+of their first GEMM to the end of their last collective, by iterations. All points take turns round by round; medians, slowest
+rank.
 
     compute  | GEMM_0 |e GEMM_1 |e GEMM_2 |e ...
     comm              |~> collective_0 |  ~> collective_1 | ...
@@ -34,7 +35,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,7 @@ import triton
 import triton.language as tl
 from measure import WrongResult, alarm, append, parser, row, say, start, stop, together
 
+from weft import collectives as moved
 from weft.controls import comm_stream, give_back, nccl_group, occupancy, shape
 
 ALARM_S = 40
@@ -57,6 +59,10 @@ WORKLOADS = ("cb-ar", "mb-ar", "cb-a2a", "mb-a2a")
 BYTES = 896 << 20
 TILES = ((64, 64, 32), (64, 64, 64))
 WARPS, STAGES = 4, 3
+VENDOR = "vendor"
+SUMS = 32
+"""Blocks that sum what copy engines bring: as fast as NCCL alone on 2 x H200."""
+BY_COPY_ENGINE = {"ar": ("copy_engine", "copy_engine_pull"), "a2a": ("copy_engine",)}
 
 
 @triton.jit
@@ -110,20 +116,23 @@ def _staying_kernel(
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """grid: the GEMM's blocks, 0 for one a tile. blocks_per_sm: the residency. capped: whether shared memory had to be added
-    for it. priority: of communication. ctas: blocks of the collective, 0 for NCCL's own choice."""
+    for it. priority: of communication. transport: NCCL, or a schedule of weft.collectives. ctas: blocks of the collective, 0
+    for NCCL's own choice."""
 
     grid: int
     blocks_per_sm: int
     capped: bool
     priority: bool
-    ctas: int
+    transport: str = VENDOR
+    ctas: int = 0
 
     @property
     def plain(self) -> bool:
-        return not (self.capped or self.priority or self.ctas)
+        return not (self.capped or self.priority)
 
     def __str__(self) -> str:
         parts = [f"r={self.blocks_per_sm}{'' if self.capped else ' (its own)'}", f"priority={'on' if self.priority else 'off'}"]
+        parts += [self.transport] if self.transport != VENDOR else []
         return " ".join(([f"grid={self.grid}"] if self.grid else []) + parts + ([f"ctas={self.ctas}"] if self.ctas else []))
 
 
@@ -160,20 +169,37 @@ class Workload:
     def gemm(self, grid: int, r: int) -> None:
         self.run(self.gemms[grid, r], grid)
 
-    def collective(self, priority: bool = False, ctas: int = 0) -> None:
-        group = self.groups[priority, ctas]
+    def collective(self, point: Point) -> None:
+        if point.transport != VENDOR:
+            self.by_copy_engine(point.transport)
+            return
+        group = self.groups[point.priority, point.ctas]
         if self.op == "ar":
             dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=group)
         else:
             dist.all_to_all_single(self.received, self.sent, group=group)
 
+    def by_copy_engine(self, schedule: str) -> None:
+        if self.op == "ar":
+            moved.all_reduce(self.sent, "avg", schedule=schedule, sms=SUMS)
+        else:
+            moved.all_to_all_single(self.received, self.sent, schedule=schedule)
+
+    @property
+    def plain(self) -> Point:
+        return Point(grid=0, blocks_per_sm=self.own[0], capped=False, priority=False)
+
     def points(self) -> list[Point]:
-        return [
-            Point(grid=grid, blocks_per_sm=r, capped=r != self.own[grid], priority=priority, ctas=ctas)
-            for grid, r in self.gemms
-            for priority, ctas in sorted(self.groups)
-            if not (grid and ctas)
-        ]
+        """The paper's points in every grid; with a block a tile also ours."""
+        made = []
+        for grid, r in self.gemms:
+            point = Point(grid=grid, blocks_per_sm=r, capped=r != self.own[grid], priority=False)
+            made += [
+                replace(point, priority=priority, ctas=ctas) for priority, ctas in sorted(self.groups) if not (grid and ctas)
+            ]
+            if not grid:
+                made += [replace(point, priority=True, transport=name, ctas=SUMS) for name in BY_COPY_ENGINE[self.op]]
+        return made
 
     def check(self) -> None:
         """Raises WrongResult unless all residencies agree with each other, and with cuBLAS within rounding."""
@@ -187,6 +213,19 @@ class Workload:
             self.gemm(grid, r)
             if not torch.equal(self.out, own):
                 raise WrongResult(f"tile {self.tile}, grid {grid}, {r} blocks an SM: another result than without a cap")
+        self._check_collectives()
+
+    def _check_collectives(self) -> None:
+        """Copy engines bring what NCCL brings, within rounding of sums. What is sent is the same before each, and after."""
+        sent = self.sent.clone()
+        self.collective(self.plain)
+        expected = self.received.clone()
+        for schedule in BY_COPY_ENGINE[self.op]:
+            self.sent.copy_(sent)
+            self.by_copy_engine(schedule)
+            if not torch.allclose(self.received, expected, rtol=2e-3, atol=2e-3):
+                raise WrongResult(f"{self.op} by {schedule} differs from NCCL's")
+        self.sent.copy_(sent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +261,7 @@ def overlapped(work: Workload, point: Point, streams: Mapping[bool, torch.cuda.S
     def iteration(gemms: Marks, collectives: Marks) -> None:
         marked(gemms, compute, lambda: work.gemm(point.grid, point.blocks_per_sm))
         comm.wait_event(gemms[-1][1])
-        marked(collectives, comm, lambda: work.collective(point.priority, point.ctas))
+        marked(collectives, comm, lambda: work.collective(point))
 
     return timed(iteration, work.iterations)
 
@@ -232,7 +271,7 @@ def sequential(work: Workload, compute: torch.cuda.Stream) -> Times:
 
     def iteration(gemms: Marks, collectives: Marks) -> None:
         marked(gemms, compute, lambda: work.gemm(0, work.own[0]))
-        marked(collectives, compute, work.collective)
+        marked(collectives, compute, lambda: work.collective(work.plain))
 
     return timed(iteration, work.iterations)
 
@@ -274,7 +313,7 @@ def measured(work: Workload, rounds: int) -> dict[Any, Times]:
     compute = comm_stream(priority="normal")
     methods: dict[Any, Callable[[], Times]] = {
         "sequential": lambda: sequential(work, compute),
-        "collective": lambda: alone(work.collective, compute, work.iterations),
+        "collective": lambda: alone(lambda: work.collective(work.plain), compute, work.iterations),
     }
     for r in range(1, work.own[0] + 1):
         methods[r] = lambda r=r: alone(lambda: work.gemm(0, r), compute, work.iterations)
