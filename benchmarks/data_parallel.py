@@ -9,14 +9,19 @@ batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD.
     stock         PyTorch as it is; the other peers: with other settings of its own
     ways          weft's hook in one way for all steps; `auto`: in the way that it has found by itself, in its first steps
 
-Protocol: all methods have models of their own in one process, ways share one. After WARM_UP steps of each, and as many as
-`auto`'s trial takes, methods take turns round by round, in another order each round: a step that is not counted, then STEPS
-that are, timed as a whole between two GPU events. A round's time is the slowest rank's; medians. gain is the median over rounds
-of stock over auto in the same round. phases are the parts of a step on the GPU and on the host, of rank 0, in ms: where the
-host takes as long as the GPU, no overlap on the GPU helps.
+Kinds: ddp; fsdp; fsdp_room, where auto may keep all parameters gathered.
 
-Traps: a step may be bound by the host (fully_shard of many small parameters is); models that are alive together do not share
-memory pools' reuse; what moves nothing leaves other ranks' parameters as they lie in memory.
+Protocol: one model has weft's hook, whose trial comes first; `auto` is the way that it chose. Ways take turns on that model,
+and under fully_shard so do stock and silent, with fully_shard's own collectives and with none; the rest have models of their
+own.
+After WARM_UP steps of each, methods take turns round by round, in another order each round: a step that is not counted, then
+STEPS that are, timed as a whole between two GPU events. A round's time is the slowest rank's; medians. gain is the median over
+rounds of stock over auto in the same round. phases are the parts of a step on the GPU and on the host, of rank 0, in ms: where
+the host takes as long as the GPU, no overlap on the GPU helps.
+
+Traps: a step may be bound by the host (fully_shard of many small parameters is). Streams of several models share hardware
+queues: on models of their own weft's vendor took 6% longer than stock, which it is. What moves nothing leaves other ranks'
+parameters as they lie in memory.
 
     torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json benchmarks/results/data_parallel.jsonl
     torchrun --nproc-per-node 4 benchmarks/data_parallel.py --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
@@ -31,7 +36,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +45,7 @@ from typing import Any
 import measure
 import torch
 import torch.distributed as dist
-from measure import Failed, alarm, append, parser, release, row, say, start, stop, together
+from measure import alarm, append, parser, release, row, say, start, stop, together
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -110,61 +115,73 @@ class SilentScatter(_Allocated, ReduceScatter):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
 
-def silent_fsdp(model: Gpt) -> nn.Module:
-    wrapped = sharded(model)
-    for module in wrapped.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(SilentGather())
-            module.set_custom_reduce_scatter(SilentScatter())
-    return wrapped
+Comms = list[tuple[Any, Any, Any]]
+"""Of each group of fully_shard's: the group, and what gathers and scatters for it."""
+
+
+def comms_of(model: nn.Module) -> Comms:
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+    return [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups if group is not None]
+
+
+def put(comms: Comms) -> None:
+    for group, gather, scatter in comms:
+        group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+
+def silent(comms: Comms) -> Comms:
+    return [(group, SilentGather(), SilentScatter()) for group, _, _ in comms]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """wrap: stock. hook: weft's, (model, way) -> its trial. ways: what auto tries, and what else is measured."""
+    """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, way) -> its trial.
+    tried: what auto tries. swaps: methods that are the hooked model with other collectives, made from its own."""
 
+    wraps: dict[str, Wrap]
     wrap: Wrap
-    silent: Wrap
     hook: Callable[..., StepTrial]
     tried: tuple[str, ...]
-    others: tuple[str, ...]
-    peers: dict[str, Wrap]
+    swaps: dict[str, Callable[[Comms], Comms]] = field(default_factory=dict)
 
 
+SWAPS: dict[str, Callable[[Comms], Comms]] = {"stock": lambda comms: comms, "silent": silent}
+ROOM = 1 << 40
 KINDS = {
     "ddp": Kind(
+        wraps={
+            "stock": replicated,
+            "silent": silent_ddp,
+            "stock, bucket views": bucket_views,
+            "stock, 100 MB buckets": larger_buckets,
+        },
         wrap=replicated,
-        silent=silent_ddp,
         hook=weft.hooks.ddp,
         tried=DDP_WAYS,
-        others=(
-            *("vendor+priority+ctas=12+left=12", "vendor+priority+ctas=16+left=16"),
-            *("copy_engine+priority+pull+ctas=12+left=4", "copy_engine+priority+pull+ctas=32+left=12"),
-        ),
-        peers={"stock, bucket views": bucket_views, "stock, 100 MB buckets": larger_buckets},
     ),
     "fsdp": Kind(
-        wrap=sharded,
-        silent=silent_fsdp,
-        hook=weft.hooks.fsdp,
-        tried=FSDP_WAYS,
-        others=KEPT,
-        peers={"stock, pairs of blocks": sharded_pairs},
+        wraps={"stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS, swaps=SWAPS
+    ),
+    "fsdp_room": Kind(
+        wraps={}, wrap=sharded, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT, swaps=SWAPS
     ),
 }
 
 
 class Training:
-    """One model, and its step. trial: of weft's hook, if it has one."""
+    """One model, and its step. trial: of weft's hook, once it has one; stock, ours: collectives without it, and with it."""
 
-    def __init__(self, wrap: Wrap, arguments: Namespace, hook: Callable[..., StepTrial] | None = None) -> None:
+    trial: StepTrial
+    stock: Comms
+    ours: Comms
+
+    def __init__(self, wrap: Wrap, arguments: Namespace) -> None:
         torch.manual_seed(0)
         sizes = {"layers": arguments.layers, "width": arguments.width, "heads": arguments.heads}
         with torch.device("cuda"):
             model = Gpt(**sizes, length=LENGTH, vocabulary=VOCABULARY).to(torch.bfloat16)
             self.text = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
         self.model = wrap(model)
-        self.trial = hook(self.model) if hook else None
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def step(self, mark: Callable[[], object] = lambda: None) -> None:
@@ -183,11 +200,18 @@ class Training:
             self.step()
             alarm()
 
+    def hooked(self, hook: Callable[..., StepTrial]) -> None:
+        """weft's hook, and what it replaces."""
+        self.stock = comms_of(self.model)
+        self.trial = hook(self.model)
+        self.ours = comms_of(self.model)
+
     def take(self, way: str) -> None:
         """From here on one way of the hook's. Collective."""
         probe = (weft.AllReduce(torch.zeros(1024, device="cuda")),)
         self.trial.device.prepare(parse(way), probe)
         self.trial.way = parse(way)
+        put(self.ours)
 
 
 Method = Callable[[], Training]
@@ -236,35 +260,46 @@ def timed(method: Method) -> tuple[float, Marks]:
 
 
 def models(kind: Kind, arguments: Namespace) -> dict[str, Method]:
-    """All methods but ways."""
-    wraps = {"computation": lambda model: model, "stock": kind.wrap, "silent": kind.silent} | kind.peers
+    """All methods that have a model of their own."""
     made: dict[str, Method] = {}
-    for name, wrap in wraps.items():
+    for name, wrap in ({"computation": lambda model: model} | kind.wraps).items():
         training = together(name, partial(Training, wrap, arguments))
         together(name, partial(training.steps, WARM_UP))
         made[name] = lambda training=training: training
     return made
 
 
-def hooked(kind: Kind, arguments: Namespace, ways: Sequence[str], missing: dict[str, str]) -> dict[str, Method]:
-    """A method for each way that runs, of one model; one that fails ends what weft has, so all begin anew without it."""
-    left = [way for way in ways if way not in missing]
-    try:
-        training = together("hook", partial(Training, kind.wrap, arguments, partial(kind.hook, way="vendor")))
-        for way in left:
-            together(way, partial(training.take, way))
-            together(way, partial(training.steps, WARM_UP))
-    except Failed as failed:
-        say(f"LEFT OUT {failed}", file=sys.stderr)
-        missing[failed.name] = failed.reason
-        release()
-        return hooked(kind, arguments, ways, missing) if failed.name in left else {}
+def found(kind: Kind, arguments: Namespace, key: str) -> Training:
+    """A model whose hook has found its way."""
+    training = together("auto", partial(Training, kind.wrap, arguments))
+    together("auto", partial(training.hooked, partial(kind.hook, way="auto", key=key)))
+    settle_host()
+    together("auto", partial(training.steps, BEFORE_TRIAL + 2 + most_steps(len(kind.tried))))
+    assert training.trial.settled
+    return training
 
-    def method(way: str) -> Training:
-        training.take(way)
-        return training
 
-    return {way: partial(method, way) for way in left}
+def switched(training: Training, kind: Kind, ways: Sequence[str]) -> dict[str, Method]:
+    """Methods that are one model, switched to what they say; a way that a rank cannot take is an error of all."""
+    made: dict[str, Method] = {}
+    for way in ways:
+        made[way] = partial(_taking, training, way)
+    for name, swap in kind.swaps.items():
+        made[name] = partial(_swapped, training, swap)
+    for name, method in made.items():
+        together(name, lambda method=method: method().steps(WARM_UP))
+    return made
+
+
+def _taking(training: Training, way: str) -> Training:
+    training.take(way)
+    return training
+
+
+def _swapped(training: Training, swap: Callable[[Comms], Comms]) -> Training:
+    training.take("vendor")
+    put(swap(training.stock))
+    return training
 
 
 def settle_host() -> None:
@@ -273,25 +308,14 @@ def settle_host() -> None:
     gc.freeze()
 
 
-def settled(kind: Kind, arguments: Namespace, key: str) -> Training:
-    """A model whose hook has found its way."""
-    settle_host()
-    training = together("auto", partial(Training, kind.wrap, arguments, partial(kind.hook, way="auto", key=key)))
-    together("auto", partial(training.steps, BEFORE_TRIAL + 2 + most_steps(len(kind.tried))))
-    assert training.trial.settled
-    return training
-
-
 def compared(name: str, arguments: Namespace) -> dict[str, Any]:
     """All methods of one kind: a JSON line."""
-    kind, missing = KINDS[name], dict[str, str]()
-    ways = arguments.ways.split(",") if arguments.ways else dict.fromkeys(kind.tried + kind.others)
-    methods = models(kind, arguments) | hooked(kind, arguments, list(ways), missing)
-    try:
-        auto = settled(kind, arguments, name)
-        methods["auto"] = lambda: auto
-    except Failed as failed:
-        missing["auto"] = failed.reason
+    kind = KINDS[name]
+    own = models(kind, arguments)
+    training = found(kind, arguments, name)
+    chosen = str(training.trial.way)
+    ways = arguments.ways.split(",") if arguments.ways else kind.tried
+    methods = own | switched(training, kind, list(ways)) | {"auto": partial(_taking, training, chosen)}
     settle_host()
     us: dict[str, list[float]] = {method: [] for method in methods}
     marks: dict[str, Marks] = {}
@@ -302,40 +326,34 @@ def compared(name: str, arguments: Namespace) -> dict[str, Any]:
             us[method].append(taken)
     case = f"gpt {arguments.layers} x {arguments.width}{'' if arguments.batch == 4 else f', batch {arguments.batch}'}"
     made = row(bench="data_parallel", op=name, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-    return made | figures(us, marks, kind) | {"missing": missing} | told(name)
+    return made | figures(us, marks) | {"schedule": chosen, "trial": told(name)}
 
 
-def figures(us: dict[str, list[float]], marks: dict[str, Marks], kind: Kind) -> dict[str, Any]:
+def figures(us: dict[str, list[float]], marks: dict[str, Marks]) -> dict[str, Any]:
     medians = {method: statistics.median(rounds) for method, rounds in us.items()}
-    peers = ("stock", *kind.peers)
+    peers = [method for method in us if method.startswith("stock")]
     apart = ("computation", "silent", "auto", *peers)
     return {
         "sequential_us": medians.get("sequential"),
         "computation_us": medians["computation"],
         "silent_us": medians["silent"],
-        "overlapped_us": medians.get("auto"),
-        "gain": statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True))
-        if "auto" in us
-        else 0,
+        "overlapped_us": medians["auto"],
+        "gain": statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True)),
         "candidates": {method: value for method, value in medians.items() if method not in apart},
         "peers": {method: medians[method] for method in peers},
-        "phases": {
-            method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto") if method in marks
-        },
+        "phases": {method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto")},
     }
 
 
-def told(key: str) -> dict[str, Any]:
-    """What auto chose, and what it had measured."""
-    found = [choice for choice in weft.concurrent_choices() if choice.key == key]
-    trial = {way: round(us) for choice in found for way, us in choice.us.items()}
-    return {"schedule": found[-1].way if found else "", "trial": trial}
+def told(key: str) -> dict[str, float]:
+    """What auto had measured."""
+    return {way: round(us) for choice in weft.concurrent_choices() if choice.key == key for way, us in choice.us.items()}
 
 
 def sentences(line: dict[str, Any]) -> str:
     """What a line says, in ms."""
     times = {"computation": line["computation_us"], "silent": line["silent_us"]} | line["peers"] | line["candidates"]
-    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in (times | {"auto": line["overlapped_us"] or 0}).items())
+    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in (times | {"auto": line["overlapped_us"]}).items())
     bound = line["peers"]["stock"] / line["silent_us"]
     parts = "; ".join(f"{method} {phases}" for method, phases in line["phases"].items())
     return (
@@ -346,8 +364,8 @@ def sentences(line: dict[str, Any]) -> str:
 
 def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="eager")
-    options.add_argument("--kinds", default="ddp,fsdp", help="with commas (%(default)s)")
-    options.add_argument("--ways", default="", help="of one kind, with commas; default: what auto tries, and some more")
+    options.add_argument("--kinds", default=",".join(KINDS), help="with commas (%(default)s)")
+    options.add_argument("--ways", default="", help="of one kind, with commas; default: what auto tries")
     for name, default in (("layers", 48), ("width", 1600), ("heads", 25), ("batch", 4)):
         options.add_argument(f"--{name}", type=int, default=default)
     arguments = options.parse_args()
