@@ -9,7 +9,8 @@ batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD.
     stock         PyTorch as it is; the other peers: with other settings of its own
     ways          weft's hook in one way for all steps; `auto`: in the way that it has found by itself, in its first steps
 
-Kinds: ddp; fsdp; fsdp_room, where auto may keep all parameters gathered.
+Kinds: ddp; ddp_set, where weft's hook is on a model with PyTorch's larger buckets, in which gradients lie, and stock is as in
+ddp; fsdp; fsdp_room, where auto may keep all parameters gathered.
 
 Protocol: one model has weft's hook, whose trial comes first; `auto` is the way that it chose. Ways take turns on that model,
 and under fully_shard so do stock and silent, with fully_shard's own collectives and with none; the rest have models of their
@@ -77,6 +78,10 @@ def bucket_views(model: Gpt) -> nn.Module:
 
 def larger_buckets(model: Gpt) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=100)
+
+
+def larger_views(model: Gpt) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 
 def sharded_pairs(model: Gpt) -> nn.Module:
@@ -156,6 +161,12 @@ KINDS = {
             "stock, 100 MB buckets": larger_buckets,
         },
         wrap=replicated,
+        hook=weft.hooks.ddp,
+        tried=DDP_WAYS,
+    ),
+    "ddp_set": Kind(
+        wraps={"stock": replicated, "silent": silent_ddp, "stock, 100 MB bucket views": larger_views},
+        wrap=larger_views,
         hook=weft.hooks.ddp,
         tried=DDP_WAYS,
     ),
