@@ -1,22 +1,44 @@
 """What does a data-parallel training step of a 1.5 B-parameter GPT gain, under DistributedDataParallel and fully_shard?
 
 The model is examples/train_gpt.py's, of GPT-2 XL's size (48 layers, width 1600, 25 heads), in bfloat16, with activations of a
-batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD. Methods: PyTorch as it is (`stock`), and weft's hooks in
-each way that they would try, and `auto`, which tries them in its first steps.
+batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD.
 
-Protocol: each method has a model of its own, made anew, WARM_UP steps (`auto`: as many as its trial takes, and some), and then
-STEPS steps, each between two GPU events on the slowest rank; medians. Methods come one after the other, stock first and last:
-the two show how far the machine drifted meanwhile. computation is a step of one rank alone.
+    computation   one rank's step without any data parallelism: nothing can be faster
+    silent        PyTorch's data parallelism, whose collectives move nothing: its own copies, hooks and host time remain. What
+                  it takes less than stock is all that any overlap of its collectives could win
+    stock         PyTorch as it is; the other peers: with other settings of its own
+    ways          weft's hook in one way for all steps; `auto`: in the way that it has found by itself, in its first steps
+
+Kinds: ddp; ddp_set, where weft's hook is on a model with PyTorch's larger buckets, in which gradients lie, and stock is as in
+ddp; fsdp; fsdp_room, where auto may keep all parameters gathered.
+
+Protocol: one model has weft's hook, whose trial comes first; `auto` is the way that it chose. Ways take turns on that model,
+and under fully_shard so do stock and silent, with fully_shard's own collectives and with none; the rest have models of their
+own.
+After WARM_UP steps of each, methods take turns round by round, in another order each round: a step that is not counted, then
+STEPS that are, timed as a whole between two GPU events. A round's time is the slowest rank's; medians. gain is the median over
+rounds of stock over auto in the same round. phases are the parts of a step on the GPU and on the host, of rank 0, in ms: where
+the host takes as long as the GPU, no overlap on the GPU helps.
+
+Traps: a step may be bound by the host (fully_shard of many small parameters is). Streams of several models share hardware
+queues: on models of their own weft's vendor took 6% longer than stock, which it is. What moves nothing leaves other ranks'
+parameters as they lie in memory.
 
     torchrun --nproc-per-node 4 benchmarks/data_parallel.py --json benchmarks/results/data_parallel.jsonl
-    torchrun --nproc-per-node 4 benchmarks/data_parallel.py --kinds fsdp --layers 24
+    torchrun --nproc-per-node 4 benchmarks/data_parallel.py --kinds fsdp --batch 16 --ways vendor+ahead=1,vendor+keep
 """
 
 from __future__ import annotations
 
+import gc
+import random
 import statistics
 import sys
-from collections.abc import Callable
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,107 +46,338 @@ from typing import Any
 import measure
 import torch
 import torch.distributed as dist
-from measure import Failed, alarm, append, parser, release, row, say, start, stop, together
+from measure import alarm, append, parser, release, row, say, start, stop, together
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft.beside.blocks import most_steps
 from weft.beside.steps import WARM_UP as BEFORE_TRIAL
-from weft.beside.trials import ROUNDS as TURNS
+from weft.beside.steps import StepTrial
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.hooks.fully_sharded import KEPT
 from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
+from weft.planner.ways import parse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import Gpt, replicated, sharded
 
 ALARM_S = 40
-STEPS, WARM_UP = 8, 3
-BATCH, LENGTH, VOCABULARY = 4, 1024, 50304
-KINDS: dict[str, tuple[Callable[[Gpt], nn.Module], Callable[..., object], tuple[str, ...]]] = {
-    "ddp": (replicated, weft.hooks.ddp, DDP_WAYS),
-    "fsdp": (sharded, weft.hooks.fsdp, FSDP_WAYS),
+STEPS, WARM_UP, ROUNDS = 4, 2, 3
+LENGTH, VOCABULARY = 1024, 50304
+PARTS = ("forward", "backward", "update")
+Wrap = Callable[[Gpt], nn.Module]
+
+
+def bucket_views(model: Gpt) -> nn.Module:
+    """Gradients lie in the buckets, so that none is copied there."""
+    return DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)
+
+
+def larger_buckets(model: Gpt) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=100)
+
+
+def larger_views(model: Gpt) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+
+
+def sharded_pairs(model: Gpt) -> nn.Module:
+    """Two blocks are gathered and scattered together."""
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    for pair in zip(model.blocks[::2], model.blocks[1::2], strict=True):
+        fully_shard(list(pair), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def silent_ddp(model: Gpt) -> nn.Module:
+    wrapped = replicated(model)
+    device = next(model.parameters()).device
+
+    def nothing(state, bucket):  # no annotations: DistributedDataParallel would compare them with its own types
+        done = torch.futures.Future(devices=[device])
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, nothing)
+    return wrapped
+
+
+class _Allocated:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SilentGather(_Allocated, AllGather):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+        """This rank's part is there already."""
+
+
+class SilentScatter(_Allocated, ReduceScatter):
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
+
+
+Comms = list[tuple[Any, Any, Any]]
+"""Of each group of fully_shard's: the group, and what gathers and scatters for it."""
+
+
+def comms_of(model: nn.Module) -> Comms:
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+    return [(group, group._all_gather_comm, group._reduce_scatter_comm) for group in groups if group is not None]
+
+
+def put(comms: Comms) -> None:
+    for group, gather, scatter in comms:
+        group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+
+def silent(comms: Comms) -> Comms:
+    return [(group, SilentGather(), SilentScatter()) for group, _, _ in comms]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, way) -> its trial.
+    tried: what auto tries. swaps: methods that are the hooked model with other collectives, made from its own."""
+
+    wraps: dict[str, Wrap]
+    wrap: Wrap
+    hook: Callable[..., StepTrial]
+    tried: tuple[str, ...]
+    swaps: dict[str, Callable[[Comms], Comms]] = field(default_factory=dict)
+
+
+SWAPS: dict[str, Callable[[Comms], Comms]] = {"stock": lambda comms: comms, "silent": silent}
+ROOM = 1 << 40
+KINDS = {
+    "ddp": Kind(
+        wraps={
+            "stock": replicated,
+            "silent": silent_ddp,
+            "stock, bucket views": bucket_views,
+            "stock, 100 MB buckets": larger_buckets,
+        },
+        wrap=replicated,
+        hook=weft.hooks.ddp,
+        tried=DDP_WAYS,
+    ),
+    "ddp_set": Kind(
+        wraps={"stock": replicated, "silent": silent_ddp, "stock, 100 MB bucket views": larger_views},
+        wrap=larger_views,
+        hook=weft.hooks.ddp,
+        tried=DDP_WAYS,
+    ),
+    "fsdp": Kind(
+        wraps={"stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS, swaps=SWAPS
+    ),
+    "fsdp_room": Kind(
+        wraps={}, wrap=sharded, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT, swaps=SWAPS
+    ),
 }
 
 
 class Training:
-    """One method's model, and its step."""
+    """One model, and its step. trial: of weft's hook, once it has one; stock, ours: collectives without it, and with it."""
 
-    def __init__(self, kind: str, method: str, arguments: Any) -> None:
-        wrap, hook, _ = KINDS[kind]
+    trial: StepTrial
+    stock: Comms
+    ours: Comms
+
+    def __init__(self, wrap: Wrap, arguments: Namespace) -> None:
         torch.manual_seed(0)
         sizes = {"layers": arguments.layers, "width": arguments.width, "heads": arguments.heads}
         with torch.device("cuda"):
             model = Gpt(**sizes, length=LENGTH, vocabulary=VOCABULARY).to(torch.bfloat16)
-            self.text = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
-        self.model = model if method == "computation" else wrap(model)
-        if method not in ("computation", "stock", "stock again"):
-            hook(self.model, way=method, key=kind)
+            self.text = torch.randint(VOCABULARY, (arguments.batch, LENGTH + 1))
+        self.model = wrap(model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def step(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(self.text)
+    def step(self, mark: Callable[[], object] = lambda: None) -> None:
+        """mark: called at the begin, and after each part."""
+        mark()
+        loss = self.model(self.text)
+        mark()
         loss.backward()
+        mark()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        mark()
 
-    def timed_us(self, warm_up: int) -> list[float]:
-        """Each step's time on this rank."""
-        for _ in range(warm_up):
+    def steps(self, count: int) -> None:
+        for _ in range(count):
             self.step()
             alarm()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            self.step()
-            mark.record()
-        torch.cuda.synchronize()
-        return [1e3 * before.elapsed_time(after) for before, after in pairwise(marks)]
+
+    def hooked(self, hook: Callable[..., StepTrial]) -> None:
+        """weft's hook, and what it replaces."""
+        self.stock = comms_of(self.model)
+        self.trial = hook(self.model)
+        self.ours = comms_of(self.model)
+
+    def take(self, way: str) -> None:
+        """From here on one way of the hook's. Collective."""
+        probe = (weft.AllReduce(torch.zeros(1024, device="cuda")),)
+        self.trial.device.prepare(parse(way), probe)
+        self.trial.way = parse(way)
+        put(self.ours)
 
 
-def measured_us(kind: str, method: str, arguments: Any) -> float:
-    """A step's median time, of the slowest rank. Raises Failed where a rank cannot. Collective."""
-
-    def run() -> list[float]:
-        training = Training(kind, method, arguments)
-        tried = len(KINDS[kind][2]) * (1 + TURNS) + BEFORE_TRIAL if method == "auto" else 0
-        return training.timed_us(WARM_UP + tried)
-
-    times = torch.tensor(together(f"{kind} {method}", run), dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    torch.cuda.empty_cache()
-    return statistics.median(times.tolist())
+Method = Callable[[], Training]
+"""What is to take steps now, set to what the method says."""
 
 
-def compared(kind: str, arguments: Any) -> dict[str, Any]:
+class Marks:
+    """When the GPU and the host came somewhere."""
+
+    def __init__(self) -> None:
+        self.events: list[torch.cuda.Event] = []
+        self.host_s: list[float] = []
+
+    def __call__(self) -> None:
+        self.events.append(torch.cuda.Event(enable_timing=True))
+        self.events[-1].record()
+        self.host_s.append(time.perf_counter())
+
+    def parts_ms(self) -> dict[str, tuple[float, float]]:
+        """Of each part of a step what it takes on the GPU and on the host, medians over steps."""
+        gpu = [before.elapsed_time(after) for before, after in pairwise(self.events)]
+        host = [1e3 * (after - before) for before, after in pairwise(self.host_s)]
+        # Between the last mark of a step and the first of the next nothing happens.
+        return {
+            part: (round(statistics.median(gpu[at::4]), 2), round(statistics.median(host[at::4]), 2))
+            for at, part in enumerate(PARTS)
+        }
+
+
+def timed(method: Method) -> tuple[float, Marks]:
+    """A step's time in us on the slowest rank. Collective."""
+    training = method()
+    torch.cuda.synchronize()
+    dist.barrier()
+    training.step()
+    marks = Marks()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(STEPS):
+        training.step(marks)
+    end.record()
+    torch.cuda.synchronize()
+    us = torch.tensor(1e3 * begin.elapsed_time(end) / STEPS, dtype=torch.float64)
+    dist.all_reduce(us, op=dist.ReduceOp.MAX)
+    return float(us), marks
+
+
+def models(kind: Kind, arguments: Namespace) -> dict[str, Method]:
+    """All methods that have a model of their own."""
+    made: dict[str, Method] = {}
+    for name, wrap in ({"computation": lambda model: model} | kind.wraps).items():
+        training = together(name, partial(Training, wrap, arguments))
+        together(name, partial(training.steps, WARM_UP))
+        made[name] = lambda training=training: training
+    return made
+
+
+def found(kind: Kind, arguments: Namespace, key: str) -> Training:
+    """A model whose hook has found its way."""
+    training = together("auto", partial(Training, kind.wrap, arguments))
+    together("auto", partial(training.hooked, partial(kind.hook, way="auto", key=key)))
+    settle_host()
+    together("auto", partial(training.steps, BEFORE_TRIAL + 2 + most_steps(len(kind.tried))))
+    assert training.trial.settled
+    return training
+
+
+def switched(training: Training, kind: Kind, ways: Sequence[str]) -> dict[str, Method]:
+    """Methods that are one model, switched to what they say; a way that a rank cannot take is an error of all."""
+    made: dict[str, Method] = {}
+    for way in ways:
+        made[way] = partial(_taking, training, way)
+    for name, swap in kind.swaps.items():
+        made[name] = partial(_swapped, training, swap)
+    for name, method in made.items():
+        together(name, lambda method=method: method().steps(WARM_UP))
+    return made
+
+
+def _taking(training: Training, way: str) -> Training:
+    training.take(way)
+    return training
+
+
+def _swapped(training: Training, swap: Callable[[Comms], Comms]) -> Training:
+    training.take("vendor")
+    put(swap(training.stock))
+    return training
+
+
+def settle_host() -> None:
+    """What was made so far is looked at by no garbage collection of the steps that are timed."""
+    gc.collect()
+    gc.freeze()
+
+
+def compared(name: str, arguments: Namespace) -> dict[str, Any]:
     """All methods of one kind: a JSON line."""
-    us: dict[str, float] = {}
-    missing: dict[str, str] = {}
-    for method in ("computation", "stock", *KINDS[kind][2], "auto", "stock again"):
-        try:
-            us[method] = measured_us(kind, method, arguments)
-        except Failed as failed:
-            missing[method] = failed.reason
-            say(f"LEFT OUT {failed}", file=sys.stderr)
-            release()
-    stock_us = min(us["stock"], us["stock again"])
-    chosen = next((choice.way for choice in weft.concurrent_choices() if choice.key == kind), "")
-    case = f"gpt {arguments.layers} x {arguments.width}"
-    made = row(bench="data_parallel", op=kind, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
-    return made | {
-        "schedule": chosen,
-        "sequential_us": us.get("sequential"),
-        "computation_us": us["computation"],
-        "overlapped_us": us.get("auto"),
-        "candidates": us,
-        "missing": missing,
-        "peers": {"stock": stock_us},
+    kind = KINDS[name]
+    own = models(kind, arguments)
+    training = found(kind, arguments, name)
+    chosen = str(training.trial.way)
+    ways = arguments.ways.split(",") if arguments.ways else kind.tried
+    methods = own | switched(training, kind, list(ways)) | {"auto": partial(_taking, training, chosen)}
+    settle_host()
+    us: dict[str, list[float]] = {method: [] for method in methods}
+    marks: dict[str, Marks] = {}
+    for round_ in range(arguments.rounds):
+        for method in random.Random(round_).sample(list(methods), len(methods)):
+            alarm()
+            taken, marks[method] = timed(methods[method])
+            us[method].append(taken)
+    case = f"gpt {arguments.layers} x {arguments.width}{'' if arguments.batch == 4 else f', batch {arguments.batch}'}"
+    made = row(bench="data_parallel", op=name, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
+    return made | figures(us, marks) | {"schedule": chosen, "trial": told(name)}
+
+
+def figures(us: dict[str, list[float]], marks: dict[str, Marks]) -> dict[str, Any]:
+    medians = {method: statistics.median(rounds) for method, rounds in us.items()}
+    peers = [method for method in us if method.startswith("stock")]
+    apart = ("computation", "silent", "auto", *peers)
+    return {
+        "sequential_us": medians.get("sequential"),
+        "computation_us": medians["computation"],
+        "silent_us": medians["silent"],
+        "overlapped_us": medians["auto"],
+        "gain": statistics.median(stock / auto for stock, auto in zip(us["stock"], us["auto"], strict=True)),
+        "candidates": {method: value for method, value in medians.items() if method not in apart},
+        "peers": {method: medians[method] for method in peers},
+        "phases": {method: marks[method].parts_ms() for method in ("computation", "silent", "stock", "auto")},
     }
 
 
+def told(key: str) -> dict[str, float]:
+    """What auto had measured."""
+    return {way: round(us) for choice in weft.concurrent_choices() if choice.key == key for way, us in choice.us.items()}
+
+
+def sentences(line: dict[str, Any]) -> str:
+    """What a line says, in ms."""
+    times = {"computation": line["computation_us"], "silent": line["silent_us"]} | line["peers"] | line["candidates"]
+    every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in (times | {"auto": line["overlapped_us"]}).items())
+    bound = line["peers"]["stock"] / line["silent_us"]
+    parts = "; ".join(f"{method} {phases}" for method, phases in line["phases"].items())
+    return (
+        f"{line['op']} {line['case']}, ms a step: {every}\n  auto took {line['schedule']}: {line['gain']:.3f}x of stock, where "
+        f"no communication at all would be {bound:.3f}x; it measured {line['trial']}\n  (GPU, host) ms: {parts}"
+    )
+
+
 def main() -> None:
-    options = parser(__doc__, rounds=STEPS, modes="eager")
-    options.add_argument("--kinds", default="ddp,fsdp", help="with commas (%(default)s)")
-    for name, default in (("layers", 48), ("width", 1600), ("heads", 25)):
+    options = parser(__doc__, rounds=ROUNDS, modes="eager")
+    options.add_argument("--kinds", default=",".join(KINDS), help="with commas (%(default)s)")
+    options.add_argument("--ways", default="", help="of one kind, with commas; default: what auto tries")
+    for name, default in (("layers", 48), ("width", 1600), ("heads", 25), ("batch", 4)):
         options.add_argument(f"--{name}", type=int, default=default)
     arguments = options.parse_args()
     measure.ALARM_S = ALARM_S
@@ -132,9 +385,10 @@ def main() -> None:
     for kind in arguments.kinds.split(","):
         line = compared(kind, arguments)
         append(arguments.json, line)
-        every = " ".join(f"{method}={us / 1e3:.1f}" for method, us in line["candidates"].items())
-        say(f"{kind} {line['case']}, ms a step: {every} | auto took {line['schedule']}")
-    release()
+        say(sentences(line))
+        gc.unfreeze()
+        gc.collect()
+        release()
     stop()
 
 

@@ -4,22 +4,27 @@ Protocol: that of resource-aware overlap (arXiv 2606.09200), four GPUs. Two stre
 beside GEMM_i+1. Workloads: a GEMM of 8192 x 8192 x 8192 (cb) or 8192 x 57344 x 8192 (mb: M, N, K), with an all-reduce (ar) or
 an all-to-all (a2a) of 896 MB. GEMMs are Triton kernels with tiles of 64 x 64 x 32 and 64 x 64 x 64, float16. For each, every
 residency that shared memory can cap it at, communication priority off and on; the tile's own residency without priority is
-the plain overlap. The first third of the iterations is warm-up, after which all GPUs are idle once. A time is that of all
-others, from the begin of their first GEMM to the end of their last collective, by iterations. All points take turns round by
-round; medians, slowest rank.
+the plain overlap. A GEMM has a block for each tile, or as many blocks as --grids says, each of which takes tiles in turn. Ours,
+with priority: NCCL held to the numbers of blocks that --ctas says, and copy engines in its place, whose sums take SUMS blocks.
+The first third of the iterations is warm-up, after which all GPUs are idle once. A time is that of all others, from the begin
+of their first GEMM to the end of their last collective, by iterations. All points take turns round by round; medians, slowest
+rank.
 
     compute  | GEMM_0 |e GEMM_1 |e GEMM_2 |e ...
     comm              |~> collective_0 |  ~> collective_1 | ...
 
-Baselines: sequential, the same on one stream; GEMM alone; collective alone. Figures: TimeRatio, overlapped over sequential;
-normalised, over plain overlap; overlap_rate, the share of time in which both run, by events; hidden, the share saved of what
-the ideal saves, in which all but the first GEMM and the last collective run beside each other.
+Baselines: sequential, the same on one stream; GEMM alone, also at each residency; collective alone. Figures: TimeRatio,
+overlapped over sequential; normalised, over plain overlap with the same grid; overlap_rate, the share of time in which both
+run, by events; hidden, the share saved of what the ideal saves, in which all but the first GEMM and the last collective run
+beside each other. The paper caps residency by the tile, so the summary has the best point of both tiles over the plain overlap
+of the smaller, too; and bound: what the ideal takes less than plain overlap, with the fastest GEMM alone of all residencies.
 
-Traps: GEMMs wait for no collective, so where these starve, GEMMs run ahead: a clock that starts after the warm-up's last
-collective has ended would not see them, and call what is left an overlap (on 4 x H200 the best point then took 12.6% less than
-plain overlap). An event before a collective fires when it may start, not when its blocks find room: where it starves,
-overlap_rate counts waiting as running, and hidden does not. All-reduces average, so that values stay finite. A capped kernel is
-the same code: its result has to be equal, bit by bit, to the uncapped one's.
+Traps: the first GEMM and the last collective have nothing beside them, an eighth of a run of 8 iterations: few iterations hide
+a part of what overlap saves. GEMMs wait for no collective, so where these starve, GEMMs run ahead: a clock that starts after
+the warm-up's last collective has ended would not see them, and call what is left an overlap (on 4 x H200 the best point then
+took 12.6% less than plain overlap). An event before a collective fires when it may start, not when its blocks find room: where
+it starves, overlap_rate counts waiting as running, and hidden does not. All-reduces average, so that values stay finite. A
+capped kernel is the same code: its result has to be equal, bit by bit, to the uncapped one's.
 
     torchrun --nproc-per-node 4 benchmarks/resource_aware.py --json benchmarks/results/resource_aware.jsonl
     python benchmarks/resource_aware_plot.py benchmarks/results/resource_aware.jsonl out/resource_aware.html
@@ -30,7 +35,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import measure
@@ -40,25 +46,41 @@ import triton
 import triton.language as tl
 from measure import WrongResult, alarm, append, parser, row, say, start, stop, together
 
+from weft import collectives as moved
 from weft.controls import comm_stream, give_back, nccl_group, occupancy, shape
 
 ALARM_S = 40
-ROUNDS, WARM_UP, ITERATIONS = 2, 4, 8
-"""Iterations: after the warm-up."""
+ROUNDS = 2
+ITERATIONS = {"cb": 24, "mb": 8}
+"""After a warm-up of half as many."""
 SIZES = {"cb": (8192, 8192, 8192), "mb": (8192, 57344, 8192)}
 """M, N, K."""
 WORKLOADS = ("cb-ar", "mb-ar", "cb-a2a", "mb-a2a")
 BYTES = 896 << 20
 TILES = ((64, 64, 32), (64, 64, 64))
 WARPS, STAGES = 4, 3
+VENDOR = "vendor"
+SUMS = 32
+"""Blocks that sum what copy engines bring: as fast as NCCL alone on 2 x H200."""
+BY_COPY_ENGINE = {"ar": ("copy_engine", "copy_engine_pull"), "a2a": ("copy_engine",)}
 
 
 @triton.jit
-def _gemm_kernel(
-    a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+def _tile(
+    program,
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """A tile of out_MN = a_MK b_KN, all contiguous, sizes multiples of the tile; GROUP row tiles share their columns of b."""
-    program, columns = tl.program_id(0), N // BLOCK_N
+    columns = N // BLOCK_N
     first = program // (GROUP * columns) * GROUP
     height = min(M // BLOCK_M - first, GROUP)
     rows = (first + program % (GROUP * columns) % height) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -74,66 +96,136 @@ def _gemm_kernel(
     tl.store(out_ptr + rows[:, None] * N + cols[None, :], total.to(tl.float16))
 
 
+@triton.jit
+def _gemm_kernel(
+    a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+):
+    """A block a tile."""
+    _tile(tl.program_id(0), a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+
+
+@triton.jit
+def _staying_kernel(
+    a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+):
+    """Blocks that take tiles in turn, until none is left."""
+    for program in range(tl.program_id(0), M // BLOCK_M * (N // BLOCK_N), tl.num_programs(0)):
+        _tile(program, a_ptr, b_ptr, out_ptr, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """blocks_per_sm: the residency. capped: whether shared memory had to be added for it. priority: of communication."""
+    """grid: the GEMM's blocks, 0 for one a tile. blocks_per_sm: the residency. capped: whether shared memory had to be added
+    for it. priority: of communication. transport: NCCL, or a schedule of weft.collectives. ctas: blocks of the collective, 0
+    for NCCL's own choice."""
 
+    grid: int
     blocks_per_sm: int
     capped: bool
     priority: bool
+    transport: str = VENDOR
+    ctas: int = 0
+
+    @property
+    def plain(self) -> bool:
+        return not (self.capped or self.priority)
 
     def __str__(self) -> str:
-        return f"r={self.blocks_per_sm}{'' if self.capped else ' (its own)'} priority={'on' if self.priority else 'off'}"
+        parts = [f"r={self.blocks_per_sm}{'' if self.capped else ' (its own)'}", f"priority={'on' if self.priority else 'off'}"]
+        parts += [self.transport] if self.transport != VENDOR else []
+        return " ".join(([f"grid={self.grid}"] if self.grid else []) + parts + ([f"ctas={self.ctas}"] if self.ctas else []))
+
+
+Groups = Mapping[tuple[bool, int], dist.ProcessGroup]
+"""By priority and number of blocks."""
 
 
 class Workload:
-    """One workload with one tile on this rank: its tensors, and its GEMM at every residency."""
+    """One workload with one tile on this rank: its tensors, and its GEMM in every grid and residency."""
 
-    def __init__(self, name: str, tile: tuple[int, int, int], groups: Mapping[bool, dist.ProcessGroup]) -> None:
+    def __init__(self, name: str, tile: tuple[int, int, int], groups: Groups, grids: Sequence[int]) -> None:
         size, _, self.op = name.partition("-")
         self.groups, self.tile = groups, tile
+        self.iterations = ITERATIONS[size]
         m, n, k = self.size = SIZES[size]
         self.a = torch.randn(m, k, device="cuda", dtype=torch.float16)
         self.b = torch.randn(k, n, device="cuda", dtype=torch.float16) * k**-0.5
         self.out = torch.empty(m, n, device="cuda", dtype=torch.float16)
         self.sent = torch.randn(BYTES // 2, device="cuda", dtype=torch.float16)
         self.received = torch.empty_like(self.sent) if self.op == "a2a" else self.sent
-        self.own = occupancy(self.run(_gemm_kernel)).blocks
-        self.gemms = {r: shape(_gemm_kernel, blocks_per_sm=r) for r in range(1, self.own)} | {self.own: _gemm_kernel}
+        self.own, self.gemms = dict[int, int](), dict[tuple[int, int], Any]()
+        for grid in (0, *grids):
+            kernel = _staying_kernel if grid else _gemm_kernel
+            own = self.own[grid] = occupancy(self.run(kernel, grid)).blocks
+            self.gemms |= {(grid, r): shape(kernel, blocks_per_sm=r) for r in range(1, own)} | {(grid, own): kernel}
 
-    def run(self, kernel: Any) -> Any:
+    def run(self, kernel: Any, grid: int) -> Any:
         """The GEMM by a kernel, capped or not; what its launch returns."""
         (m, n, k), (block_m, block_n, block_k) = self.size, self.tile
         sizes = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": 8}
-        blocks = m // block_m * (n // block_n)
+        blocks = grid or m // block_m * (n // block_n)
         return kernel[(blocks,)](self.a, self.b, self.out, m, n, k, **sizes, num_warps=WARPS, num_stages=STAGES)
 
-    def gemm(self, r: int) -> None:
-        self.run(self.gemms[r])
+    def gemm(self, grid: int, r: int) -> None:
+        self.run(self.gemms[grid, r], grid)
 
-    def collective(self, priority: bool) -> None:
+    def collective(self, point: Point) -> None:
+        if point.transport != VENDOR:
+            self.by_copy_engine(point.transport)
+            return
+        group = self.groups[point.priority, point.ctas]
         if self.op == "ar":
-            dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=self.groups[priority])
+            dist.all_reduce(self.sent, op=dist.ReduceOp.AVG, group=group)
         else:
-            dist.all_to_all_single(self.received, self.sent, group=self.groups[priority])
+            dist.all_to_all_single(self.received, self.sent, group=group)
+
+    def by_copy_engine(self, schedule: str) -> None:
+        if self.op == "ar":
+            moved.all_reduce(self.sent, "avg", schedule=schedule, sms=SUMS)
+        else:
+            moved.all_to_all_single(self.received, self.sent, schedule=schedule)
+
+    @property
+    def plain(self) -> Point:
+        return Point(grid=0, blocks_per_sm=self.own[0], capped=False, priority=False)
 
     def points(self) -> list[Point]:
-        return [
-            Point(blocks_per_sm=r, capped=r != self.own, priority=priority) for r in self.gemms for priority in (False, True)
-        ]
+        """The paper's points in every grid; with a block a tile also ours."""
+        made = []
+        for grid, r in self.gemms:
+            point = Point(grid=grid, blocks_per_sm=r, capped=r != self.own[grid], priority=False)
+            made += [
+                replace(point, priority=priority, ctas=ctas) for priority, ctas in sorted(self.groups) if not (grid and ctas)
+            ]
+            if not grid:
+                made += [replace(point, priority=True, transport=name, ctas=SUMS) for name in BY_COPY_ENGINE[self.op]]
+        return made
 
     def check(self) -> None:
         """Raises WrongResult unless all residencies agree with each other, and with cuBLAS within rounding."""
-        self.gemm(self.own)
+        self.gemm(0, self.own[0])
         expected, own = torch.mm(self.a, self.b), self.out.clone()
         worst = float((own - expected).abs().max()) / float(expected.abs().max())
         if not worst <= 0.01:
             raise WrongResult(f"tile {self.tile} is off by {worst:.3g} of the largest element")
-        for r in self.gemms:
+        for grid, r in self.gemms:
             self.out.zero_()
-            self.gemm(r)
+            self.gemm(grid, r)
             if not torch.equal(self.out, own):
-                raise WrongResult(f"tile {self.tile} at {r} blocks an SM has another result than without a cap")
+                raise WrongResult(f"tile {self.tile}, grid {grid}, {r} blocks an SM: another result than without a cap")
+        self._check_collectives()
+
+    def _check_collectives(self) -> None:
+        """Copy engines bring what NCCL brings, within rounding of sums. What is sent is the same before each, and after."""
+        sent = self.sent.clone()
+        self.collective(self.plain)
+        expected = self.received.clone()
+        for schedule in BY_COPY_ENGINE[self.op]:
+            self.sent.copy_(sent)
+            self.by_copy_engine(schedule)
+            if not torch.allclose(self.received, expected, rtol=2e-3, atol=2e-3):
+                raise WrongResult(f"{self.op} by {schedule} differs from NCCL's")
+        self.sent.copy_(sent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,30 +259,30 @@ def overlapped(work: Workload, point: Point, streams: Mapping[bool, torch.cuda.S
     comm = streams[point.priority]
 
     def iteration(gemms: Marks, collectives: Marks) -> None:
-        marked(gemms, compute, lambda: work.gemm(point.blocks_per_sm))
+        marked(gemms, compute, lambda: work.gemm(point.grid, point.blocks_per_sm))
         comm.wait_event(gemms[-1][1])
-        marked(collectives, comm, lambda: work.collective(point.priority))
+        marked(collectives, comm, lambda: work.collective(point))
 
-    return timed(iteration)
+    return timed(iteration, work.iterations)
 
 
 def sequential(work: Workload, compute: torch.cuda.Stream) -> Times:
     """The same on one stream."""
 
     def iteration(gemms: Marks, collectives: Marks) -> None:
-        marked(gemms, compute, lambda: work.gemm(work.own))
-        marked(collectives, compute, lambda: work.collective(False))
+        marked(gemms, compute, lambda: work.gemm(0, work.own[0]))
+        marked(collectives, compute, lambda: work.collective(work.plain))
 
-    return timed(iteration)
-
-
-def alone(run: Callable[[], None], compute: torch.cuda.Stream) -> Times:
-    return timed(lambda gemms, collectives: marked(gemms, compute, run))
+    return timed(iteration, work.iterations)
 
 
-def timed(iteration: Iteration) -> Times:
+def alone(run: Callable[[], None], compute: torch.cuda.Stream, iterations: int) -> Times:
+    return timed(lambda gemms, collectives: marked(gemms, compute, run), iterations)
+
+
+def timed(iteration: Iteration, iterations: int) -> Times:
     """An iteration's time, and the share of it in which both ran. Collective."""
-    for count in (WARM_UP, ITERATIONS):
+    for count in (iterations // 2, iterations):
         torch.cuda.synchronize()
         dist.barrier()
         gemms, collectives = Marks(), Marks()
@@ -200,7 +292,7 @@ def timed(iteration: Iteration) -> Times:
     zero, last = gemms[0][0], (collectives or gemms)[-1][1]
     total_ms = zero.elapsed_time(last)
     both_ms = sum(shared(a, b) for a in spans(zero, gemms) for b in spans(zero, collectives))
-    found = torch.tensor([total_ms / ITERATIONS * 1e3, -both_ms / total_ms], dtype=torch.float64)
+    found = torch.tensor([total_ms / iterations * 1e3, -both_ms / total_ms], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return Times(us=float(found[0]), rate=-float(found[1]))
 
@@ -215,17 +307,16 @@ def shared(a: tuple[float, float], b: tuple[float, float]) -> float:
     return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def measured(name: str, tile: tuple[int, int, int], groups: Mapping[bool, dist.ProcessGroup], rounds: int) -> dict[str, Any]:
-    """Medians of every method: sequential, gemm, collective, and each point."""
-    work = together(f"{name} {tile}", lambda: Workload(name, tile, groups))
-    together(f"{name} {tile}", work.check)
+def measured(work: Workload, rounds: int) -> dict[Any, Times]:
+    """Medians of every method: sequential, collective, the GEMM alone by its residency, and each point."""
     streams = {priority: comm_stream(priority="high" if priority else "normal") for priority in (False, True)}
     compute = comm_stream(priority="normal")
     methods: dict[Any, Callable[[], Times]] = {
         "sequential": lambda: sequential(work, compute),
-        "gemm": lambda: alone(lambda: work.gemm(work.own), compute),
-        "collective": lambda: alone(lambda: work.collective(False), compute),
+        "collective": lambda: alone(lambda: work.collective(work.plain), compute, work.iterations),
     }
+    for r in range(1, work.own[0] + 1):
+        methods[r] = lambda r=r: alone(lambda: work.gemm(0, r), compute, work.iterations)
     methods |= {point: lambda point=point: overlapped(work, point, streams, compute) for point in work.points()}
     found: dict[Any, list[Times]] = {method: [] for method in methods}
     for _ in range(rounds):
@@ -240,37 +331,42 @@ def measured(name: str, tile: tuple[int, int, int], groups: Mapping[bool, dist.P
     }
 
 
-def lines(
-    name: str, tile: tuple[int, int, int], found: Mapping[Any, Times], arguments: argparse.Namespace
-) -> list[dict[str, Any]]:
+def lines(name: str, work: Workload, found: Mapping[Any, Times], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A JSON line for each point."""
     points = [point for point in found if isinstance(point, Point)]
-    plain = next(found[point] for point in points if not point.capped and not point.priority)
-    gemm, collective, serial = (found[key].us for key in ("gemm", "collective", "sequential"))
-    ideal = (gemm + collective + (ITERATIONS - 1) * max(gemm, collective)) / ITERATIONS
+    plain = {point.grid: found[point].us for point in points if point.plain}
+    gemm, collective, serial = (found[key].us for key in (work.own[0], "collective", "sequential"))
+    fastest = min(found[r].us for r in found if isinstance(r, int))
     made = []
     for point in points:
-        times = found[point]
+        us = found[point].us
+        ideal = ideal_us(gemm, collective, work.iterations)
         line = row(bench="resource_aware", op=name, case=str(point), dtype="float16", mode="eager", arguments=arguments)
         made.append(
             line
             | {
-                "tile": list(tile),
-                "blocks_per_sm": point.blocks_per_sm,
-                "capped": point.capped,
-                "priority": point.priority,
+                "tile": list(work.tile),
+                "iterations": work.iterations,
+                **asdict(point),
                 "sequential_us": serial,
                 "computation_us": gemm,
+                "capped_us": found[point.blocks_per_sm].us if not point.grid else None,
                 "communication_us": collective,
                 "ideal_us": ideal,
-                "overlapped_us": times.us,
-                "time_ratio": times.us / serial,
-                "normalised": times.us / plain.us,
-                "overlap_rate": times.rate,
-                "hidden": (serial - times.us) / (serial - ideal),
+                "overlapped_us": us,
+                "time_ratio": us / serial,
+                "normalised": us / plain[point.grid],
+                "bound": ideal_us(fastest, collective, work.iterations) / plain[point.grid],
+                "overlap_rate": found[point].rate,
+                "hidden": (serial - us) / (serial - ideal),
             }
         )
     return made
+
+
+def ideal_us(gemm_us: float, collective_us: float, iterations: int) -> float:
+    """An iteration's time if all but the first GEMM and the last collective run beside each other at full rate."""
+    return (gemm_us + collective_us + (iterations - 1) * max(gemm_us, collective_us)) / iterations
 
 
 def sentence(line: Mapping[str, Any]) -> str:
@@ -282,22 +378,30 @@ def sentence(line: Mapping[str, Any]) -> str:
 
 
 def summary(made: Sequence[Mapping[str, Any]]) -> str:
-    """Of each workload and tile: the baselines, plain overlap, and the best point."""
+    """Of each workload, tile and grid: the baselines, plain overlap, and the best point; and over both tiles."""
     told = []
-    for name, tile in dict.fromkeys((line["op"], tuple(line["tile"])) for line in made):
-        of = [line for line in made if (line["op"], tuple(line["tile"])) == (name, tile)]
+    for name, tile, grid in dict.fromkeys((line["op"], tuple(line["tile"]), line["grid"]) for line in made):
+        of = [line for line in made if (line["op"], tuple(line["tile"]), line["grid"]) == (name, tile, grid)]
         best, one = min(of, key=lambda line: line["overlapped_us"]), of[0]
         told.append(
-            f"{name} {tile}: gemm {one['computation_us']:.0f} collective {one['communication_us']:.0f} sequential "
-            f"{one['sequential_us']:.0f} us; best {best['case']}: TimeRatio {best['time_ratio']:.3f}, "
-            f"{1 - best['normalised']:.1%} less than plain overlap"
+            f"{name} {tile} {grid or 'a block a tile'}: gemm {one['computation_us']:.0f} collective "
+            f"{one['communication_us']:.0f} sequential {one['sequential_us']:.0f} plain "
+            f"{best['overlapped_us'] / best['normalised']:.0f} us; best {best['case']}: TimeRatio {best['time_ratio']:.3f}, "
+            f"{1 - best['normalised']:.1%} less than plain overlap, bound {1 - best['bound']:.1%}"
         )
+    for name, grid in dict.fromkeys((line["op"], line["grid"]) for line in made):
+        of = [line for line in made if (line["op"], line["grid"]) == (name, grid)]
+        best, first = min(of, key=lambda line: line["overlapped_us"]), of[0]
+        less = 1 - best["overlapped_us"] / (first["overlapped_us"] / first["normalised"])
+        told.append(f"{name} {grid or 'a block a tile'}, tile as the knob: {best['tile']} {best['case']}, {less:.1%} less")
     return "\n".join(told)
 
 
 def main() -> None:
     options = parser(__doc__, rounds=ROUNDS, modes="eager")
     options.add_argument("--workloads", default=",".join(WORKLOADS), help="with commas (%(default)s)")
+    options.add_argument("--grids", default="", help="numbers of blocks that stay and take tiles in turn, with commas")
+    options.add_argument("--ctas", default="", help="numbers of NCCL's blocks to try with priority, with commas")
     arguments = options.parse_args()
     if arguments.modes != "eager":
         raise ValueError(f"--modes {arguments.modes!r}: streams that run into each other are measured as they run; use eager")
@@ -306,11 +410,16 @@ def main() -> None:
         raise ValueError(f"--workloads has {sorted(unknown)}; use {', '.join(WORKLOADS)}")
     measure.ALARM_S = ALARM_S
     start()
-    groups = {priority: nccl_group(high_priority=priority) for priority in (False, True)}
+    grids, counts = ([int(number) for number in text.split(",") if number] for text in (arguments.grids, arguments.ctas))
+    groups = {(priority, 0): nccl_group(high_priority=priority) for priority in (False, True)}
+    groups |= {(True, ctas): nccl_group(high_priority=True, min_ctas=ctas, max_ctas=ctas) for ctas in counts}
     made = []
     for name in arguments.workloads.split(","):
         for tile in TILES:
-            new = lines(name, tile, measured(name, tile, groups, arguments.rounds), arguments)
+            work = together(f"{name} {tile}", partial(Workload, name, tile, groups, grids))
+            together(f"{name} {tile}", work.check)
+            new = lines(name, work, measured(work, arguments.rounds), arguments)
+            del work
             for line in new:
                 say(sentence(line))
                 append(arguments.json, line)

@@ -330,7 +330,7 @@ def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(dist.get_rank())
     seen = []
-    for _ in range(30):
+    for _ in range(30 if way != "auto" else 90):
         x = torch.randn(64, 512, generator=draw).cuda()
         optimizer.zero_grad()
         loss = (model(x) - x).square().mean()
@@ -348,7 +348,7 @@ def _trained(kind: str, ways: list[str]) -> Told:
         _alarm()
         mine, taken = _losses(kind, way)
         assert way in ("auto", taken)
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(mine[: len(plain)]), torch.tensor(plain), rtol=1e-4, atol=1e-5)
     torch.cuda.synchronize()
     dist.barrier()
     faulthandler.cancel_dump_traceback_later()
@@ -358,8 +358,11 @@ def _trained(kind: str, ways: list[str]) -> Told:
 @pytest.mark.parametrize(
     ("kind", "ways"),
     [
-        ("ddp", ["auto", "sequential", "vendor+priority+ctas=8", "copy_engine+priority+ctas=8", "copy_engine+pull+ctas=8"]),
-        ("fsdp", ["auto", "vendor+ctas=8", "copy_engine+ctas=8"]),
+        (
+            "ddp",
+            ["auto", "sequential", "vendor+priority+ctas=8+left=8", "copy_engine+priority+ctas=8", "copy_engine+pull+ctas=8"],
+        ),
+        ("fsdp", ["auto", "vendor+ctas=8", "vendor+keep+ahead=1", "copy_engine+ctas=8+ahead=2"]),
     ],
 )
 def test_hooks_train_as_pytorch_does(pool: Ranks, kind: str, ways: list[str]) -> None:

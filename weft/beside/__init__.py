@@ -1,6 +1,7 @@
 """Independent computation beside collectives: data parallel, FSDP, pipelines.
 
     front.py         concurrent, as a call or a context              trials.py   which way is fastest: in one go, or use by use
+    steps.py         the way of a training step                      blocks.py   which is fastest of steps, by blocks of them
     collectives.py   the values that say what is to run              sites.py    what is kept for each key
     device.py        how a way runs: host.py, cuda.py                kernels.py  kernels whose residency a way may cap
 

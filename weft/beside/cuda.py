@@ -97,7 +97,7 @@ class CudaDevice(Device):
     def _sms(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def _limits(self, way: Way) -> AbstractContextManager[object]:
+    def limits(self, way: Way) -> AbstractContextManager[object]:
         return controls.sm_budget(self._sms - way.left, device=self.device) if way.left else nullcontext()
 
     @contextmanager

@@ -85,11 +85,11 @@ class Device(ABC):
                 self.enqueue(way, collective)
             yield
             return
-        with self._limits(way), self._beside(way, collectives):
+        with self.limits(way), self._beside(way, collectives):
             yield
 
     @abstractmethod
-    def _limits(self, way: Way) -> AbstractContextManager[object]:
+    def limits(self, way: Way) -> AbstractContextManager[object]:
         """A context in which the computation keeps to what the way leaves it."""
 
     @abstractmethod

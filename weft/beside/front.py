@@ -17,7 +17,7 @@ from weft.beside.sites import Site, Sites, Use, sites_of
 from weft.beside.trials import Settled
 from weft.execute.groups import GROUPS
 from weft.ops.checks import group_of
-from weft.planner.ways import Way, parse
+from weft.planner.ways import SHARDED, Way, parse
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -94,7 +94,7 @@ def concurrent(
         named = _key_of(compute) if key is None else key
         context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
     else:
-        context = Concurrent(mine, way if isinstance(way, Way) else parse(way), sites, known)
+        context = Concurrent(mine, _way(way), sites, known)
     return context if run is None else context.run(run, repeatable=repeatable)
 
 
@@ -171,6 +171,15 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
         if collective.device != mine[0].device:
             raise ValueError(f"collectives[{i}] is on {collective.device}, collectives[0] on {mine[0].device}; use one device")
     return mine
+
+
+def _way(way: str | Way) -> Way:
+    """The value. Raises ValueError for one about sharded parameters."""
+    found = way if isinstance(way, Way) else parse(way)
+    for name in SHARDED:
+        if getattr(found, name):
+            raise ValueError(f"way is '{found}'; {name} is for weft.hooks.fsdp, leave it out")
+    return found
 
 
 def _callable(compute: Any) -> Callable[..., Any] | None:

@@ -1,7 +1,7 @@
-"""Which way a training step's collectives take: steps take ways in turn, until their times tell which is fastest.
+"""Which way a training step's collectives take: blocks of steps take ways in turn, until their times tell which is fastest.
 
 A framework starts the collectives of a step itself, one after the other, beside a computation that weft does not see. So what
-is timed is the whole step, from the first collective of one to that of the next, and that is what a user waits for.
+is timed is whole steps, from the first collective of one to that of another, and that is what a user waits for.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from weft.beside.blocks import Turns, in_blocks
 from weft.beside.collectives import AllReduce
 from weft.beside.device import Device
 from weft.beside.sites import Sites, sites_of
-from weft.beside.trials import Judge, Sample, Settled, Steps, Turn
+from weft.beside.trials import Judge, Settled
 from weft.execute.groups import GROUPS
 from weft.ops.checks import group_of
 from weft.planner.ways import Way, parse, possible
@@ -23,58 +24,61 @@ WARM_UP = 2
 """Steps before the trial: libraries load, DistributedDataParallel lays its buckets out anew after the first."""
 PROBE = 1024
 """Elements of the collective by which ways are rehearsed."""
-NOT_IN_STEPS = ("late", "left", "resident")
 
 
-def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str] = NOT_IN_STEPS) -> tuple[str, ...]:
-    """What `way` stands for: auto for those that are tried. Raises ValueError for one that a framework's steps cannot take.
+def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str]) -> tuple[str, ...]:
+    """What `way` stands for: auto for those that are tried. without: what a framework's steps cannot have.
 
-    without: what they cannot.
+    Raises ValueError for a way that has it.
     """
     if way == "auto":
         return tuple(tried)
     for name in without:
         if getattr(parse(way), name):
-            raise ValueError(f"way is {way!r}; {name} is for weft.concurrent: use auto, or one like {', '.join(tried)}")
+            raise ValueError(f"way is {way!r}; {name} is not to be had here: use auto, or one like {', '.join(tried)}")
     return (way,)
 
 
 class StepTrial:
-    """The way of each step: of `specs`, as far as the device has them, the fastest, once all were taken in turn; the first wins
-    ties. One spec is taken without a trial. Ranks of `group` agree. Raises ValueError for one that the device lacks."""
+    """The way of each step: of `specs`, as far as the device has them, the fastest, once all were taken in blocks of steps; the
+    first wins ties. One spec is taken without a trial. Ranks of `group` agree. Raises ValueError for one that the device
+    lacks."""
 
     def __init__(self, key: str, specs: Sequence[str], device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.sites: Sites = sites_of(GROUPS.state(group_of(group)[0]))
         self.device: Device = self.sites.device(device)
         self.way: Way = parse(specs[0])
-        self._begin: object = None
         self._left = WARM_UP
-        self._steps: Steps | None = None
+        self._begun = False
+        self._turns: Turns | None = None
         probe = (AllReduce(torch.zeros(PROBE, device=device), group),)
         if len(specs) == 1:
             self.device.prepare(self.way, probe)
             return
         tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
         judge = Judge(key=key, team=self.sites.team, device=self.device)
-        self._steps = judge.turns(judge.ready(tried, probe))
+        self._turns = in_blocks(judge, judge.ready(tried, probe))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the way stays as it is."""
+        return self._turns is None
 
     def turn(self) -> None:
-        """A step begins. At the end of the trial ranks meet. Within a graph's capture the way stays as it is."""
-        if self._steps is None or self.device.capturing:
+        """A step begins. Ranks meet at two of these. Within a graph's capture the way stays as it is."""
+        if self._turns is None or self.device.capturing:
             return
         if self._left:
             self._left -= 1
             return
-        now = self.device.mark()
         try:
-            turn = Turn(Sample(self._begin, None, now), ())
-            self.way = parse(next(self._steps) if self._begin is None else self._steps.send(turn))
+            self.way = parse(self._turns.send(self.device.mark()) if self._begun else next(self._turns))
         except StopIteration as end:
             self._settle(end.value)
         except BaseException as error:
             raise self.sites.team.fail(error) from error.__cause__
-        self._begin = now
+        self._begun = True
 
     def _settle(self, settled: Settled) -> None:
-        self.way, self._steps = parse(settled.way), None
+        self.way, self._turns = parse(settled.way), None
         self.sites.record(settled)

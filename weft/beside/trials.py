@@ -162,8 +162,8 @@ class Judge:
             if use and turn.last is not None:
                 sounded.append(turn.last)
         found = Load(
-            compute_us=self._slowest_us("computation", [(s.enqueued, s.end) for s in sounded]),
-            communication_us=self._slowest_us("collectives", [(s.begin, s.enqueued) for s in sounded]),
+            compute_us=self.slowest_us("computation", [(s.enqueued, s.end) for s in sounded]),
+            communication_us=self.slowest_us("collectives", [(s.begin, s.enqueued) for s in sounded]),
             reduces=any(collective.reduces for collective in collectives),
         )
         specs = shortlist(self._abilities(collectives), found, self._machine, IN_ROTATION)
@@ -182,7 +182,7 @@ class Judge:
                 if round_ and turn.last is not None:
                     samples[spec].append(turn.last)
         spans = {spec: [(s.begin, s.end) for s in some] for spec, some in samples.items()}
-        trials = tuple(Trial(spec=spec, us=self._slowest_us(spec, some)) for spec, some in spans.items())
+        trials = tuple(Trial(spec=spec, us=self.slowest_us(spec, some)) for spec, some in spans.items())
         return Settled(key=self.key, way=leader(trials).spec, load=found, trials=trials)
 
     def _abilities(self, collectives: Sequence[Collective]) -> Abilities:
@@ -230,7 +230,7 @@ class Judge:
         runs = [max(self._meet(f"{name} alone: run {run}", self.device.time_ns(call, 1))) for run in range(ROUNDS)]
         return statistics.median(runs) / 1e3
 
-    def _slowest_us(self, name: str, spans: Sequence[tuple[Any, Any]]) -> float:
+    def slowest_us(self, name: str, spans: Sequence[tuple[Any, Any]]) -> float:
         """The median over spans of the slowest rank's time."""
         runs = [max(self._meet(f"{name}: use {use}", self._ns(*span))) for use, span in enumerate(spans)]
         return statistics.median(runs) / 1e3

@@ -2,6 +2,7 @@
 
 data_parallel.py    gradients of DistributedDataParallel
 fully_sharded.py    parameters and gradients of FSDP2's fully_shard
+gathered.py         when these are gathered, and how long they stay
 """
 
 from __future__ import annotations

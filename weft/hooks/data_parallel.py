@@ -10,6 +10,9 @@ end of backward: join  <---
 
 # Annotations are not put off here: DistributedDataParallel compares those of its hook with its own types.
 
+from contextlib import ExitStack
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
@@ -17,13 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.beside.collectives import AllReduce
 from weft.beside.steps import StepTrial, ways_of
-from weft.planner.ways import PLAIN
+from weft.planner.ways import PLAIN, Way
 
 WAYS = (
-    *("sequential", "vendor", "vendor+priority", "vendor+priority+ctas=16"),
-    *("copy_engine+priority+ctas=16", "copy_engine+priority+pull+ctas=16"),
+    *("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16", "vendor+priority+ctas=8+left=8"),
+    *("copy_engine+priority+pull+ctas=16", "copy_engine+priority+pull+ctas=32"),
 )
-"""What steps take in turn, where the device has it. None leaves SMs free: a budget would hold for the forward pass, too."""
+"""What blocks of steps take in turn, where the device has it; first the one to beat, which is what DistributedDataParallel does
+by itself."""
+_DDP_DECIDES = ("late", "resident", "ahead", "keep")
 
 
 def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> StepTrial:
@@ -31,31 +36,49 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
 
     Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
     way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority,
-    +pull and +ctas=N. key: names this model in weft.concurrent_choices. What is returned has the way that steps take now.
+    +pull, +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last. key: names this
+    model in weft.concurrent_choices. What is returned has the way that steps take now.
     The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
     bucket, which would ask copy engines for room that no later one needs.
     Raises ValueError for another model, or a way that a hook cannot take.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
-    trial = StepTrial(key, ways_of(way, WAYS), next(model.parameters()).device, model.process_group)
+    trial = StepTrial(key, ways_of(way, WAYS, without=_DDP_DECIDES), next(model.parameters()).device, model.process_group)
     model.register_comm_hook(_Steps(trial, model.process_group), _average)
     return trial
 
 
 class _Steps:
-    """A model's steps. A step begins with the bucket whose gradients are ready first."""
+    """A model's steps. A step begins with the bucket whose gradients are ready first.
+
+    left: SMs that the backward pass leaves free, from its first bucket to its last, in autograd's thread, which has both. A
+    pass that raised in between is made up for by the next one. Beside the last bucket nothing computes: it has all blocks.
+    """
 
     def __init__(self, trial: StepTrial, group: dist.ProcessGroup) -> None:
         self.trial, self.group = trial, group
         self._begun = 0
+        self._left = ExitStack()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            self._begun += 1
-            self.trial.turn()
-        gradients, way = bucket.buffer(), self.trial.way if self._begun > 1 else PLAIN
+            self._begin()
+        gradients, way = bucket.buffer(), self._way
+        if bucket.is_last():
+            self._left.close()
+            way = replace(way, ctas=0)
         return self.trial.device.future(way, AllReduce(gradients, self.group, reduction="avg"), gradients)
+
+    @property
+    def _way(self) -> Way:
+        return self.trial.way if self._begun > 1 else PLAIN
+
+    def _begin(self) -> None:
+        self._begun += 1
+        self.trial.turn()
+        self._left.close()
+        self._left.enter_context(self.trial.device.limits(self._way))
 
 
 def _average(steps: _Steps, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

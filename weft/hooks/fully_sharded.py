@@ -1,7 +1,7 @@
 """FSDP2's collectives, parameters gathered and gradients scattered, by NCCL held to some blocks, or by copy engines.
 
-fully_shard starts them itself, on streams of its own, ahead of the layers that need them; a way says here who moves the bytes,
-and on how many blocks. `vendor` alone is what fully_shard does by itself, and wins ties.
+fully_shard starts them itself, on streams of its own; a way says here who moves the bytes, on how many blocks, how far ahead of
+the layers that need them, and how often a step. `vendor` alone is what fully_shard does by itself, and wins ties.
 """
 
 from __future__ import annotations
@@ -20,24 +20,36 @@ from weft import collectives
 from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
 from weft.beside.steps import StepTrial, ways_of
 from weft.controls import comm_stream
+from weft.hooks.gathered import Gathered
+from weft.planner.ways import PLAIN
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 except ImportError:
     raise ImportError(f"torch {torch.__version__} has no collectives of one's own for fully_shard; 2.11 has") from None
 
-WAYS = ("vendor", "vendor+ctas=16", "vendor+ctas=8", "copy_engine+ctas=16", "copy_engine+ctas=32")
-"""What steps take in turn, where the device has it."""
+WAYS = ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor+ctas=16", "copy_engine+ctas=32+ahead=1")
+"""What blocks of steps take in turn, where the device has it; first the one to beat, what fully_shard does by itself."""
+KEPT = ("vendor+keep", "vendor+keep+ahead=1")
+"""Likewise, where there is room for all parameters."""
 _FSDP_DECIDES = ("late", "pull", "left", "resident", "priority")
 
 
-def fsdp(model: nn.Module, *, way: str = "vendor", group: dist.ProcessGroup | None = None, key: str = "fsdp") -> StepTrial:
+def fsdp(
+    model: nn.Module,
+    *,
+    way: str = "vendor",
+    group: dist.ProcessGroup | None = None,
+    key: str = "fsdp",
+    spare_bytes: int = 0,
+) -> StepTrial:
     """Let every module of `model` that fully_shard was applied to communicate by weft. Once, before the first step.
 
-    way: vendor or copy_engine, with +ctas=N, for all steps, or auto, for which the first steps take WAYS in turn; streams and
-    their priority are fully_shard's. vendor is the default, since nothing was faster where it was measured, and what auto chose
-    was slower (docs/concurrent.md). group: the ranks that agree on it; default: the default group. key: names this model in
-    weft.concurrent_choices. What is returned has the way that steps take now.
+    way: vendor or copy_engine, with +ctas=N, +ahead=N (groups gathered ahead in forward) and +keep (gathered once a step, not
+    twice), for all steps, or auto, for which the first steps take WAYS in turn; streams and their priority are fully_shard's.
+    group: the ranks that agree on it; default: the default group. key: names this model in weft.concurrent_choices.
+    spare_bytes: what gathered parameters may take more of this device's memory than fully_shard has them take: auto tries KEPT
+    where all of them fit into it; the same on every rank. What is returned has the way that steps take now.
     Raises ValueError for a model without such a module, or on no device yet, and for another way.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -46,11 +58,11 @@ def fsdp(model: nn.Module, *, way: str = "vendor", group: dist.ProcessGroup | No
     device = next(model.parameters()).device
     if device.type == "meta":
         raise ValueError("model is on the meta device; materialise it first")
-    specs = ways_of(way, _tried(model), without=_FSDP_DECIDES)
+    specs = ways_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES)
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
-    steps = _Steps(StepTrial(key, specs, device, group))
-    model.register_forward_pre_hook(steps.forward)
+    steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded))
+    model.register_forward_pre_hook(steps.forward, prepend=True)
     gather, scatter = _AllGather(steps), _ReduceScatter(steps)
     for module in sharded:
         module.set_custom_all_gather(gather)
@@ -58,23 +70,28 @@ def fsdp(model: nn.Module, *, way: str = "vendor", group: dist.ProcessGroup | No
     return steps.trial
 
 
-def _tried(model: nn.Module) -> tuple[str, ...]:
-    """WAYS. A communicator of its own is tried where parameters are sharded over all ranks: those of a part of them may not be
-    able to make one (weft.controls.nccl_group)."""
-    meshes = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+def _tried(model: nn.Module, spare_bytes: int) -> tuple[str, ...]:
+    """WAYS, and KEPT where they fit. A communicator of its own is tried where parameters are sharded over all ranks: those of a
+    part of them may not be able to make one (weft.controls.nccl_group)."""
+    sharded = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    meshes = [parameter.device_mesh for parameter in sharded]
     whole = all(mesh.ndim == 1 and mesh.size() == dist.get_world_size() for mesh in meshes)
-    return tuple(spec for spec in WAYS if whole or not spec.startswith("vendor+ctas"))
+    kept = KEPT if sum(parameter.numel() * parameter.element_size() for parameter in sharded) <= spare_bytes else ()
+    return tuple(spec for spec in WAYS + kept if whole or not spec.startswith("vendor+ctas"))
 
 
 class _Steps:
-    """A step begins with the first gradients that are scattered after a forward pass."""
+    """A step begins with the first gradients that are scattered after a forward pass; its gathers are set before the next. A
+    forward pass without gradients is fully_shard's own: kept parameters would be stale once the optimizer has changed them."""
 
-    def __init__(self, trial: StepTrial) -> None:
-        self.trial = trial
+    def __init__(self, trial: StepTrial, gathered: Gathered) -> None:
+        self.trial, self._gathered = trial, gathered
         self._fresh = False
 
     def forward(self, module: nn.Module, args: Any) -> None:
-        self._fresh = self._fresh or torch.is_grad_enabled()
+        trains = torch.is_grad_enabled()
+        self._fresh = self._fresh or trains
+        self._gathered.take(self.trial.way if trains else PLAIN)
 
     def scatter(self) -> None:
         if self._fresh:

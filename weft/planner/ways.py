@@ -45,8 +45,10 @@ _SLOWER_MOVING, _SLOWER_REDUCING = 1.0, 1.2
 """Collectives by copy engines against the vendor's: 64 and 512 MiB took 0.76 to 0.95 on 2 x H200, with sums 0.9 to 1.5."""
 _SLOWER_PULLING = 1.25
 """A pull reaches 235 GB/s on 8 x H200 where pushes from one stream reach 295."""
-_FLAGS = ("late", "priority", "pull")
-_NUMBERS = ("ctas", "left", "resident")
+_FLAGS = ("late", "priority", "pull", "keep")
+_NUMBERS = ("ctas", "left", "resident", "ahead")
+SHARDED = ("ahead", "keep")
+"""What a way says about parameters that are gathered and freed again: fully_shard's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class Way:
     transport: who moves the bytes; "none": collectives first, then computation. late: collectives are enqueued after the
     computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
     blocks of their kernels (of copy engines: of the sums), 0 for their own choice. left: SMs that vendor GEMMs leave free.
-    resident: blocks an SM that named kernels keep to, 0 for what they have.
+    resident: blocks an SM that named kernels keep to, 0 for what they have. Of sharded parameters: ahead, groups whose gathers
+    are enqueued before the one at hand computes, 0 for as fully_shard does; keep, gathered once a step, for both passes.
 
     >>> print(Way(priority=True, ctas=16))
     vendor+priority+ctas=16
@@ -69,6 +72,8 @@ class Way:
     ctas: int = 0
     left: int = 0
     resident: int = 0
+    ahead: int = 0
+    keep: bool = False
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -106,7 +111,7 @@ def parse(spec: str) -> Way:
     """The Way that prints as `spec`. Raises ValueError with the grammar.
 
     >>> parse("copy_engine+priority+left=8")
-    Way(transport='copy_engine', late=False, priority=True, pull=False, ctas=0, left=8, resident=0)
+    Way(transport='copy_engine', late=False, priority=True, pull=False, ctas=0, left=8, resident=0, ahead=0, keep=False)
     """
     name, *words = spec.split("+")
     transports: dict[str, Transport] = {"sequential": "none", "vendor": "vendor", "copy_engine": "copy_engine"}
@@ -119,7 +124,7 @@ def parse(spec: str) -> Way:
     if name not in transports:
         raise ValueError(
             f"way is {spec!r}; use auto, sequential, or vendor or copy_engine with any of "
-            "+late, +priority, +pull, +ctas=N, +left=N, +resident=N"
+            "+late, +priority, +pull, +ctas=N, +left=N, +resident=N; under fully_shard also +ahead=N, +keep"
         )
     return Way(transport=transports[name], **options)  # type: ignore[arg-type]
 

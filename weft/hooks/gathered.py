@@ -1,0 +1,58 @@
+"""When fully_shard gathers the parameters of a group, and how long they stay: what a way says of it, set on the model.
+
+    ahead=0    gather 0 | compute 0 | gather 1 is enqueued when the host comes to group 1, so waits for a host that is late
+    ahead=1    gather 0, gather 1 | compute 0 | gather 2 | compute 1 ...
+
+Each group ahead takes room for its parameters, gathered. keep: a group's parameters are gathered once a step, not twice, and
+take that room from its forward pass to its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from weft.planner.ways import Way
+
+
+class Gathered:
+    """The sharded modules of one model. The first forward pass shows in which order they come."""
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self._came: dict[Any, None] = {}
+        self._notes = [module.register_forward_pre_hook(self._note) for module in modules]
+        self._freed: tuple[Any, ...] = ()
+        self._taken: tuple[int, bool] = (0, False)
+
+    def _note(self, module: Any, args: Any) -> None:
+        self._came.setdefault(module)
+
+    def take(self, way: Way) -> None:
+        """Before a forward pass: from here on as the way has it. Before the first one nothing can be said."""
+        if self._came and self._notes:
+            self._know()
+        if not self._notes and self._taken != (way.ahead, way.keep):
+            self._set(way)
+
+    def _know(self) -> None:
+        for note in self._notes:
+            note.remove()
+        self._notes = []
+        self._freed = tuple(module for module in self._came if _freed_after_forward(module))
+
+    def _set(self, way: Way) -> None:
+        order = list(self._came)
+        for at, module in enumerate(order):
+            module.set_modules_to_forward_prefetch(order[at + 1 : at + 1 + way.ahead])
+        for module in self._freed:
+            module.set_reshard_after_forward(not way.keep, recurse=False)
+        self._taken = way.ahead, way.keep
+
+
+def _freed_after_forward(module: FSDPModule) -> bool:
+    """Whether a module's parameters go back to the shards that they had. Other meshes, and roots, are left as they are."""
+    state: Any = module._get_fsdp_state()
+    group = state._fsdp_param_group
+    return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh
