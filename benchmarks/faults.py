@@ -16,14 +16,17 @@ the victim is merely slow, or where this rank needed nothing more of it. (Where 
 which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
 
 Then all ranks that live call `weft.close()`, those without a killed one make a process group of their own, and call the
-operator rightly again. Afterwards no process and no segment of shared memory is left.
+operator rightly again. Afterwards no process and no segment of shared memory is left. Each rank looks for its own segments
+while it lives, and the campaign for those of the dead: so campaigns beside each other, with seeds of their own, do not mix.
 
     python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
     python benchmarks/faults.py --device cuda --trials 100
     python benchmarks/faults.py --only 'direct_store kill' --seed 7
 
 On GPUs a step is one that the victim's host enqueues. Traps: a rank that is stopped holds its CPU lock, if any: so results are
-compared after it goes on. A kill that comes after the victim's last step is no fault for this call; the next call is told.
+compared after it goes on. A kill that comes after the victim's last step is no fault for this call; the next call is told. What
+a dead rank left is removed by whichever team starts next, that of a campaign beside this one, too. The bound is real time: a
+machine that is full makes ranks late.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ from calls import Case, Work
 import weft
 from weft.errors import WeftError
 from weft.execute.ranks import RankFailed, Ranks
-from weft.memory import SHM
+from weft.execute.versions import versions
+from weft.memory import PREFIX, SHM
 from weft.problem import LOOKUP_OPS
 
 BOUND_S, GRACE_S = 1.0, 5.0
@@ -83,11 +87,12 @@ class Trial:
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """What one rank saw: the error, or nothing where all its calls were right; seconds from the fault on; whether it could go
-    on afterwards."""
+    on afterwards; its segments of shared memory after that."""
 
     error: str
     seconds: float
     again: bool
+    left: tuple[str, ...] = ()
 
 
 class Planted(MemoryError):
@@ -140,7 +145,7 @@ def suffer(trial: Trial, folder: str) -> Told:
         error = f"{type(told).__name__}: {told}"
     seconds = time.monotonic() - begun
     again = _again(trial, folder, on)
-    return Told(error=error, seconds=seconds, again=again)
+    return Told(error=error, seconds=seconds, again=again, left=_segments(os.getpid()))
 
 
 def _next(trial: Trial, now: bool, call: int, on: torch.device) -> Work:
@@ -250,10 +255,11 @@ def judged(trial: Trial) -> dict[str, Any]:
             pool.close(grace_s=3)
     wrong = broken or _wrong(trial, told)
     alive = [process.pid for process in pool.processes if process.is_alive()]
-    left = [path.name for process in pool.processes for path in SHM.glob(f"weft-{process.pid}-*")]
+    left = [name for process in pool.processes if process.pid for name in _segments(process.pid)]
     if not wrong and (left or alive):
         wrong = f"left: segments {left}, processes {alive}"
-    errors = {rank: answer.error for rank, answer in enumerate(told) if answer}
+    # Of what is right, a line keeps the errors' names alone.
+    errors = {rank: answer.error if wrong else answer.error.partition(":")[0] for rank, answer in enumerate(told) if answer}
     return {
         "bench": "faults",
         **asdict(trial),
@@ -262,6 +268,11 @@ def judged(trial: Trial) -> dict[str, Any]:
         "slowest_s": round(max((answer.seconds for answer in told if answer), default=0.0), 3),
         "trial_s": round(time.monotonic() - began, 2),
     }
+
+
+def _segments(pid: int) -> tuple[str, ...]:
+    """Of a process, those that have a name now."""
+    return tuple(path.name for path in SHM.glob(f"{PREFIX}{pid}-*"))
 
 
 def _let_go_on(pool: Ranks, trial: Trial) -> None:
@@ -303,6 +314,8 @@ def _wrong(trial: Trial, told: Sequence[Told | None]) -> str:
             return f"rank {rank} took {answer.seconds:.1f} s"
         if not answer.again:
             return f"rank {rank} could not go on"
+        if answer.left:
+            return f"rank {rank} left {', '.join(answer.left)}"
     others = {rank: answer.error for rank, answer in enumerate(told) if answer and rank != trial.victim}
     for rank, error in others.items():
         if not (_explains(trial, error) or _passed_on(trial, rank, others)):
@@ -339,9 +352,11 @@ def main() -> None:
     options.add_argument("--only", default="", help="words of operator, schedule and fault that a trial must have")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no trial is begun after so long")
     options.add_argument("--json", type=Path)
+    options.add_argument("--commit", default="", help="what the tree is, for the lines")
     arguments = options.parse_args()
     verdicts: Counter[str] = Counter()
     began = time.monotonic()
+    about = {"versions": versions(arguments.device), "commit": arguments.commit}
     ranks = min(4, torch.cuda.device_count()) if arguments.device == "cuda" else 3
     for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split(), ranks):
         if time.monotonic() - began > arguments.budget_s:
@@ -352,7 +367,7 @@ def main() -> None:
             print(f"{trial}: {line['verdict']}", flush=True)
         if arguments.json:
             with arguments.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(line | about) + "\n")
     print(f"{sum(verdicts.values())} trials in {time.monotonic() - began:.0f} s: {dict(sorted(verdicts.items()))}")
     raise SystemExit(any("WRONG" in verdict for verdict in verdicts))
 

@@ -23,8 +23,8 @@ def _trial(fault: str) -> Trial:
     return Trial(op="all_gather_matmul", schedule="sequential", fault=fault, victim=1, step=0, seed=0)
 
 
-def _told(error: str = "", seconds: float = 0.1) -> Told:
-    return Told(error=error, seconds=seconds, again=True)
+def _told(error: str = "", seconds: float = 0.1, left: tuple[str, ...] = ()) -> Told:
+    return Told(error=error, seconds=seconds, again=True, left=left)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,7 @@ def _told(error: str = "", seconds: float = 0.1) -> Told:
         ("slow", [_told(), _told(), _told()], ""),
         ("slow", [_told("WaitTimeout: rank 1"), _told(), _told()], "rank 0 was told 'WaitTimeout: rank 1'"),
         ("late", [_told(seconds=7), _told(), _told()], "rank 0 took 7.0 s"),
+        ("slow", [_told(), _told(), _told(left=("weft-7-1-ab-data",))], "rank 2 left weft-7-1-ab-data"),
         ("differ", [_told("PeerLost: rank 1 died"), _told(), _told()], "rank 0 was told 'PeerLost: rank 1 died'"),
     ],
 )
