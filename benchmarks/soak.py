@@ -360,9 +360,11 @@ def slowest(told: Sequence[Told]) -> tuple[str, float, float, float]:
 
 def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, Any]]:
     """A JSON line for each part, the worst rank's figures, and one for each kind."""
+    settings = {name: value for name, value in asdict(soak).items() if name != "budget_s"}
     for number, part in enumerate(told[0].parts):
         worst = {name: max(one.parts[number].figures[name] for one in told) for name in part.figures}
-        yield {"bench": "soak", "ranks": ranks, **asdict(soak), "calls": part.calls, "seconds": round(part.seconds, 2), **worst}
+        made = {"calls": part.calls, "seconds": round(part.seconds, 2)}
+        yield {"bench": "soak", "ranks": ranks, **settings, **made, **worst}
     for kind, (timed, middle, high) in told[0].pace.items():
         yield {"bench": "soak", "kind": kind, "timed": timed, "median_us": round(middle, 1), "p99_us": round(high, 1)}
 
