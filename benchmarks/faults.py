@@ -15,10 +15,10 @@ Every other rank has to end its calls within the bound and 5 s: with an error th
 the victim is merely slow, or where this rank needed nothing more of it. (Where the victim is late, one that waits for a rank
 which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
 
-Then all ranks that live call `weft.close()`, make a process group of their own if one was killed (or, on GPUs, if NCCL was
-under way), and call the operator rightly again. Afterwards no process and no segment of shared memory is left. Each rank looks
-for its own segments while it lives, and the campaign for those of the dead: so campaigns beside each other, with seeds of their
-own, do not mix.
+Then all ranks that live call `weft.close()`, make a process group of their own where one was killed (on GPUs also where the
+vendor's communicator may have been aborted), and call the operator rightly again. Afterwards no process and no segment of shared
+memory is left. Each rank looks for its own segments while it lives, and the campaign for those of the dead: so campaigns beside
+each other, with seeds of their own, do not mix.
 
     python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
     python benchmarks/faults.py --device cuda --trials 100
@@ -52,7 +52,6 @@ import calls
 import torch
 import torch.distributed as dist
 from calls import Case, Work
-from torch.distributed import distributed_c10d
 
 import weft
 from weft.errors import WeftError
@@ -234,15 +233,12 @@ def _again(trial: Trial, folder: str, on: torch.device) -> bool:
 
 
 def _takes_the_group(trial: Trial) -> bool:
-    """Whether a stuck call ends by the abort of the group's NCCL communicator, which the vendor's collective runs in."""
+    """Whether a stuck call ends by the abort of the group's NCCL communicator: on GPUs, in a collective of the vendor's."""
     return trial.device == "cuda" and trial.schedule == "sequential"
 
 
 def _new_group(trial: Trial, folder: str, on: torch.device, rank: int, size: int) -> None:
-    if _takes_the_group(trial):
-        distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     store = dist.FileStore(str(Path(folder) / "again"), size)  # type: ignore[attr-defined]
     backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
     dist.init_process_group(

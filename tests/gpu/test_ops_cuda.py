@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,6 +225,58 @@ def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
     message, seconds = caught.value.results[0]
     assert message.startswith("PeerLost: rank 1 (process")
     assert seconds < BOUND_S
+
+
+def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
+    """Sequential calls; `victim` does not come to the vendor's collective. What a rank is told, and how soon; then it goes on
+    in another process group."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b = torch.ones(64 * size, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
+    weft.matmul_reduce_scatter(a, b, schedule="sequential")
+    torch.cuda.synchronize()
+    dist.barrier()
+    began, message = time.monotonic(), ""
+    if rank == victim and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == victim:
+        time.sleep(2 * BOUND_S)
+    try:
+        weft.matmul_reduce_scatter(a, b, schedule="sequential")
+        torch.cuda.synchronize()
+    except WeftError as error:
+        message = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    weft.close()
+    dist.destroy_process_group()
+    if how == "late":
+        store = dist.FileStore(again, size)  # type: ignore[attr-defined]
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=here())
+        out = weft.matmul_reduce_scatter(a, b, schedule="sequential")
+        assert float(out.sum()) == 64 * 128 * 64 * size
+        weft.close()
+    assert float((a.float() @ b.float()).sum()) == 64 * size * 128 * 64
+    faulthandler.cancel_dump_traceback_later()
+    return message, seconds
+
+
+@pytest.mark.parametrize("how", ["dies", "late"])
+def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path: Path) -> None:
+    """Nothing but the communicator's end ends that collective: every rank is told in time, and can go on in a new group."""
+    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        ranks.start(_vendor_waits_for, 1, how, str(tmp_path / "again"))
+        if how == "late":
+            told = ranks.finish(timeout_s=60)
+        else:
+            with pytest.raises(RankFailed) as caught:
+                ranks.finish(timeout_s=60)
+            assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
+            told = caught.value.results
+    message, seconds = told[0]
+    assert message.startswith("PeerLost: rank 1 (process" if how == "dies" else "WaitTimeout: rank 0"), message
+    assert seconds < BOUND_S + 3
+    if how == "late":
+        assert told[1][0].startswith("PeerLost: rank 0 failed"), told[1]
 
 
 def _two_streams() -> None:

@@ -90,6 +90,7 @@ class CudaProgram(BoundProgram):
             for rank, _, _, step in schedule
             if rank == self.rank and isinstance(step, Collective)
         }
+        space.has_collectives |= bool(self._vendors)
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
         self._replayable = not (self._vendors or self._sends)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
@@ -353,7 +354,12 @@ class CudaProgram(BoundProgram):
         return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
 
     def _unsent(self) -> Iterator[str]:
-        """The messages that a lane came to last: nothing tells whether they are through."""
+        """The messages that a lane came to last, and collectives: nothing tells whether they are through."""
+        others = ", ".join(f"rank {peer}" for peer in range(self.team.world_size) if peer != self.rank)
+        for rank, lane, at, collective in self.schedule:
+            if rank == self.rank and id(collective) in self._vendors:
+                where = Where(rank, lane.name, at, collective)
+                yield f"{where}: no flag is missing; perhaps not all ranks have begun it ({others})"
         for index, lane in enumerate(self.schedule.ranks[self.rank]):
             position = int(self._progress[index]) - 1
             step = lane.steps[position] if position >= 0 else None

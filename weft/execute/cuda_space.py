@@ -11,6 +11,10 @@ graph capture of another thread.
 
 A graph that replays calls is none that the space could see: after a failure each replay would wait again. So the watch goes on
 releasing until the space is closed, and tells the thread that captured a call last.
+
+A collective of the vendor's waits for its peers by itself, and no word that the space could raise ends it: its communicator has
+to be aborted, which is the caller's. That is done where a schedule here has such a collective and, a while after all else was
+released, the calls under way have not ended, or a captured one may be replayed. The group then serves nobody any more.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from weft.errors import WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group
 from weft.execute.pool import Pool
+from weft.execute.vendor import backend_of
 from weft.team import Team
 
 if TYPE_CHECKING:
@@ -44,6 +49,8 @@ _TICKETS = 1024
 """Events for calls under way at once; a ticket's are used again that many calls later."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
+_RELEASED_S = 1.0
+"""A call that has not ended so long after all its flags were raised waits for a collective."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
 
@@ -82,6 +89,8 @@ class CudaSpace:
         self._tickets = self._seen_done = 0
         self._pending: deque[Pending] = deque()
         self._captured_by: int | None = None
+        self.has_collectives = False
+        """Whether a schedule here has the vendor's collectives."""
         self._releases: dict[int, Callable[[], None]] = {}
         self._releasing = threading.Lock()
         self._stop = threading.Event()
@@ -196,8 +205,18 @@ class CudaSpace:
                 idle += 1
             if (self._pending or idle % _IDLE_TICKS == 0) and not self._look():
                 break
+        released = time.monotonic()
         while not self._stop.wait(_TICK_S):
             self._release_all()
+            if time.monotonic() > released + _RELEASED_S:
+                self._abort_collectives()
+
+    def _abort_collectives(self) -> None:
+        """End the vendor's collectives whose peers do not come."""
+        if self.has_collectives and (self._captured_by is not None or not self.done(self._tickets)):
+            self.has_collectives = False
+            print("weft: aborts the process group, in whose collective a call waits: destroy it", file=sys.stderr, flush=True)
+            backend_of(self.team.group, self.device).abort()
 
     def _look(self) -> bool:
         """False once the team has failed: then everything has been released and said."""
