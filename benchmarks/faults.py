@@ -16,9 +16,9 @@ the victim is merely slow, or where this rank needed nothing more of it. (Where 
 which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
 
 Then all ranks that live call `weft.close()`, make a process group of their own where one was killed (on GPUs also where the
-vendor's communicator may have been aborted), and call the operator rightly again. Afterwards no process and no segment of shared
-memory is left. Each rank looks for its own segments while it lives, and the campaign for those of the dead: so campaigns beside
-each other, with seeds of their own, do not mix.
+vendor's communicator may have been aborted), and call the operator rightly again. Afterwards no process and no segment of
+shared memory is left. Each rank looks for its own segments while it lives, and the campaign for those of the dead: so campaigns
+beside each other, with seeds of their own, do not mix.
 
     python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
     python benchmarks/faults.py --device cuda --trials 100
