@@ -258,6 +258,8 @@ def main() -> None:
     given = options.parse_args()
     if given.minutes == float("inf") and given.trials == 1 << 30:
         options.error("say --minutes or --trials")
+    if given.device == "cuda" and torch.cuda.device_count() < 2:
+        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
     ranks = given.ranks or (min(4, torch.cuda.device_count()) if given.device == "cuda" else 3)
     fuzz = Fuzz(seed=given.seed, first=given.first, trials=given.trials, seconds=60 * given.minutes, device=given.device)
     with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "20"}) as pool:
