@@ -56,13 +56,24 @@ def check_gather(
 
 
 def check_scatter(
-    m: int, n: int, k: int, dtype: torch.dtype, spec: str, seed: int, group: dist.ProcessGroup | None = None, op: str = "sum"
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    spec: str,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+    op: str = "sum",
+    *,
+    batch: int = 1,
 ) -> None:
+    """batch: of m rows each, of which each rank gets the same ones."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    a, b, expected = whole(m, n, k, dtype, seed)
+    a, b, expected = whole(batch * m, n, k, dtype, seed)
     (low, high), (left, right) = split(m, size)[rank], split(k, size)[rank]
-    out = weft.matmul_reduce_scatter(a[:, left:right], b[left:right], group, schedule=spec, op=op)
-    expected = expected[low:high] / (size if op == "avg" else 1)
+    given = a[:, left:right] if batch == 1 else a[:, left:right].view(batch, m, right - left)
+    out = weft.matmul_reduce_scatter(given, b[left:right], group, schedule=spec, op=op, scatter_dim=given.dim() - 2)
+    expected = expected.view(*given.shape[:-1], n)[..., low:high, :] / (size if op == "avg" else 1)
     assert out.shape == expected.shape
     error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
     assert error <= bound(dtype, k, 2 * size, a.double() @ b.double()), (spec, (m, n, k), error)

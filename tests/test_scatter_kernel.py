@@ -35,8 +35,8 @@ def interpreted() -> Iterator[Callable[[int], Ranks]]:
 def _as_kernel(name: str) -> int:
     """New data each call, one rank late to half of them; how often the kernel ran.
 
-    M: more rows than a tile, rows that no rank has as many of, and fewer rows than ranks, some of which wait for nothing of
-    their own."""
+    M: more rows than a tile, rows that no rank has as many of, fewer rows than ranks, some of which wait for nothing of their
+    own, and a batch, whose rows come apart at its multiples."""
     from weft.execute.exchange import FusedExchange
 
     launches, launch = 0, FusedExchange.launch
@@ -48,11 +48,11 @@ def _as_kernel(name: str) -> int:
 
     FusedExchange.launch = counted  # type: ignore[method-assign]
     try:
-        for m, n, k, op in ((37, 20, 19, "sum"), (6, 17, 8, "avg"), (1, 16, 8, "sum")):
+        for m, n, k, op, batch in ((37, 20, 19, "sum", 1), (6, 17, 8, "avg", 1), (1, 16, 8, "sum", 1), (5, 16, 8, "sum", 3)):
             for call in range(3):
                 if call % 2 and dist.get_rank() == 1:
                     time.sleep(0.02)
-                check_scatter(m, n, k, torch.float16, name, call, op=op)
+                check_scatter(m, n, k, torch.float16, name, call, op=op, batch=batch)
     finally:
         FusedExchange.launch = launch  # type: ignore[method-assign]
         weft.close()
@@ -62,7 +62,7 @@ def _as_kernel(name: str) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world_size", "name"), [(2, "one_shot"), (3, "sequential_stores"), (4, "one_shot")])
 def test_the_kernel(interpreted: Callable[[int], Ranks], world_size: int, name: str) -> None:
-    assert set(interpreted(world_size).run(_as_kernel, name)) == {9}
+    assert set(interpreted(world_size).run(_as_kernel, name)) == {12}
 
 
 def _ahead() -> None:

@@ -231,8 +231,8 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     """Sequential calls; `victim` does not come to the vendor's collective. What a rank is told, and how soon; then it goes on
     in another process group."""
     faulthandler.dump_traceback_later(60, exit=True)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    a, b = torch.ones(64 * size, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
+    rank, size, device = dist.get_rank(), dist.get_world_size(), here()
+    a, b = torch.ones(64 * size, 64, device=device).bfloat16(), torch.ones(64, 128, device=device).bfloat16()
     weft.matmul_reduce_scatter(a, b, schedule="sequential")
     torch.cuda.synchronize()
     dist.barrier()
@@ -251,7 +251,7 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     dist.destroy_process_group()
     if how == "late":
         store = dist.FileStore(again, size)  # type: ignore[attr-defined]
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=here())
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
         out = weft.matmul_reduce_scatter(a, b, schedule="sequential")
         assert float(out.sum()) == 64 * 128 * 64 * size
         weft.close()

@@ -45,7 +45,7 @@ import triton.language as tl
 from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import as_words, clear, place, received
-from weft.problem import Problem, Span1D, split
+from weft.problem import Problem, Span1D
 
 COPIES = 3
 _PIECE_BYTES = 16
@@ -164,12 +164,13 @@ def plan(
     device: torch.device,
     sms: int,
 ) -> Plan:
-    """Lay the tiles out: the same on every rank. owned: columns, or rows ("scatter"), that each rank sums, by rank, as
-    weft.problem.split cuts them; of no use for one hop. sms: of the GPU; blocks, where interpreted."""
+    """Lay the tiles out: the same on every rank. owned: columns, or rows ("scatter"), that each rank sums, by rank: as many as
+    the first has, while there are any; of no use for one hop. sms: of the GPU; blocks, where interpreted."""
     scatter = hops == "scatter"
-    assert owned == split(problem.m if scatter else problem.n, problem.world_size), "owners of equal shares"
+    cut, extent = owned[0][1], problem.m if scatter else problem.n
+    assert all(span == (min(r * cut, extent), min(r * cut + cut, extent)) for r, span in enumerate(owned)), "equal shares"
     pieces = 1 if hops == "one" else triton.next_power_of_2(problem.world_size)
-    share = problem.n if hops == "one" else owned[0][1]
+    share = problem.n if hops == "one" else cut
     if scatter:
         shape = tiling(problem, problem.n, 1, multiply, device, sms, height=pieces * share)
         if not multiply and device.type == "cuda":
