@@ -216,13 +216,14 @@ class Drawn:
             indices = torch.randint(0, case.k, (int(offsets[-1]),), generator=self._generator).to(self.on)
             for at, table in enumerate(tables):
                 bags = offsets[at * case.m : (at + 1) * case.m + 1]
-                own = indices[int(bags[0]) : int(bags[-1])]
-                pooled.append(embedding_bag(own, table.double(), bags - bags[0], mode="sum", include_last_offset=True))
+                own = indices[int(bags[0]) : int(bags[-1])].cpu()
+                places = (bags - bags[0]).cpu()
+                pooled.append(embedding_bag(own, table.cpu().double(), places, mode="sum", include_last_offset=True))
             if rank == self.rank:
                 mine = indices, offsets, tables
         assert mine is not None
         self.linear = mine[2]
-        expected = torch.cat(pooled, 1)[slice(*split(case.m, self.size)[self.rank])]
+        expected = torch.cat(pooled, 1)[slice(*split(case.m, self.size)[self.rank])].to(self.on)
         return lambda: weft.embedding_bag_all_to_all(*mine, self.group, schedule=case.schedule), expected
 
 

@@ -211,6 +211,9 @@ def rank_work(fuzz: Fuzz) -> Told:
             called.run()
         except ValueError as refused:
             findings.append(f"{trial}: {type(refused).__name__}: {refused}")
+        except Exception as error:
+            error.add_note(str(trial))
+            raise
         made, compared = made + 1, compared + called.compared
         findings += called.findings
     faulthandler.cancel_dump_traceback_later()
