@@ -47,6 +47,7 @@ from calls import Case, even
 
 import weft
 from weft.execute.ranks import Ranks
+from weft.execute.versions import versions
 from weft.memory import PREFIX, SHM
 
 CHECK_EVERY = 1000
@@ -377,6 +378,7 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
     options.add_argument("--json", type=Path)
+    options.add_argument("--commit", default="", help="what the tree is, for the lines")
     given = options.parse_args()
     on_gpu = given.device == "cuda"
     ranks = given.ranks or (min(4, torch.cuda.device_count()) if on_gpu else 3)
@@ -388,8 +390,9 @@ def main() -> None:
     for line in islice(shown, len(told[0].parts)):
         print(" ".join(f"{key} {line[key]:g}" for key in ("calls", "seconds", *told[0].parts[0].figures)))
     if given.json:
+        about = {"versions": versions(given.device), "commit": given.commit}
         with given.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in shown)
+            file.writelines(json.dumps(line | about) + "\n" for line in shown)
     kind, timed, middle, high = slowest(told)
     print(f"p99 over median at most {high / middle:.2f}: {kind}, {timed} timed, median {middle:.0f} us, p99 {high:.0f} us")
     ratios = [pace[2] / pace[1] for one in told for pace in one.pace.values() if pace[0] >= LEAST_TIMED]
