@@ -69,6 +69,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         points = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
     assert (told["Name"], told["Version"], told["Requires-Python"]) == ("weft", PROJECT["project"]["version"], ">=3.11")
     assert told["License-Expression"] == "Apache-2.0"
+    assert told.get_all("Classifier") == PROJECT["project"]["classifiers"]
     assert "weft = weft.cli:main" in points
 
 
