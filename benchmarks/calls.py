@@ -57,7 +57,7 @@ class Wrong(AssertionError):
 
 def work(case: Case, seed: int, on: torch.device, group: dist.ProcessGroup | None = None) -> Work:
     """This rank's call of a case, and its result. group: default: the world."""
-    return _Drawn(case, seed, on, group).work()
+    return Drawn(case, seed, on, group).work()
 
 
 def check(case: Case, out: torch.Tensor, expected: torch.Tensor, ranks: int) -> None:
@@ -85,10 +85,12 @@ def laid(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     return values
 
 
-class _Drawn:
-    """A case's data on this rank."""
+class Drawn:
+    """A case's data on this rank. linear: what its call reads, and its result is linear in, once `work` has been called."""
 
-    def __init__(self, case: Case, seed: int, on: torch.device, group: dist.ProcessGroup | None) -> None:
+    linear: list[torch.Tensor]
+
+    def __init__(self, case: Case, seed: int, on: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.case, self.on, self.group = case, on, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._generator = torch.Generator().manual_seed(seed)
@@ -131,6 +133,7 @@ class _Drawn:
         low, high = (edge * case.entries for edge in split(case.m, self.size)[self.rank])
         columns = slice(*split(case.n, self.size)[self.rank])
         mine, right = self._entries(a[low:high]), laid(b[:, columns], case.b)
+        self.linear = [mine]
 
         def call() -> torch.Tensor:
             out = weft.all_gather_matmul(
@@ -148,8 +151,10 @@ class _Drawn:
         left, right = a[:, inner], laid(b[inner], case.b)
         if case.op == "matmul_all_reduce":
             mine = laid(left, case.a)
+            self.linear = [mine]
             return lambda: weft.matmul_all_reduce(mine, right, self.group, schedule=case.schedule), whole
         mine, dim = self._entries(left), case.dim if entries > 1 else 0
+        self.linear = [mine]
         low, high = (edge * entries for edge in split(case.m, self.size)[self.rank])
 
         def call() -> torch.Tensor:
@@ -160,6 +165,7 @@ class _Drawn:
     def _rows_exchanged(self) -> Work:
         case, pairs = self.case, self._pairs()
         mine, right = laid(pairs[self.rank][0], case.a), laid(pairs[self.rank][1], case.b)
+        self.linear = [mine]
         rows = slice(*split(case.m, self.size)[self.rank])
         if case.op == "matmul_all_to_all":
             expected = torch.cat([x[rows].double() @ y.double() for x, y in pairs])
@@ -174,11 +180,13 @@ class _Drawn:
         right = laid(b, case.b)
         if case.op == "matmul_all_to_all_columns":
             mine, cols = laid(a, case.a), slice(*split(case.n, self.size)[self.rank])
+            self.linear = [mine]
             expected = torch.cat([(x.double() @ y.double())[:, cols] for x, y in pairs])
             return lambda: weft.matmul_all_to_all(mine, right, self.group, schedule=case.schedule, split_dim=-1), expected
         rows, inner = slice(*split(case.m, self.size)[self.rank]), [slice(*cut) for cut in split(case.k, self.size)]
         beside = torch.cat([x[rows, inner[source]] for source, (x, _) in enumerate(pairs)], 1)
         mine = laid(a[:, inner[self.rank]], case.a)
+        self.linear = [mine]
         options = {"schedule": case.schedule, "gather_dim": -1}
         return lambda: weft.all_to_all_matmul(mine, right, self.group, **options), beside.double() @ b.double()
 
@@ -186,6 +194,7 @@ class _Drawn:
         case = self.case
         given = [self._normal(case.m * self.size) for _ in range(self.size)]
         mine, part = given[self.rank].clone(), slice(*split(case.m * self.size, self.size)[self.rank])
+        self.linear = [mine]
         options = {"group": self.group, "schedule": case.schedule}
         if case.op == "all_gather":
             return lambda: collectives.all_gather(mine, **options), torch.cat(given).double()
@@ -207,12 +216,14 @@ class _Drawn:
             indices = torch.randint(0, case.k, (int(offsets[-1]),), generator=self._generator).to(self.on)
             for at, table in enumerate(tables):
                 bags = offsets[at * case.m : (at + 1) * case.m + 1]
-                own = indices[int(bags[0]) : int(bags[-1])]
-                pooled.append(embedding_bag(own, table.double(), bags - bags[0], mode="sum", include_last_offset=True))
+                own = indices[int(bags[0]) : int(bags[-1])].cpu()
+                places = (bags - bags[0]).cpu()
+                pooled.append(embedding_bag(own, table.cpu().double(), places, mode="sum", include_last_offset=True))
             if rank == self.rank:
                 mine = indices, offsets, tables
         assert mine is not None
-        expected = torch.cat(pooled, 1)[slice(*split(case.m, self.size)[self.rank])]
+        self.linear = mine[2]
+        expected = torch.cat(pooled, 1)[slice(*split(case.m, self.size)[self.rank])].to(self.on)
         return lambda: weft.embedding_bag_all_to_all(*mine, self.group, schedule=case.schedule), expected
 
 

@@ -15,9 +15,10 @@ Every other rank has to end its calls within the bound and 5 s: with an error th
 the victim is merely slow, or where this rank needed nothing more of it. (Where the victim is late, one that waits for a rank
 which itself waits for the victim may reach its bound first: then its error names that rank, and that rank's the victim.)
 
-Then all ranks that live call `weft.close()`, make a process group of their own where one was killed (on GPUs: always), and call
-the operator rightly again. Afterwards no process and no segment of shared memory is left. Each rank looks for its own segments
-while it lives, and the campaign for those of the dead: so campaigns beside each other, with seeds of their own, do not mix.
+Then all ranks that live call `weft.close()`, make a process group of their own where one was killed (on GPUs also where the
+vendor's communicator may have been aborted), and call the operator rightly again. Afterwards no process and no segment of
+shared memory is left. Each rank looks for its own segments while it lives, and the campaign for those of the dead: so campaigns
+beside each other, with seeds of their own, do not mix.
 
     python benchmarks/faults.py --trials 1000 --json benchmarks/results/faults.jsonl
     python benchmarks/faults.py --device cuda --trials 100
@@ -40,7 +41,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -218,23 +219,12 @@ def _strike(fault: str) -> None:
 
 
 def _again(trial: Trial, folder: str, on: torch.device) -> bool:
-    """After an error, ranks that live close, meet, and call rightly again: in a new process group where one was killed, and on
-    GPUs, where a vendor's collective may have been aborted."""
+    """After an error, ranks that live close, meet, and call rightly again; in a new process group, if the old one is lost."""
     size, rank = dist.get_world_size(), dist.get_rank()
     weft.close()
-    if trial.fault == "kill" or on.type == "cuda":
-        dist.destroy_process_group()
-        living = [other for other in range(size) if trial.fault != "kill" or other != trial.victim]
-        store = dist.FileStore(str(Path(folder) / "again"), len(living))  # type: ignore[attr-defined]
-        backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=living.index(rank),
-            world_size=len(living),
-            timeout=timedelta(seconds=20),
-            **options,  # type: ignore[arg-type]
-        )
+    living = [other for other in range(size) if not (trial.fault == "kill" and other == trial.victim)]
+    if len(living) < size or _takes_the_group(trial):
+        _new_group(trial, folder, on, living.index(rank), len(living))
     dist.barrier()
     for call in range(2):
         _right(work(trial, trial.seed + 50 + call, on), on)
@@ -242,13 +232,32 @@ def _again(trial: Trial, folder: str, on: torch.device) -> bool:
     return True
 
 
-def judged(trial: Trial) -> dict[str, Any]:
-    """Run a trial: its line. verdict: "right", or what went wrong."""
+def _takes_the_group(trial: Trial) -> bool:
+    """Whether a stuck call ends by the abort of the group's NCCL communicator: on GPUs, in a collective of the vendor's."""
+    return trial.device == "cuda" and trial.schedule == "sequential"
+
+
+def _new_group(trial: Trial, folder: str, on: torch.device, rank: int, size: int) -> None:
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder) / "again"), size)  # type: ignore[attr-defined]
+    backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=20),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def judged(trial: Trial, suffers: Callable[[Trial, str], Told] = suffer) -> dict[str, Any]:
+    """Run a trial: its line. verdict: "right", or what went wrong. suffers: a rank's part."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         pool = Ranks(trial.ranks, device=trial.device, environment={"WEFT_TIMEOUT_S": str(BOUND_S), "WEFT_CACHE_DIR": ""})
         try:
-            pool.start(suffer, trial, folder)
+            pool.start(suffers, trial, folder)
             if trial.fault == "stop":
                 _let_go_on(pool, trial)
             told, broken = _collected(pool, trial)

@@ -248,7 +248,7 @@ def _guided(name: str, target: Target, seconds: float) -> None:
             print(f"{name}: {wrong}: {kept(name, text)}", flush=True)
             raise AssertionError(wrong)
 
-    atheris.Setup([sys.argv[0], f"-max_total_time={seconds:.0f}", "-max_len=64", "-verbosity=0"], one)
+    atheris.Setup([sys.argv[0], f"-max_total_time={seconds:.0f}", "-max_len=64", "-verbosity=0", "-print_final_stats=1"], one)
     atheris.Fuzz()
 
 

@@ -14,11 +14,13 @@ and every result was right. The exit status says so. 100,000 calls by three rank
     python benchmarks/soak.py --calls 100000 --json benchmarks/results/soak.jsonl
     python benchmarks/soak.py --device cuda --calls 1000000 --budget-s 75
 
-On GPUs each kind is captured in a CUDA graph after an eager call, and a call is then one of BURST replays in a row; its time is
-the burst's, by GPU events. The window moves there, too: graphs are dropped and captured anew.
+On GPUs each kind is captured in a CUDA graph after an eager call. A call is then a replay of one operator, one of BURST in a
+row that the host waits for; of one burst in TIMED_EVERY each call is timed, by GPU events. The window moves there, too: graphs
+are dropped and captured anew.
 
 Traps. Calls of one kind have the same tensors: what flows is memory of weft's, not of the test's. p99 on a busy machine tells
-of the machine. The allocator's first growth is no leak: hence thirds, not ends.
+of the machine. The allocator's first growth is no leak: hence thirds, not ends. A burst that is timed stands behind a kernel
+that spins until the host has enqueued it, or else times would be the host's; its first call is not timed: ranks meet in it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,12 +47,17 @@ from calls import Case, even
 
 import weft
 from weft.execute.ranks import Ranks
+from weft.execute.versions import versions
 from weft.memory import PREFIX, SHM
 
 CHECK_EVERY = 1000
-BURST = 50
+BURST, TIMED_EVERY = 50, 10
+_AHEAD_CYCLES = 4_000_000
+"""Some 2 ms of a spinning kernel: in which a burst is enqueued."""
 SLACK = {"rss_mib": 24.0, "descriptors": 0, "threads": 0, "segments": 0, "torch_mib": 2.0, "driver_mib": 64.0}
 """By figure: how much more the last third of the parts may have than the first."""
+LEAST_TIMED = 100
+"""Calls of a kind, for its 99th percentile to be told."""
 _MIB = 1 << 20
 _ALARM_S = {"cpu": 600, "cuda": 40}
 """A part that takes longer ends the run, with every thread's stack."""
@@ -101,7 +108,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """One rank's story. pace: by kind, calls, median and 99th percentile in us."""
+    """One rank's story. pace: by kind, calls that were timed, median and 99th percentile in us."""
 
     parts: list[Part]
     pace: dict[str, tuple[int, float, float]]
@@ -184,22 +191,22 @@ class Kind:
 class Paces:
     """Times of calls by kind, in memory that is taken at the beginning. The newest of each kind are kept."""
 
-    _KEPT = 512
+    _KEPT = 2048
 
     def __init__(self, catalogue: int) -> None:
         self._us = np.ones((catalogue, self._KEPT), dtype=np.float32)
-        self._made = np.zeros(catalogue, dtype=np.int64)
+        self._timed = np.zeros(catalogue, dtype=np.int64)
 
-    def add(self, kind: int, us: float, count: int = 1) -> None:
-        self._us[kind, (self._made[kind] // count) % self._KEPT] = us
-        self._made[kind] += count
+    def add(self, kind: int, us: float) -> None:
+        self._us[kind, self._timed[kind] % self._KEPT] = us
+        self._timed[kind] += 1
 
-    def told(self, names: Sequence[str], per: int = 1) -> dict[str, tuple[int, float, float]]:
+    def told(self, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
         found: dict[str, tuple[int, float, float]] = {}
-        for kind, made in enumerate(self._made):
-            if made >= per:
-                us = self._us[kind, : min(made // per, self._KEPT)]
-                found[f"{kind} {names[kind]}"] = int(made), float(np.median(us)), float(np.percentile(us, 99))
+        for kind, timed in enumerate(self._timed):
+            if timed:
+                us = self._us[kind, : min(timed, self._KEPT)]
+                found[f"{kind} {names[kind]}"] = int(timed), float(np.median(us)), float(np.percentile(us, 99))
         return found
 
 
@@ -218,6 +225,8 @@ class Rank:
         ]
         self.paces = Paces(len(self.kinds))
         self._graphs: dict[int, None] = {}
+        timed = BURST if self.on.type == "cuda" else 0
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(timed)]
 
     def run(self) -> Told:
         self._through_the_catalogue()
@@ -234,11 +243,7 @@ class Rank:
         for kind in self.kinds:
             kind.forget()
         weft.close()
-        return Told(parts=parts, pace=self.paces.told([str(kind.case) for kind in self.kinds], self._burst))
-
-    @property
-    def _burst(self) -> int:
-        return BURST if self.on.type == "cuda" else 1
+        return Told(parts=parts, pace=self.paces.told([str(kind.case) for kind in self.kinds]))
 
     def _late(self, begun: float) -> bool:
         """Whether any rank's time is up. All ranks are asked at the same places."""
@@ -270,16 +275,27 @@ class Rank:
         if kind.member:
             if not kind.captured:
                 self._capture(number)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(BURST):
-                out = kind.replay()
-            end.record()
-            end.synchronize()
-            self.paces.add(number, begin.elapsed_time(end) * 1e3 / BURST, BURST)
+            out = self._burst(kind) if made // BURST % TIMED_EVERY else self._timed(number)
+            torch.cuda.current_stream().synchronize()
             if made // CHECK_EVERY != (made + BURST) // CHECK_EVERY:
                 kind.check(out)
         return BURST
+
+    def _burst(self, kind: Kind) -> torch.Tensor:
+        for _ in range(BURST):
+            out = kind.replay()
+        return out
+
+    def _timed(self, number: int) -> torch.Tensor:
+        """A burst whose calls are timed, but the first."""
+        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        for mark in self._marks:
+            out = self.kinds[number].replay()
+            mark.record()
+        self._marks[-1].synchronize()
+        for before, after in pairwise(self._marks):
+            self.paces.add(number, before.elapsed_time(after) * 1e3)
+        return out
 
     def _capture(self, number: int) -> None:
         """No more graphs than the window has kinds: the oldest goes. An eager call comes first, and is checked."""
@@ -337,19 +353,21 @@ def leaks(told: Sequence[Told]) -> list[str]:
     ]
 
 
-def slowest(told: Sequence[Told], least: int = 100) -> tuple[str, float, float, float]:
-    """The kind whose 99th percentile is the most times its median, of those with as many calls: (kind, calls, median, p99)."""
-    paces = [(kind, *pace) for one in told for kind, pace in one.pace.items() if pace[0] >= least]
+def slowest(told: Sequence[Told]) -> tuple[str, float, float, float]:
+    """The kind whose 99th percentile is the most times its median, of those timed as often: (kind, times, median, p99)."""
+    paces = [(kind, *pace) for one in told for kind, pace in one.pace.items() if pace[0] >= LEAST_TIMED]
     return max(paces, key=lambda pace: pace[3] / pace[2], default=("none", 0, 1.0, 1.0))
 
 
 def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, Any]]:
     """A JSON line for each part, the worst rank's figures, and one for each kind."""
+    settings = {name: value for name, value in asdict(soak).items() if name != "budget_s"}
     for number, part in enumerate(told[0].parts):
         worst = {name: max(one.parts[number].figures[name] for one in told) for name in part.figures}
-        yield {"bench": "soak", "ranks": ranks, **asdict(soak), "calls": part.calls, "seconds": round(part.seconds, 2), **worst}
-    for kind, (made, middle, high) in told[0].pace.items():
-        yield {"bench": "soak", "kind": kind, "calls": made, "median_us": round(middle, 1), "p99_us": round(high, 1)}
+        made = {"calls": part.calls, "seconds": round(part.seconds, 2)}
+        yield {"bench": "soak", "ranks": ranks, **settings, **made, **worst}
+    for kind, (timed, middle, high) in told[0].pace.items():
+        yield {"bench": "soak", "kind": kind, "timed": timed, "median_us": round(middle, 1), "p99_us": round(high, 1)}
 
 
 def main() -> None:
@@ -360,6 +378,7 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
     options.add_argument("--json", type=Path)
+    options.add_argument("--commit", default="", help="what the tree is, for the lines")
     given = options.parse_args()
     on_gpu = given.device == "cuda"
     ranks = given.ranks or (min(4, torch.cuda.device_count()) if on_gpu else 3)
@@ -371,10 +390,13 @@ def main() -> None:
     for line in islice(shown, len(told[0].parts)):
         print(" ".join(f"{key} {line[key]:g}" for key in ("calls", "seconds", *told[0].parts[0].figures)))
     if given.json:
+        about = {"versions": versions(given.device), "commit": given.commit}
         with given.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in shown)
-    kind, made, middle, high = slowest(told)
-    print(f"p99 over median at most {high / middle:.1f}: {kind}, {made} calls, median {middle:.0f} us, p99 {high:.0f} us")
+            file.writelines(json.dumps(line | about) + "\n" for line in shown)
+    kind, timed, middle, high = slowest(told)
+    print(f"p99 over median at most {high / middle:.2f}: {kind}, {timed} timed, median {middle:.0f} us, p99 {high:.0f} us")
+    ratios = [pace[2] / pace[1] for one in told for pace in one.pace.values() if pace[0] >= LEAST_TIMED]
+    print(f"p99 within 1.5 of the median for {sum(ratio <= 1.5 for ratio in ratios)} of {len(ratios)} kinds on a rank")
     found = leaks(told)
     print("flat" if not found else "\n".join(found))
     raise SystemExit(bool(found))

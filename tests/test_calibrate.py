@@ -77,6 +77,12 @@ def test_a_machine_is_read_off_its_samples() -> None:
     assert made.contention == {"gemm beside copy": 1.1}
 
 
+def test_a_rate_that_rounds_to_nothing_is_kept_as_it_is() -> None:
+    slow = [sample("memory", (4096,), 4096.0) if one.what == "memory" else one for one in samples_of(H200)]
+    made = Profile(H200, slow, world_size=WORLD_SIZE, when="2026-11-21").machine("slow", "a machine that is full")
+    assert made.gpu.hbm_gbps == pytest.approx(0.002)
+
+
 def test_every_number_has_a_source_and_measured_ones_a_spread() -> None:
     made = Profile(H200, samples_of(H200), world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
     assert set(made.sources) == {path for path, _ in machine.numbers(made)}

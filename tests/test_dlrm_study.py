@@ -122,9 +122,12 @@ def test_stored_study_is_up_to_date() -> None:
     assert [each.slices for each in codec.load(tuple[Sliced, ...], STORED["sliced"])] == list(studies.SLICES)
     rows = codec.load(tuple[Sensitivity, ...], STORED["sensitivity"])
     assert [row.path for row in rows] == [None, *(path for path in system.assumed() for _ in range(2))]
-    assert rows[0] == headline(system)
     refused = next(row for row in rows if row.refused)
-    assert refused == headline(system, refused.path, refused.factor)
+    for row, made in ((rows[0], headline(system)), (refused, headline(system, refused.path, refused.factor))):
+        # The last digits of a sum depend on Python: from 3.12 on it keeps what rounding takes away.
+        for name in ("torus", "tree", "operator"):
+            assert getattr(row, name) == pytest.approx(getattr(made, name))
+        assert row.refused == made.refused
     assert "nodes is 128; a fat tree has 2 to 12" in refused.refused
 
 

@@ -14,6 +14,7 @@ from embedding_work import SPECS, Case
 import weft
 
 pytestmark = pytest.mark.ranks
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _gradients() -> None:
@@ -77,6 +78,7 @@ def _compiled_optimizer() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
 def test_compiled_with_an_optimizer(ranks: RankFixture) -> None:
     ranks(2).run(_compiled_optimizer)
 

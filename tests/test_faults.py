@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from faults import FAULTS, Told, Trial, _wrong, drawn, judged
+from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
+
+from weft.execute.bound import Where
+from weft.execute.host import HostProgram
+from weft.schedule import Flag
 
 
 @pytest.mark.ranks
@@ -17,6 +22,29 @@ def test_a_fault_is_told(fault: str) -> None:
     for trial in drawn(2, 11, "cpu", [fault]):
         line = judged(trial)
         assert line["verdict"] == "right", f"{trial}: {line}"
+
+
+def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
+    """So that the lane that waits for them is the first whose bound ends."""
+    wait = HostProgram.wait
+
+    def late(self: HostProgram, flag: Flag, value: int, where: Where) -> None:
+        if where.lane == "blocks":
+            time.sleep(0.2)
+        wait(self, flag, value, where)
+
+    HostProgram.wait = late  # type: ignore[method-assign]
+    try:
+        return suffer(trial, folder)
+    finally:
+        HostProgram.wait = wait  # type: ignore[method-assign]
+
+
+@pytest.mark.ranks
+def test_a_lane_that_waits_for_one_of_its_own_rank_names_the_rank_behind_it() -> None:
+    trial = Trial(op="all_reduce", schedule="copy_engine:1", fault="late", victim=1, step=3, seed=3)
+    line = judged(trial, _blocks_come_late_to_their_waits)
+    assert line["verdict"] == "right", line
 
 
 def _trial(fault: str) -> Trial:

@@ -1,33 +1,51 @@
-"""A newcomer's install: the wheel that setuptools builds of what git tracks works by itself, without the source tree."""
+"""A newcomer's install: the wheel that setuptools builds of what git tracks works by itself, without the source tree. So does
+the one of a source distribution, installed by pip where there is what weft depends on, and nothing of weft."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from email import message_from_string
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from test_project import PROJECT, ROOT, tracked
 
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+NEEDED = ("torch", "triton", "numpy", "simpy", "rich", "typer", "plotly", "atomicshm")
+SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
+
+
+def _built(what: str, tree: Path, out: Path) -> Path:
+    """build_wheel or build_sdist of a tree."""
+    subprocess.run([sys.executable, "-c", BUILD, what, str(out)], cwd=tree, check=True, capture_output=True, timeout=60)
+    (made,) = (path for path in out.iterdir() if path.suffix == (".whl" if what == "build_wheel" else ".gz"))
+    return made
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `make audit` builds it, from a copy of the tracked files, so that nothing else can slip in."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("out")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked files that a build needs, so that nothing else can slip in."""
+    tree = tmp_path_factory.mktemp("tree")
     for path in tracked():
         if path.is_relative_to(ROOT / "weft") or path.name in ("pyproject.toml", "README.md", "LICENSE"):
             copy = tree / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=tree, check=True, capture_output=True, timeout=60)
-    (made,) = out.glob("*.whl")
-    return made
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make audit` builds it."""
+    return _built("build_wheel", tree, tmp_path_factory.mktemp("out"))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +69,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         points = archive.read(info.replace("METADATA", "entry_points.txt")).decode()
     assert (told["Name"], told["Version"], told["Requires-Python"]) == ("weft", PROJECT["project"]["version"], ">=3.11")
     assert told["License-Expression"] == "Apache-2.0"
+    assert told.get_all("Classifier") == PROJECT["project"]["classifiers"]
     assert "weft = weft.cli:main" in points
 
 
@@ -86,3 +105,59 @@ def test_its_data_are_found(unpacked: Path) -> None:
     assert len(machines.split()) == len(list((ROOT / "weft" / "machines").glob("*.json")))
     assert len(presets.split()) == len(list((ROOT / "weft" / "models").glob("*.json")))
     assert int(kinds) >= 3
+
+
+@pytest.fixture(scope="module")
+def from_source(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the source distribution."""
+    out, place = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("source")
+    with tarfile.open(_built("build_sdist", tree, out)) as archive:
+        archive.extractall(place, filter="data")
+    (source,) = place.iterdir()
+    return _built("build_wheel", source, out)
+
+
+@pytest.fixture(scope="module")
+def newcomer(from_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts' folder of an environment of its own. It finds what weft depends on where this one has it."""
+    pytest.importorskip("pip", reason="pip is not installed, so nothing can be installed")
+    place = tmp_path_factory.mktemp("newcomer") / "venv"
+    venv.create(place)
+    (packages,) = place.glob("lib/python*/site-packages")
+    specs = filter(None, map(find_spec, NEEDED))
+    (packages / "needed.pth").write_text("\n".join({str(Path(spec.origin or "").parents[1]) for spec in specs}))
+    install = ("-m", "pip", "--python", str(place), "install", "--quiet", "--no-deps", "--no-index", str(from_source))
+    subprocess.run([sys.executable, *install], check=True, capture_output=True, timeout=60)
+    return place / "bin"
+
+
+def test_a_source_distribution_has_all_that_a_wheel_needs(wheel: Path, from_source: Path) -> None:
+    with zipfile.ZipFile(wheel) as direct, zipfile.ZipFile(from_source) as other:
+        assert sorted(direct.namelist()) == sorted(other.namelist())
+
+
+def _told(newcomer: Path, script: str, *words: str, folder: Path) -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**kept, "CUDA_VISIBLE_DEVICES": "", "WEFT_CACHE_DIR": "", "COLUMNS": "150"}
+    command = [str(newcomer / script), *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.ranks
+def test_a_newcomer_asks_the_doctor_and_runs_a_model(newcomer: Path, tmp_path: Path) -> None:
+    where = _told(newcomer, "python", "-c", "import weft; print(weft.__file__)", folder=tmp_path)
+    assert Path(where.strip()).is_relative_to(newcomer.parent)
+    assert "Nothing is missing" in _told(newcomer, "weft", "doctor", folder=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    text = _told(newcomer, "weft", "run", "config.json", "--ranks", "2", "--tokens", "16", folder=tmp_path)
+    assert "4 sites of one layer on 2 CPU ranks" in text
+    assert "All results are right." in text
+
+
+@pytest.mark.ranks
+def test_a_newcomer_runs_an_example(newcomer: Path, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "02_schedule_by_hand.py", tmp_path)
+    text = _told(newcomer, "python", "02_schedule_by_hand.py", folder=tmp_path)
+    assert "by_hand, chunks=2: all_gather_matmul" in text

@@ -94,7 +94,9 @@ class Profile:
         copied = of(self.samples, "memory")
         (nbytes,) = copied[0].key
         self._say("gpu.hbm_gbps", f"a copy of {nbytes >> 20} MiB, read and write", copied)
-        gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(2e-3 * nbytes / copied[0].median_us, 1))
+        gbps = 2e-3 * nbytes / copied[0].median_us
+        # A small copy on a machine that is full may reach less than what rounds to something.
+        gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(gbps, 1) or gbps)
         return self._with_power(self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu))))
 
     def _with_power(self, gpu: Gpu) -> Gpu:

@@ -365,9 +365,11 @@ class CudaProgram(BoundProgram):
 
     def _unsent(self) -> Iterator[str]:
         """The messages that a lane came to last, and collectives: nothing tells whether they are through."""
+        others = ", ".join(f"rank {peer}" for peer in range(self.team.world_size) if peer != self.rank)
         for rank, lane, at, collective in self.schedule:
             if rank == self.rank and id(collective) in self._vendors:
-                yield f"{Where(rank, lane.name, at, collective)}: no flag is missing; perhaps not all ranks have begun it"
+                where = Where(rank, lane.name, at, collective)
+                yield f"{where}: no flag is missing; perhaps not all ranks have begun it ({others})"
         for index, lane in enumerate(self.schedule.ranks[self.rank]):
             position = int(self._progress[index]) - 1
             step = lane.steps[position] if position >= 0 else None

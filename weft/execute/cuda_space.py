@@ -50,6 +50,8 @@ _TICKETS = 1024
 """Events for calls under way at once; a ticket's are used again that many calls later."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
+_ABORTED_S = 5.0
+"""How long a team that closes waits for NCCL to be through with an abort."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
 _IDLE_TICKS = 25
@@ -94,6 +96,7 @@ class CudaSpace:
         self._captured_by: int | None = None
         self.has_collectives = False
         """Whether a schedule here has the vendor's collectives."""
+        self._abort: threading.Thread | None = None
         self._releases: dict[int, Callable[[], None]] = {}
         self._releasing = threading.Lock()
         self._stop = threading.Event()
@@ -219,7 +222,10 @@ class CudaSpace:
         if self.has_collectives and (self._captured_by is not None or not self.done(self._tickets)):
             self.has_collectives = False
             print("weft: aborts the process group, in whose collective a call waits: destroy it", file=sys.stderr, flush=True)
-            backend_of(self.team.group, self.device).abort()
+            # Not here: the kernels end at once, but while a CUDA graph holds collectives of it, NCCL does not return.
+            abort = backend_of(self.team.group, self.device).abort
+            self._abort = threading.Thread(target=abort, name=f"weft-abort-{self.team.rank}", daemon=True)
+            self._abort.start()
 
     def _look(self) -> bool:
         """False once the team has failed: then everything has been released and said."""
@@ -260,6 +266,8 @@ class CudaSpace:
         self._stop.set()
         if self._watch is not threading.current_thread():
             self._watch.join()
+        if self._abort:
+            self._abort.join(_ABORTED_S)
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
         for stream in (self.rescue, *self._streams.values()):

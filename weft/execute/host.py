@@ -153,6 +153,7 @@ class HostProgram(BoundProgram, Device):
         self._segments = dict(zip(self.team.near, self.team.allocate(8 * (self.words_needed + 1)), strict=True))
         self._words = {rank: segment.words(0, self.words_needed + 1) for rank, segment in self._segments.items()}
         self._meetings = 0
+        self._waiting: dict[str, Callable[[], str]] = {}
         if self.team.nodes and space.wire is None:
             space.wire = HostWire(self.team)
 
@@ -184,11 +185,21 @@ class HostProgram(BoundProgram, Device):
         return [segment.address for segment in segments], own.matrix(0, 1, nbytes, torch.uint8)[0]
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
+        """Bounded. What is told names what the other lanes wait for, too: this one may wait for one of them."""
         words, slot = self._words[flag.rank], self.slots[flag]
-        self.team.until(
-            lambda: words.load(slot) >= value,
-            lambda: f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self.raiser(flag)}",
-        )
+
+        def missing() -> str:
+            return f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self.raiser(flag)}"
+
+        def explain() -> str:
+            others = [other() for lane, other in tuple(self._waiting.items()) if lane != where.lane]
+            return "\n".join((missing(), *others))
+
+        self._waiting[where.lane] = missing
+        try:
+            self.team.until(lambda: words.load(slot) >= value, explain)
+        finally:
+            del self._waiting[where.lane]
 
     def signal(self, flag: Flag, value: int) -> None:
         self._words[flag.rank].store(self.slots[flag], value)

@@ -1,0 +1,293 @@
+"""Is any call right, of operators, extents, layouts, dtypes, streams and graphs that nobody chose, for as long as one likes?
+
+Trials, one after the other, the same on every rank; each is drawn from a seed and its number, by which it can be had again. A
+trial is a kind of call (benchmarks/calls.py), by any family and chunk count, in the world or in a second group of the same
+ranks, and it is called by each of these ways, in an order of its own:
+
+    eager     twice: the second call finds its tensors where they lay, and GPUs replay it
+    stream    on a stream of its own; the caller's stream waits for it
+    graph     captured, and replayed REPLAYS times
+
+CPUs have the first alone. Before each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. And before each
+call what the result is linear in is multiplied in place, by -1, -1/2 and 2 in turn, so that what one of the last two calls left
+is wrong now. Every result is compared with float64. tests/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
+
+    python benchmarks/fuzz.py --minutes 10 --seed 2 --json benchmarks/results/fuzz.jsonl
+    python benchmarks/fuzz.py --device cpu --ranks 3 --minutes 1
+    python benchmarks/fuzz.py --seed 2 --first 417 --trials 1       that trial again
+
+A run's line tells its minutes, and those that the file's lines of the same device have together: an hour of GPUs may be many
+runs.
+
+Traps. The extents are new in each trial, so kernels are compiled, and programs dropped and made, all the time: calls a second
+tell nothing. A trial that takes longer than ALARM_S ends the run, with every thread's stack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import calls
+import torch
+import torch.distributed as dist
+from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
+
+from weft.execute.ranks import Ranks
+from weft.execute.versions import versions
+from weft.schedules import FAMILIES, spec
+
+Way = Literal["eager", "stream", "graph"]
+WAYS: dict[str, tuple[Way, ...]] = {"cpu": ("eager",), "cuda": ("eager", "stream", "graph")}
+REPLAYS = 4
+FACTORS = (-1.0, -0.5, 2.0)
+MOST = {"cpu": 80, "cuda": 2048}
+"""By device: the largest extent."""
+ALARM_S = {"cpu": 300, "cuda": 45}
+_HELD_UP_S, _CYCLES_A_SECOND = 2e-3, 1.98e9
+_ASK_EVERY = 8
+"""Trials, until all ranks ask each other whether time is up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fuzz:
+    """A run. first: number of the first trial. seconds: no trial is begun after so long."""
+
+    seed: int = 1
+    first: int = 0
+    trials: int = 1 << 30
+    seconds: float = float("inf")
+    device: str = "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """second: in the second group. seed: of the data, and of who is held up."""
+
+    number: int
+    case: Case
+    ways: tuple[Way, ...]
+    second: bool
+    seed: int
+
+    def __str__(self) -> str:
+        return f"trial {self.number}, {self.case}, {'second group, ' if self.second else ''}by {', '.join(self.ways)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One rank's story. calls: results that were compared. findings: what was wrong, with the trial."""
+
+    trials: int
+    calls: int
+    seconds: float
+    findings: tuple[str, ...]
+
+
+def drawn(fuzz: Fuzz, number: int, world_size: int) -> Trial:
+    """The trial with this number, the same on every rank."""
+    generator = random.Random(f"{fuzz.seed} {number}")
+    op, name = generator.choice(EVERY)
+    chunked = FAMILIES[name].chunked and generator.random() < 0.5
+    case = Case(
+        op=op,
+        schedule=spec(name, generator.choice((1, 2, 3, 8))) if chunked else name,
+        m=_extent(generator, fuzz.device, 0),
+        n=_extent(generator, fuzz.device, 0),
+        k=_extent(generator, fuzz.device, 1),
+        dtype=generator.choice(sorted(DTYPES)),
+        a=generator.choice(LAYOUTS),
+        b=generator.choice(LAYOUTS),
+        entries=generator.choice((1, 1, 2, 3)),
+        dim=generator.randrange(2),
+    )
+    ways = WAYS[fuzz.device]
+    return Trial(
+        number=number,
+        case=even(case, world_size),
+        ways=tuple(generator.sample(ways, len(ways))),
+        second=generator.random() < 0.3,
+        seed=generator.randrange(1 << 30),
+    )
+
+
+def _extent(generator: random.Random, device: str, least: int) -> int:
+    """A small one, one that tiles fit or that TMA can load, or any."""
+    kind, most = generator.random(), MOST[device]
+    if kind < 0.3:
+        return generator.randint(least, 40)
+    return 8 * generator.randint(1, most // 8) if kind < 0.8 else generator.randint(least, most)
+
+
+class Called:
+    """A trial's call on this rank, with operands that change from call to call."""
+
+    def __init__(self, trial: Trial, on: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.trial, self.on = trial, on
+        data = Drawn(trial.case, trial.seed, on, group)
+        self.call, self._expected = data.work()
+        self._operands, self._factor = data.linear, 1.0
+        self._holds = random.Random(trial.seed)
+        self.compared, self.findings = 0, list[str]()
+
+    def run(self) -> None:
+        """Every way, in the trial's order. What is wrong is noted and no more: other ranks may be right, and go on."""
+        for way in self.trial.ways:
+            for call in getattr(self, f"_{way}")():
+                self._compare(way, call)
+
+    def _eager(self) -> Iterator[Callable[[], torch.Tensor]]:
+        return iter((self.call, self.call))
+
+    def _stream(self) -> Iterator[Callable[[], torch.Tensor]]:
+        def call() -> torch.Tensor:
+            caller, own = torch.cuda.current_stream(), torch.cuda.Stream()
+            own.wait_stream(caller)
+            with torch.cuda.stream(own):
+                out = self.call()
+            caller.wait_stream(own)
+            out.record_stream(caller)
+            return out
+
+        return iter((call,))
+
+    def _graph(self) -> Iterator[Callable[[], torch.Tensor]]:
+        """An eager call comes first: a graph can capture a call after one of the same sizes."""
+        yield self.call
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = self.call()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        for _ in range(REPLAYS):
+            yield replay
+        torch.cuda.synchronize()
+
+    def _compare(self, way: Way, call: Callable[[], torch.Tensor]) -> None:
+        factor = FACTORS[self.compared % len(FACTORS)]
+        for operand in self._operands:
+            operand.mul_(factor)
+        self._factor *= factor
+        self._hold_up()
+        out = call()
+        self.compared += 1
+        try:
+            calls.check(self.trial.case, out, self._expected * self._factor, dist.get_world_size())
+        except Wrong as wrong:
+            self.findings.append(f"{self.trial}: call {self.compared}, {way}: {wrong}")
+
+    def _hold_up(self) -> None:
+        """The same is drawn on every rank, and one of them waits."""
+        rank, seconds = self._holds.randint(-1, dist.get_world_size() - 1), self._holds.random() * _HELD_UP_S
+        if rank != dist.get_rank():
+            return
+        if self.on.type == "cuda":
+            torch.cuda._sleep(int(seconds * _CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
+        else:
+            time.sleep(seconds)
+
+
+def rank_work(fuzz: Fuzz) -> Told:
+    """One rank of a run. What is wrong or refused is noted, and the next trial begun; other errors end the run."""
+    on = torch.device(fuzz.device, dist.get_rank()) if fuzz.device == "cuda" else torch.device("cpu")
+    second = dist.new_group()
+    begun, made, compared, findings = time.monotonic(), 0, 0, list[str]()
+    while made < fuzz.trials and not (made % _ASK_EVERY == 0 and _late(time.monotonic() - begun > fuzz.seconds)):
+        faulthandler.dump_traceback_later(ALARM_S[fuzz.device], exit=True)
+        trial = drawn(fuzz, fuzz.first + made, dist.get_world_size())
+        called = Called(trial, on, second if trial.second else None)
+        try:
+            called.run()
+        except ValueError as refused:
+            findings.append(f"{trial}: {type(refused).__name__}: {refused}")
+        except Exception as error:
+            error.add_note(str(trial))
+            raise
+        made, compared = made + 1, compared + called.compared
+        findings += called.findings
+    faulthandler.cancel_dump_traceback_later()
+    return Told(trials=made, calls=compared, seconds=time.monotonic() - begun, findings=tuple(findings))
+
+
+def _late(mine: bool) -> bool:
+    """Whether any rank's time is up. All ranks are asked at the same places."""
+    late = torch.tensor([float(mine)])
+    dist.all_reduce(late, op=dist.ReduceOp.MAX)
+    return bool(late)
+
+
+def line(fuzz: Fuzz, told: Sequence[Told], so_far: float) -> dict[str, Any]:
+    """A run's. so_far: minutes of earlier runs on such a device."""
+    minutes = max(one.seconds for one in told) / 60
+    return {
+        "bench": "fuzz",
+        "ranks": len(told),
+        **{name: value for name, value in asdict(fuzz).items() if name not in ("seconds", "trials")},
+        "trials": told[0].trials,
+        "calls": told[0].calls,
+        "minutes": round(minutes, 2),
+        "minutes_so_far": round(so_far + minutes, 2),
+        "findings": [f"rank {rank}: {what}" for rank, one in enumerate(told) for what in one.findings],
+    }
+
+
+def minutes(path: Path, device: str) -> float:
+    """Of all runs of a file on such a device."""
+    texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return sum(run["minutes"] for run in map(json.loads, texts) if run["bench"] == "fuzz" and run["device"] == device)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--minutes", type=float, default=float("inf"))
+    options.add_argument("--trials", type=int, default=1 << 30)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--first", type=int, default=0, help="the first trial's number")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
+    options.add_argument("--json", type=Path)
+    options.add_argument("--commit", default="", help="what the tree is, for the line")
+    given = options.parse_args()
+    if given.minutes == float("inf") and given.trials == 1 << 30:
+        options.error("say --minutes or --trials")
+    if given.device == "cuda" and torch.cuda.device_count() < 2:
+        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
+    ranks = given.ranks or (min(4, torch.cuda.device_count()) if given.device == "cuda" else 3)
+    fuzz = Fuzz(seed=given.seed, first=given.first, trials=given.trials, seconds=60 * given.minutes, device=given.device)
+    with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "20"}) as pool:
+        told = pool.run(rank_work, fuzz, timeout_s=86_400)
+    found = line(fuzz, told, minutes(given.json, given.device) if given.json else 0.0)
+    if given.json:
+        about = {"versions": versions(given.device), "commit": given.commit}
+        with given.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found | about) + "\n")
+    for what in found["findings"][:20]:
+        print(what)
+    print(" ".join(f"{name} {found[name]}" for name in ("trials", "calls", "minutes", "minutes_so_far")), end=", ")
+    print(f"{len(found['findings'])} findings, {_families(fuzz, found, ranks)}")
+    raise SystemExit(bool(found["findings"]))
+
+
+def _families(fuzz: Fuzz, found: dict[str, Any], ranks: int) -> str:
+    """How many operators, by how many families, the trials had."""
+    seen = Counter(
+        (case.op, case.schedule.partition(":")[0])
+        for number in range(fuzz.first, fuzz.first + found["trials"])
+        for case in (drawn(fuzz, number, ranks).case,)
+    )
+    return f"{len(seen)} of {len(EVERY)} operators by family"
+
+
+if __name__ == "__main__":
+    main()
