@@ -101,3 +101,43 @@ def _decoded() -> tuple[list[int], list[int]]:
 @pytest.mark.ranks
 def test_a_step_of_decoding_reads_weights_by_one_matmul(ranks: RankFixture) -> None:
     assert ranks(2).run(_decoded) == [([10], [6, 2, 2])] * 2
+
+
+def _trained() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """(shapes of what two steps of training lay side by side, the same for a copy of the model, whose weights lie apart)."""
+    torch.manual_seed(0)
+    alone = Attention()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model: Any = copy.deepcopy(alone)
+    parallelize_module(model, mesh, {"": weft.SharedInput(["q", "k", "v"], argument="x", schedule="shard_p2p")})
+    seen: list[list[tuple[int, ...]]] = []
+    cat = torch.cat
+    for each in (model, copy.deepcopy(model)):
+        seen.append([])
+        torch.cat = lambda parts, *rest, cat=cat: (seen[-1].append(tuple(parts[0].shape)), cat(parts, *rest))[1]  # type: ignore[assignment]
+        try:
+            _two_steps(each, copy.deepcopy(alone))
+        finally:
+            torch.cat = cat
+    return [shape for shape in seen[0] if shape == (6, 8)], [shape for shape in seen[1] if shape == (6, 8)]
+
+
+def _two_steps(model: Any, alone: Attention) -> None:
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for seed in range(2):
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        mine = x.detach().chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
+        for each, given in ((model, mine), (alone, x)):
+            each(given).square().sum().backward()
+        torch.testing.assert_close(mine.grad, x.grad.chunk(2, 1)[dist.get_rank()])  # type: ignore[union-attr]
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.ranks
+def test_a_backward_copies_no_weights(ranks: RankFixture) -> None:
+    """One copy for each step where weights lie apart, none where they lie side by side."""
+    assert ranks(2).run(_trained) == [([], [(6, 8)] * 2)] * 2

@@ -171,8 +171,23 @@ def _side_by_side(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 def _side_by_side_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Its transpose. Of transposed weights their rows are copied as they lie, not element by element across."""
     if len(matrices) > 1 and _is_transposed(matrices[0]):
-        return torch.cat([matrix.t() for matrix in matrices])
+        return _one_below_another([matrix.t() for matrix in matrices])
     return _side_by_side(matrices).t()
+
+
+def _one_below_another(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One matrix of their rows; without a copy if they lie so in one storage."""
+    first = matrices[0]
+    if torch.compiler.is_compiling() or any(type(matrix) is not torch.Tensor for matrix in matrices):
+        return torch.cat(list(matrices))
+    end = first.storage_offset()
+    for matrix in matrices:
+        shared = matrix.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not shared or matrix.storage_offset() != end or not matrix.is_contiguous() or matrix.dtype != first.dtype:
+            return torch.cat(list(matrices))
+        end += matrix.numel()
+    rows = sum(matrix.shape[0] for matrix in matrices)
+    return first.as_strided((rows, first.shape[1]), first.stride())
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:

@@ -1,11 +1,14 @@
-"""Weights of linears that read one input, side by side in memory, so that a step of decoding reads them by one matmul.
+"""Weights of linears that read one input, side by side in memory: one matmul in a step of decoding, no copy in a backward.
 
     whole [n, K]    rows of q's weight, then k's, then v's
     the weights     parts of that memory, each a tensor with a storage of its own
 
 With few rows a matmul takes as long as its weights take to be read, and a small one (K and V of grouped queries) hardly longer
-than its launch. Each weight has its own storage since checkpoints and FSDP take tensors of one storage for one tensor. Whatever
-gives a weight other memory (`to`, a checkpoint that is assigned, a copy of the module) ends this, and nothing else changes.
+than its launch. The gradient of what several linears have read is a product with all of their weights, which otherwise are
+copied into one matrix for it (0.7 % of a training step of Llama 3 70B on two H200).
+
+Each weight has its own storage since checkpoints and FSDP take tensors of one storage for one tensor. Whatever gives a weight
+other memory (`to`, a checkpoint that is assigned, a copy of the module) ends this, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -50,6 +53,14 @@ class Adjacent:
     def _rows(self, weights: Sequence[Tensor]) -> bool:
         return self._whole is not None and len(self._whole) == sum(len(weight) for weight in weights)
 
+    def parts_of(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The weights as parts of one storage, if they still lie where they were laid; gradients are those of the weights."""
+        whole = self.whole_of(weights)
+        if whole is None:
+            return weights
+        found: Sequence[Tensor] = _Parts.apply(whole, *weights)  # type: ignore[no-untyped-call]
+        return found
+
     def __deepcopy__(self, memo: Any) -> Adjacent:
         return Adjacent()
 
@@ -59,3 +70,16 @@ class Adjacent:
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
     return type(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class _Parts(torch.autograd.Function):
+    """The rows of a whole, of which the weights are other names."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(torch.split(whole, [len(weight) for weight in weights]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *grads

@@ -84,6 +84,8 @@ class Shared:
         decodes = total is None and not torch.is_grad_enabled()
         whole = self.adjacent.whole_of(weights) if decodes and len(members) == len(self.members) else None
         if whole is None:
+            if total is not None and len(members) == len(self.members):
+                weights = [*self.adjacent.parts_of(weights)]
             return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
         (out,) = columns(x, [whole], [None], group, self.how)
         outs = torch.split(out, [len(weight) for weight in weights], -1)
