@@ -24,9 +24,10 @@ from typing import Any
 import simpy
 
 from weft.schedule import Gemm, Part, Reduce, Sum
+from weft.shapes import shape_of
 from weft.sim import staging
 from weft.sim.contention import Time
-from weft.sim.cost import GemmCost, gemm_cost, hbm_us
+from weft.sim.cost import HALF, GemmCost, gemm_cost, hbm_us
 from weft.sim.world import Process, World, ns
 from weft.work import region_bytes
 
@@ -116,12 +117,18 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
     blocks = Blocks(cost.sms, own)
     stores: list[simpy.Event] = []
     end = ready = own
+    whole = sum(cost.tiles) - cost.halves
     # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
     opening = [world.env.process(_opened(world, group.parts[0], time)) for group in groups]
     for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
         now, *inner = yield opened
         ready = max(ready, now)
-        first, last = blocks.take(tiles, _ends(world, rank, group, tiles, cost, (ready, *inner)))
+        uncut, whole = min(tiles, whole), max(0, whole - tiles)
+        first, last = blocks.take(uncut, _ends(world, rank, group, tiles, cost, (ready, *inner)))
+        if uncut < tiles:
+            cut = _ends(world, rank, group, 2 * tiles, cost.slower(HALF), (ready, *inner))
+            begun, last = blocks.take(2 * (tiles - uncut), cut)
+            first = first or begun
         end = max(end, last)
         stores += _finish(world, rank, group, cost.sms, time, first, last)
     yield time.until(end)
@@ -133,6 +140,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
     k, n = step.b.shape
+    own = not all(_plain(part, rank) for part in step.parts)
     return gemm_cost(
         world.machine,
         rows=tuple(group.rows for group in groups),
@@ -142,8 +150,23 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
         sms=world.free_sms[rank],
         accumulate=step.accumulate,
         out_itemsize=4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
-        flags=not all(_plain(part, rank) for part in step.parts),
+        flags=own,
+        shape=shape_of(step) if own and world.machine.gpu.kernel_tiles else None,
+        apart=_apart(world, rank, step),
     )
+
+
+def _apart(world: World, rank: int, step: Gemm) -> float:
+    """How many of the parts that wait start later than those before by more than what the last-level cache keeps of B, which
+    streams through it meanwhile; in shares."""
+    machine = world.machine
+    stored = any(lane.kind == "blocks" for lane in world.schedule.ranks[rank])
+    fixed_us = 0.0 if stored else machine.copies.copy_us + machine.flag_us
+    gbps = machine.stores.rate(machine.stores.sms) if stored else machine.copies.gbps
+    kept_us = machine.gpu.l2_bytes / (machine.gpu.hbm_gbps * 1e3)
+    waiting = [part for part in step.parts if not part.adds and any(gate.at_least for gate in part.gates)]
+    gaps_us = [fixed_us + region_bytes(world.schedule, part.a) / (gbps * 1e3) for part in waiting]
+    return sum(min(1.0, gap_us / kept_us) for gap_us in gaps_us)
 
 
 def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
