@@ -17,6 +17,7 @@ import dataclasses
 from functools import lru_cache
 from typing import NamedTuple
 
+from weft.problem import Problem
 from weft.schedule import Gemm, Part
 
 
@@ -60,6 +61,25 @@ _SENT_BYTES_PER_US = 2.3e5
 """Tiles that all SMs store at peers."""
 _L2_BYTES, _HBM_BYTES_PER_US = 4.0e7, 3.8e6
 _ITEMSIZE = 2
+
+
+EXCHANGED_BYTES = 16
+"""A row of a piece, at least: what a thread stores at once."""
+
+
+def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: int) -> tuple[int, int]:
+    """Rows and columns of a tile of the kernel that multiplies and exchanges (weft.kernels.all_reduce): the one whose tiles fill
+    the SMs best, where the time of a wave is that of streaming its columns of b. width: columns of each of the pieces that a
+    tile has. height: rows of all tiles."""
+    rows = next((size for size in (16, 32, 64) if height <= size), 128)
+    row_tiles = -(-height // rows)
+
+    def streamed(cols: int) -> int:
+        """Columns that a block streams, one wave after the other."""
+        return -(-row_tiles * -(-width // (cols // pieces)) // sms) * cols
+
+    choices = [cols for cols in (128, 64, 32) if cols // pieces * problem.itemsize >= EXCHANGED_BYTES]
+    return rows, min(choices or [128], key=streamed)
 
 
 def tiles_of(part: Part, blocks: Blocks) -> int:

@@ -91,14 +91,15 @@ def gemm_cost(
     accumulate: bool = False,
     out_itemsize: int | None = None,
     flags: bool = False,
+    tiles: Sequence[Tile] = (),
     shape: Blocks | None = None,
     apart: float = 0.0,
 ) -> GemmCost:
-    """The fastest tiling of one kernel over groups of `rows` that share no tile, or that of `shape`.
+    """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: those that it may use, if not the GPU's.
 
     One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
     has a wave of its own. sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits,
-    counts or stores to peers. shape: what weft's own kernel takes, whose row tiles sweep over B in groups of `shape.group`.
+    counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of `shape.group`.
     apart: further sweeps of row tiles that started too late to find in the cache what those before them have read.
     """
     sms = sms or machine.gpu.sms
@@ -108,9 +109,8 @@ def gemm_cost(
     traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
-    tiles = (gpu.kernel_tiles if flags else ()) or gpu.tiles
-    tiles = tuple(tile for tile in tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n)) or tiles
-    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not flags)]
+    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
+    tiles = tiles or (gpu.kernel_tiles if flags else ()) or gpu.tiles
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)

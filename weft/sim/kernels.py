@@ -23,8 +23,9 @@ from typing import Any
 
 import simpy
 
+from weft.machine import Tile
 from weft.schedule import Gemm, Part, Reduce, Sum
-from weft.shapes import shape_of
+from weft.shapes import shape_of, streamed_tile
 from weft.sim import staging
 from weft.sim.contention import Time
 from weft.sim.cost import HALF, GemmCost, gemm_cost, hbm_us
@@ -34,6 +35,10 @@ from weft.work import region_bytes
 SM_GBPS = 50.0
 """What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
 and 512 MiB, in benchmarks/results/dma.jsonl."""
+
+STREAMED, STREAMED_ROW_US = 0.45, 2.5e-3
+"""Of the peak, what the kernel that multiplies and exchanges reaches; and the least that a row of b takes it: its loads are
+not TMA's, and few of them are on their way. Fitted to one_shot and two_shot in all_reduce.jsonl and planner_fit.jsonl."""
 
 
 class Blocks:
@@ -140,7 +145,11 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
     k, n = step.b.shape
-    own = not all(_plain(part, rank) for part in step.parts)
+    gpu, flags = world.machine.gpu, not all(_plain(part, rank) for part in step.parts)
+    shape = shape_of(step) if flags and gpu.kernel_tiles else None
+    tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
+    if gpu.kernel_tiles and _exchanges(world, rank, step):
+        tiles = (_streamed(world, step),)
     return gemm_cost(
         world.machine,
         rows=tuple(group.rows for group in groups),
@@ -150,10 +159,26 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
         sms=world.free_sms[rank],
         accumulate=step.accumulate,
         out_itemsize=4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
-        flags=own,
-        shape=shape_of(step) if own and world.machine.gpu.kernel_tiles else None,
+        flags=flags,
+        tiles=tiles,
+        shape=shape,
         apart=_apart(world, rank, step),
     )
+
+
+def _exchanges(world: World, rank: int, step: Gemm) -> bool:
+    """Whether the kernel that multiplies goes on to exchange and sum (weft.kernels.all_reduce)."""
+    return any(lane.steps[low] is step for lane in world.schedule.ranks[rank] for low, _ in lane.fused)
+
+
+def _streamed(world: World, step: Gemm) -> Tile:
+    """The tile of such a kernel."""
+    problem, gpu = world.schedule.problem, world.machine.gpu
+    size, whole = problem.world_size, world.schedule.name != "two_shot"
+    pieces = 1 if whole else 1 << (size - 1).bit_length()
+    rows, cols = streamed_tile(problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms)
+    full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * STREAMED)
+    return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / STREAMED_ROW_US))
 
 
 def _apart(world: World, rank: int, step: Gemm) -> float:
