@@ -36,6 +36,8 @@ SM_GBPS = 50.0
 """What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
 and 512 MiB, in benchmarks/results/dma.jsonl."""
 
+KEPT = 0.8
+"""Of the last-level cache, what a stream through it leaves to be found again: 512 x 32768 x 6144 in parts on 2 and 4 GPUs."""
 STREAMED, STREAMED_ROW_US = 0.45, 2.5e-3
 """Of the peak, what the kernel that multiplies and exchanges reaches; and the least that a row of b takes it: its loads are
 not TMA's, and few of them are on their way. Fitted to one_shot and two_shot in all_reduce.jsonl and planner_fit.jsonl."""
@@ -183,14 +185,11 @@ def _streamed(world: World, step: Gemm) -> Tile:
 
 def _apart(world: World, rank: int, step: Gemm) -> float:
     """How many of the parts that wait start later than those before by more than what the last-level cache keeps of B, which
-    streams through it meanwhile; in shares."""
-    machine = world.machine
-    stored = any(lane.kind == "blocks" for lane in world.schedule.ranks[rank])
-    fixed_us = 0.0 if stored else machine.copies.copy_us + machine.flag_us
-    gbps = machine.stores.rate(machine.stores.sms) if stored else machine.copies.gbps
-    kept_us = machine.gpu.l2_bytes / (machine.gpu.hbm_gbps * 1e3)
+    streams through it meanwhile; in shares. What brings a part takes its turn, a copy's fixed cost at least."""
+    copies, gpu = world.machine.copies, world.machine.gpu
+    kept_us = KEPT * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
     waiting = [part for part in step.parts if not part.adds and any(gate.at_least for gate in part.gates)]
-    gaps_us = [fixed_us + region_bytes(world.schedule, part.a) / (gbps * 1e3) for part in waiting]
+    gaps_us = [copies.copy_us + region_bytes(world.schedule, part.a) / (copies.gbps * 1e3) for part in waiting]
     return sum(min(1.0, gap_us / kept_us) for gap_us in gaps_us)
 
 
