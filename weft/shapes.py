@@ -45,7 +45,7 @@ SHAPES = (
     Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
 )
 """What GPUs run, the best for large sizes first."""
-HALF_RATE = 0.9
+_HALF_RATE = 0.9
 """Of half tiles, relative to whole ones."""
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
@@ -110,7 +110,7 @@ def _waves(step: Gemm, blocks: Blocks) -> float:
     tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
     by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
     whole = whole_tiles(tiles, _SMS, blocks)
-    waves = -(-whole // _SMS) + (0.5 / HALF_RATE if whole < tiles else 0.0)
+    waves = -(-whole // _SMS) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
     return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
@@ -122,7 +122,7 @@ def _sent_us(step: Gemm, blocks: Blocks) -> float:
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
     now = sent = 0.0
     for first in range(0, total, _SMS):
-        now += tile_us / 2 / HALF_RATE if first >= whole_tiles(total, _SMS, blocks) else tile_us
+        now += tile_us / 2 / _HALF_RATE if first >= whole_tiles(total, _SMS, blocks) else tile_us
         leaving = max(0, min(away - first, _SMS))
         sent = max(sent, now) + leaving * tile_bytes / _SENT_BYTES_PER_US if leaving else sent
     return max(now, sent)
@@ -166,7 +166,7 @@ def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
     ]
     whole = whole_tiles(len(tiles), len(free), blocks)
     timed = [(tile, step_us) for tile in tiles[:whole]]
-    timed += [(tile, step_us / 2 / HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
+    timed += [(tile, step_us / 2 / _HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
     for number, ((part, arrives), column_us) in enumerate(timed):
         at = number % len(free)
         free[at] = _tile_end(free[at], part.ends, arrives, column_us)

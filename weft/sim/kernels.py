@@ -29,7 +29,7 @@ from weft.shapes import shape_of, streamed_tile
 from weft.sim import staging
 from weft.sim.contention import Time
 from weft.sim.cost import HALF, GemmCost, gemm_cost, hbm_us
-from weft.sim.world import Process, World, ns
+from weft.sim.world import Filled, Process, World, ns
 from weft.work import region_bytes
 
 SM_GBPS = 50.0
@@ -105,11 +105,11 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     if not any(part.out.size for part in step.parts):
         return
     ended = world.env.event()
-    if all(_plain(part, rank) for part in step.parts):
-        world.filled[rank] = ended
-    yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
     cost = _paced(world, rank, _cost(world, rank, step, groups))
+    if all(_plain(part, rank) for part in step.parts):
+        world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
+    yield world.env.timeout(ns(world.machine.launch_us))
     yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)

@@ -34,7 +34,7 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
     if machine.copies.strided == "kernel" and rank in world.filled and strided(world.schedule, step):
-        yield world.filled[rank]
+        yield world.filled[rank].room(world.env)
     yield world.env.timeout(ns(fixed))
     if step.src.rank == step.dst.rank:
         yield from world.local(rank, 2 * size)
