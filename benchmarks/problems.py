@@ -1,4 +1,4 @@
-"""Problems drawn from real models: `fit` and `large`, to fit weights to, `unseen` and `fresh`, to hold them to, which share none.
+"""Problems drawn from real models: `fit` and `large`, to fit weights to, `unseen` and `fresh`, to hold them to, none shared.
 
 A set is a function of its name and the world size alone. Operators take turns, so that any beginning of a set covers them
 evenly. A site of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode

@@ -68,7 +68,7 @@ EXCHANGED_BYTES = 16
 
 
 def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: int) -> tuple[int, int]:
-    """Rows and columns of a tile of the kernel that multiplies and exchanges (weft.kernels.all_reduce): the one whose tiles fill
+    """Rows and columns of a tile of the kernel that multiplies and exchanges (weft.kernels.all_reduce): those whose tiles fill
     the SMs best, where the time of a wave is that of streaming its columns of b. width: columns of each of the pieces that a
     tile has. height: rows of all tiles."""
     rows = next((size for size in (16, 32, 64) if height <= size), 128)

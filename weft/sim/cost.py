@@ -95,7 +95,7 @@ def gemm_cost(
     shape: Blocks | None = None,
     apart: float = 0.0,
 ) -> GemmCost:
-    """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: those that it may use, if not the GPU's.
+    """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
 
     One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
     has a wave of its own. sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits,

@@ -178,7 +178,9 @@ def _streamed(world: World, step: Gemm) -> Tile:
     problem, gpu = world.schedule.problem, world.machine.gpu
     size, whole = problem.world_size, world.schedule.name != "two_shot"
     pieces = 1 if whole else 1 << (size - 1).bit_length()
-    rows, cols = streamed_tile(problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms)
+    rows, cols = streamed_tile(
+        problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms
+    )
     full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * STREAMED)
     return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / STREAMED_ROW_US))
 
