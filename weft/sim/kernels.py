@@ -41,6 +41,9 @@ KEPT = 0.8
 STREAMED, STREAMED_ROW_US = 0.45, 2.5e-3
 """Of the peak, what the kernel that multiplies and exchanges reaches; and the least that a row of b takes it: its loads are
 not TMA's, and few of them are on their way. Fitted to one_shot and two_shot in all_reduce.jsonl and planner_fit.jsonl."""
+EXCHANGING_US = 1.5
+"""What such a kernel takes besides: it looks up the number of its call, fills its pipeline, and empties the places of the call
+before. Fitted to the same lines with few rows."""
 
 
 class Blocks:
@@ -109,7 +112,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     cost = _paced(world, rank, _cost(world, rank, step, groups))
     if all(_plain(part, rank) for part in step.parts):
         world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
-    yield world.env.timeout(ns(world.machine.launch_us))
+    yield world.env.timeout(ns(world.machine.launch_us + EXCHANGING_US * _streams(world, rank, step)))
     yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
@@ -150,7 +153,7 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     gpu, flags = world.machine.gpu, not all(_plain(part, rank) for part in step.parts)
     shape = shape_of(step) if flags and gpu.kernel_tiles else None
     tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
-    if gpu.kernel_tiles and _exchanges(world, rank, step):
+    if _streams(world, rank, step):
         tiles = (_streamed(world, step),)
     return gemm_cost(
         world.machine,
@@ -168,9 +171,10 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     )
 
 
-def _exchanges(world: World, rank: int, step: Gemm) -> bool:
-    """Whether the kernel that multiplies goes on to exchange and sum (weft.kernels.all_reduce)."""
-    return any(lane.steps[low] is step for lane in world.schedule.ranks[rank] for low, _ in lane.fused)
+def _streams(world: World, rank: int, step: Gemm) -> bool:
+    """Whether the kernel that multiplies is weft's, and goes on to exchange and sum (weft.kernels.all_reduce)."""
+    fused = any(lane.steps[low] is step for lane in world.schedule.ranks[rank] for low, _ in lane.fused)
+    return fused and bool(world.machine.gpu.kernel_tiles)
 
 
 def _streamed(world: World, step: Gemm) -> Tile:
