@@ -22,6 +22,8 @@ from weft.schedules import parse, spec
 
 SetName = Literal["fit", "unseen", "fresh", "large"]
 SEEDS: dict[SetName, int] = {"fit": 20261121, "unseen": 2512, "fresh": 16679, "large": 20261122}
+HELD: tuple[SetName, ...] = ("unseen", "fresh")
+"""What nothing is fitted to."""
 COUNT = 120
 """Problems of a set, for each world size: 20 of each operator."""
 MOST_FLOPS = 4e12
@@ -130,8 +132,7 @@ def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str
         models = [model for model in MODELS if model.heads and model.name not in PRESETS]
         cases = scenarios.drawn(models, count, SEEDS["large"] * 100 + world_size)
         return tuple((f"{case.use} M={case.m}", case.problem(world_size)) for case in cases)
-    held = ("unseen", "fresh") if name == "fit" else ()
-    avoided = {problem for other in held for _, problem in drawn(other, world_size)}
+    avoided = {problem for other in (HELD if name == "fit" else ()) for _, problem in drawn(other, world_size)}
     found: dict[Problem, str] = {}
     for case, problem in _stream(name, world_size):
         if len(found) == count:
