@@ -3,8 +3,8 @@
 Of each schedule of an operator the weights, none below zero, that make the least relative errors: coordinate descent on the
 squares of (estimate / time - 1). Lines of several files are fitted together; those of a simulation count for less beside
 measured ones, and stand alone for machines that nobody has measured. `--known` adds what benchmarks/results/ has of other
-problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, on 4 GPUs and on 2, in graphs. Problems of the
-sets `unseen` and `fresh` are refused: they are there to hold weights to.
+problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, on 4 GPUs and on 2, in graphs.
+Problems of the sets `unseen` and `fresh` are refused: they are there to hold weights to.
 
     python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl

@@ -19,6 +19,8 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
     """One copy, by what its lane runs on: a copy engine, a kernel on all free SMs, or communication blocks."""
     machine = world.machine
     fixed = {"copy": machine.copies.copy_us, "compute": machine.launch_us, "blocks": 0.0}[kind]
+    if machine.copies.strided == "kernel" and kind == "copy" and step.src.rank == step.dst.rank:
+        fixed = machine.launch_us  # within a GPU the driver copies by a kernel
     size = region_bytes(world.schedule, step.src)
     if kind == "copy":
         with world.engines[rank].request() as engine:
