@@ -41,8 +41,8 @@ _RUN_US, _FEWEST_REPEATS, _MOST_REPEATS = 2500.0, 2, 12
 
 
 def repeats(problem: Problem) -> int:
-    """Calls of a sample: as many as fill some 2.5 ms, at a rate that an H200 may reach. Ranks leave the barrier apart, and a
-    graph of several streams starts late: of samples of one call, 520 us long, that was 100 us (docs/simulator.md)."""
+    """Calls of a sample: as many as fill some 2.5 ms, at a rate that an H200 may reach; several, since ranks leave the barrier
+    apart, and a graph of several streams starts late (docs/simulator.md, one run on 4 GPUs)."""
     per_us = 1e6 if problem.op in LOOKUP_OPS else 5e8
     return max(_FEWEST_REPEATS, min(_MOST_REPEATS, round(_RUN_US / (20 + problem.flops / per_us))))
 
