@@ -165,14 +165,27 @@ def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
         for tile in row_tiles[first : first + blocks.group]
     ]
     whole = whole_tiles(len(tiles), len(free), blocks)
-    timed = [(tile, step_us) for tile in tiles[:whole]]
-    timed += [(tile, step_us / 2 / _HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
-    for number, ((part, arrives), column_us) in enumerate(timed):
-        at = number % len(free)
-        free[at] = _tile_end(free[at], part.ends, arrives, column_us)
+    if sliced:
+        timed = [(tile, step_us) for tile in tiles[:whole]]
+        timed += [(tile, step_us / 2 / _HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
+        for number, ((part, arrives), column_us) in enumerate(timed):
+            at = number % len(free)
+            free[at] = _tile_end(free[at], part.ends, arrives, column_us)
+    else:
+        _end_whole(free, [arrives[0] for _, arrives in tiles[:whole]], inner * step_us)
+        _end_whole(free, [arrives[0] for _, arrives in tiles[whole:] for _ in range(2)], inner * step_us / 2 / _HALF_RATE)
     b_bytes = columns * inner * _ITEMSIZE
     passes = -(-len(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
     return max(*free, passes * b_bytes / _HBM_BYTES_PER_US)
+
+
+def _end_whole(free: list[float], arrivals: list[float], tile_us: float) -> None:
+    """Tiles of one slice, one after the other: a block each, in turns. There may be some 100 000."""
+    blocks = len(free)
+    for first in range(0, len(arrivals), blocks):
+        for at, ready in enumerate(arrivals[first : first + blocks]):
+            begun = free[at]
+            free[at] = (begun if begun > ready else ready) + tile_us
 
 
 def _tile_end(start: float, ends: tuple[int, ...], arrives: tuple[float, ...], step_us: float) -> float:
