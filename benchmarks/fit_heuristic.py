@@ -3,8 +3,8 @@
 Of each schedule of an operator the weights, none below zero, that make the least relative errors: coordinate descent on the
 squares of (estimate / time - 1). Lines of several files are fitted together; those of a simulation count for less beside
 measured ones, and stand alone for machines that nobody has measured. `--known` adds what benchmarks/results/ has of other
-problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, in graphs. Problems of the set
-`unseen` are refused: they are there to hold weights to.
+problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, on 4 GPUs and on 2, in graphs.
+Problems of the sets `unseen` and `fresh` are refused: they are there to hold weights to.
 
     python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from cases import CASES
-from problems import SEEDS, TRIED, drawn
+from problems import HELD, TRIED, drawn
 from scores import FICCO, Line, read_lines
 
 from weft import codec
@@ -36,7 +36,7 @@ from weft.schedules import FAMILIES, parse, spec
 RESULTS = Path(__file__).with_name("results")
 SIMULATED = 0.1
 """Weight of a simulated line beside a measured one."""
-BENCHES = ("tp", "all_to_all", "all_reduce", "embedding")
+BENCHES = ("tp", "all_to_all", "all_reduce", "embedding", "tp_2gpus", "all_to_all_2gpus", "all_reduce_2gpus")
 """Those whose lines `known` reads; each line's case begins with one."""
 USEFUL = 0.03
 """Schedules that are the fastest of no larger share of an operator's lines get no weights."""
@@ -100,7 +100,7 @@ def known() -> Iterator[Line]:
     for bench in BENCHES:
         for text in (RESULTS / f"{bench}.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(text)
-            problem = _known_problem(bench, row["op"], row["case"], row["world_size"])
+            problem = _known_problem(bench.removesuffix("_2gpus"), row["op"], row["case"], row["world_size"])
             if row["mode"] == "graph" and problem is not None:
                 us = {"sequential": row["peers"].get("weft_sequential", row["sequential_us"])} | row["candidates"]
                 case = f"{bench} {row['case']}"
@@ -124,12 +124,13 @@ def _known_problem(bench: str, op: Op, case: str, size: int) -> Problem | None:
 def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
     """Weights of each operator's schedules, in the order of TRIED, with a few words about what they come from.
 
-    Raises ValueError for a problem of the unseen set, and where an operator has no problem.
+    Raises ValueError for a problem of the sets that weights are held to, and where an operator has no problem.
     """
-    unseen = {problem for size in {line.problem.world_size for line in lines} for _, problem in drawn("unseen", size)}
+    sizes = {line.problem.world_size for line in lines}
+    unseen = {problem for size in sizes for name in HELD for _, problem in drawn(name, size)}
     for line in lines:
         if line.problem in unseen and not line.case.startswith(BENCHES):
-            raise ValueError(f"{line.case} is of the unseen set (seed {SEEDS['unseen']}); give lines of --set fit")
+            raise ValueError(f"{line.case} is of a set that weights are held to; give lines of --set fit")
     found: dict[str, tuple[Weights, ...]] = {}
     for op in TRIED:
         some = [line for line in lines if line.problem.op == op]

@@ -37,13 +37,14 @@ from weft.schedules import build, parse
 
 ROUNDS = 3
 TIMEOUT_S, ALARM_S = "20", 40
-_RUN_US, _MOST_REPEATS = 600.0, 12
+_RUN_US, _FEWEST_REPEATS, _MOST_REPEATS = 2500.0, 2, 12
 
 
 def repeats(problem: Problem) -> int:
-    """Calls of a sample: as many as fill some 0.6 ms, at a rate that an H200 may reach."""
+    """Calls of a sample: as many as fill some 2.5 ms, at a rate that an H200 may reach; several, since ranks leave the barrier
+    apart, and a graph of several streams starts late (docs/simulator.md, one run on 4 GPUs)."""
     per_us = 1e6 if problem.op in LOOKUP_OPS else 5e8
-    return max(1, min(_MOST_REPEATS, round(_RUN_US / (20 + problem.flops / per_us))))
+    return max(_FEWEST_REPEATS, min(_MOST_REPEATS, round(_RUN_US / (20 + problem.flops / per_us))))
 
 
 def line_of(set_name: str, case: str, problem: Problem, us: dict[str, float], missing: dict[str, str]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def collect(arguments: argparse.Namespace) -> None:
     done = {line.problem for line in read_lines(arguments.json)} if arguments.json and arguments.json.exists() else set()
     measure.start()
     count = 0
-    for case, problem in drawn(arguments.set, dist.get_world_size()):
+    for case, problem in drawn(arguments.set, dist.get_world_size())[arguments.first :]:
         if problem in done:
             continue
         spent = [time.monotonic() - begun_s] * dist.get_world_size()
@@ -98,18 +99,18 @@ def _collected(case: str, problem: Problem, arguments: argparse.Namespace) -> bo
     import measure
     import torch
 
-    begun_s = time.monotonic()
+    begun_s, calls = time.monotonic(), arguments.repeats or repeats(problem)
     start = measure.row(bench="planner", op=problem.op, case=case, dtype=problem.dtype, mode="graph", arguments=arguments)
     try:
         with torch.no_grad():
-            us, missing = _measured(problem, arguments.rounds)
+            us, missing = _measured(problem, arguments.rounds, calls)
     except measure.Failed as failed:
         measure.say(f"LEFT OUT {case}: {failed}", file=sys.stderr)
         nothing = {"set": arguments.set, "candidates": {}, "failed": str(failed), "problem": codec.dump(problem)}
         measure.append(arguments.json, start | nothing)
         measure.release()
         return False
-    line = line_of(arguments.set, case, problem, us, missing)
+    line = line_of(arguments.set, case, problem, us, missing) | {"repeats": calls}
     figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
     left_out = f", {len(missing)} missing" if missing else ""
     measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
@@ -118,8 +119,8 @@ def _collected(case: str, problem: Problem, arguments: argparse.Namespace) -> bo
     return True
 
 
-def _measured(problem: Problem, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
-    """(us by candidate and half, why others are missing)."""
+def _measured(problem: Problem, rounds: int, calls: int) -> tuple[dict[str, float], dict[str, str]]:
+    """(us by candidate and half, why others are missing). calls: of a sample."""
     import measure
     import torch
     import torch.distributed as dist
@@ -136,7 +137,7 @@ def _measured(problem: Problem, rounds: int) -> tuple[dict[str, float], dict[str
         check=checked_against(expected),  # type: ignore[arg-type]
         needed=("sequential",),
         rounds=rounds,
-        repeat=repeats(problem),
+        repeat=calls,
     )
     return {name: t.us for name, t in times["graph"].items()}, missing
 
@@ -171,8 +172,10 @@ def main() -> None:
     what.add_argument("--score", action="store_true", help="say how well heuristic and cost model choose, from the lines")
     options.add_argument("--json", type=Path, required=True, help="the lines: appended to, or read")
     options.add_argument("--set", choices=get_args(SetName), default="unseen", help="which problems (%(default)s)")
+    options.add_argument("--first", type=int, default=0, help="problems of the set to leave out before --collect begins")
     options.add_argument("--budget-s", type=float, default=240.0, help="no problem is begun after that (%(default)s)")
     options.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each candidate (%(default)s)")
+    options.add_argument("--repeats", type=int, default=0, help="calls of a sample (default: by the problem's size)")
     options.add_argument("--commit", default="", help="what the tree is, for the lines")
     options.add_argument("--world-size", type=int, default=4, help="of --simulate (%(default)s)")
     options.add_argument("--count", type=int, default=COUNT, help="problems of --simulate (%(default)s)")

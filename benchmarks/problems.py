@@ -1,4 +1,4 @@
-"""Problems drawn from real models: `fit` and `large`, to fit weights to, and `unseen`, to hold them to, which shares none.
+"""Problems drawn from real models: `fit` and `large`, to fit weights to, `unseen` and `fresh`, to hold them to, none shared.
 
 A set is a function of its name and the world size alone. Operators take turns, so that any beginning of a set covers them
 evenly. A site of a model is drawn, then M: log-uniform between 256 and 65536 tokens, or samples (matmul_all_reduce, a decode
@@ -20,8 +20,10 @@ from weft.models import Model, Site, decode_sites, load_model, sites
 from weft.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
 from weft.schedules import parse, spec
 
-SetName = Literal["fit", "unseen", "large"]
-SEEDS: dict[SetName, int] = {"fit": 20261121, "unseen": 2512, "large": 20261122}
+SetName = Literal["fit", "unseen", "fresh", "large"]
+SEEDS: dict[SetName, int] = {"fit": 20261121, "unseen": 2512, "fresh": 16679, "large": 20261122}
+HELD: tuple[SetName, ...] = ("unseen", "fresh")
+"""What nothing is fitted to."""
 COUNT = 120
 """Problems of a set, for each world size: 20 of each operator."""
 MOST_FLOPS = 4e12
@@ -120,7 +122,7 @@ MODELS: tuple[Model, ...] = (
 
 
 def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str, Problem], ...]:
-    """(case, problem), `count` of them, none twice; those of `fit` are none of `unseen`'s COUNT.
+    """(case, problem), `count` of them, none twice; those of `fit` are none of COUNT that they are held to.
 
     Those of `large` are all-gathers as FiCCO's study draws them, but of models that it draws none from.
     """
@@ -130,7 +132,7 @@ def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str
         models = [model for model in MODELS if model.heads and model.name not in PRESETS]
         cases = scenarios.drawn(models, count, SEEDS["large"] * 100 + world_size)
         return tuple((f"{case.use} M={case.m}", case.problem(world_size)) for case in cases)
-    avoided = {problem for _, problem in drawn("unseen", world_size)} if name == "fit" else set()
+    avoided = {problem for other in (HELD if name == "fit" else ()) for _, problem in drawn(other, world_size)}
     found: dict[Problem, str] = {}
     for case, problem in _stream(name, world_size):
         if len(found) == count:

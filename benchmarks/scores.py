@@ -2,7 +2,8 @@
 
 A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, within 2% (TIE)
 and 5% (NEAR) if none was by more. Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are
-closer it is luck which one is exact: both are said. A pick that was not measured (it failed, or was not tried) is counted by
+closer it is luck which one is exact: both are said. Candidates that run the same steps under two names, as some of FiCCO's do
+on 2 ranks, have the mean of their times. A pick that was not measured (it failed, or was not tried) is counted by
 itself, and as none of these. Choices are among
 
     FiCCO's     its four schedules, in world_size chunks a shard as the paper has them, and the sequential program
@@ -19,7 +20,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from weft import codec
 from weft.machine import Machine
 from weft.problem import LookupProblem, Problem
 from weft.rules import choice, estimates, heuristic
+from weft.schedule import Flag, Region
 from weft.schedules import FAMILIES, build, parse, spec
 
 NEAR, TIE = 0.05, 0.02
@@ -53,6 +55,28 @@ class Line:
     def among(self, specs: Collection[str]) -> Line:
         """The line of these candidates alone."""
         return replace(self, us={spec: us for spec, us in self.us.items() if spec in specs})
+
+
+def as_one(line: Line) -> Line:
+    """The line with the mean of their times for candidates that run the same steps."""
+    alike: dict[object, list[float]] = {}
+    steps = {name: _steps(build(line.problem, *parse(name)).ranks) for name in line.us}
+    for name, us in line.us.items():
+        alike.setdefault(steps[name], []).append(us)
+    return replace(line, us={name: statistics.fmean(alike[steps[name]]) for name in line.us})
+
+
+def _steps(value: object) -> object:
+    """A part of a schedule without what says where in its buffers rows lie, and which flag is which."""
+    if isinstance(value, Flag):
+        return value.rank
+    if isinstance(value, Region):
+        return value.buffer, value.rank, value.shape
+    if isinstance(value, tuple):
+        return tuple(map(_steps, value))
+    if is_dataclass(value):
+        return type(value).__name__, *(_steps(getattr(value, part.name)) for part in fields(value))
+    return value
 
 
 def ficco_specs(problem: Problem) -> tuple[str, ...]:
@@ -167,7 +191,9 @@ def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tup
 def predictions(line: Line, machine: Machine) -> dict[str, float]:
     """The cost model's time of each candidate of a line."""
     from weft.sim import run  # here, since to read lines and collect them needs no simulator
+    from weft.sim.warm import warm
 
+    machine = warm(machine, line.problem)
     schedules = {spec: build(line.problem, *parse(spec), fan_out=machine.fans_out) for spec in line.us}
     return {spec: run(schedule, machine).total_us for spec, schedule in schedules.items()}
 
@@ -199,7 +225,7 @@ def report(lines: Sequence[Line], machine: Machine, *, model: bool) -> str:
 
 
 def _figures(some: Sequence[Line], predicted: Mapping[Problem, Mapping[str, float]], machine: Machine) -> Iterator[str]:
-    paper = [line.among(ficco_specs(line.problem)) for line in some]
+    paper = [as_one(line.among(ficco_specs(line.problem))) for line in some]
     paper = [line for line in paper if len(line.us) > 1]
     if paper:
         yield f"heuristic among FiCCO's {verdict(paper, lambda line: by_sizes(line, machine))}"

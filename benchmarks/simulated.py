@@ -28,6 +28,7 @@ from weft.machine import Machine, load
 from weft.schedules import build, parse
 from weft.sim import run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
+from weft.sim.warm import warm
 
 MACHINE = "h200x8"
 FITTED = ("communication",)
@@ -70,6 +71,7 @@ class Errors:
 
 def predict(one: Measured, machine: Machine) -> float:
     """In us. Raises ValueError as `weft.sim.run` does."""
+    machine = warm(machine, one.problem)
     if one.spec == HALVES[0]:
         return whole_gemm_us(machine, one.problem)
     if one.spec == HALVES[1]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from rank_work import check_gather
 import weft
 from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
-from weft.execute.kept import PROVED_AFTER, Unproved
+from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, Unproved
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import NAMES, spec
 
@@ -346,11 +347,48 @@ def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture
         assert (found, bound, seen) == ([("sequential", True)], ["sequential"], []), "it is kept so, and said once"
 
 
+def _predicted(asked: str, fast: str) -> tuple[list[str], list[str], int]:
+    """Calls of "planned" or "heuristic", until they have been proved: schedules that are bound, warnings, binds."""
+    from weft.execute import choose
+    from weft.execute.groups import GROUPS
+
+    def named(problem: Problem, device: torch.device) -> str:
+        return "shard_p2p"
+
+    with (
+        mock.patch.multiple(choose, predicted=named, by_sizes=named),
+        trials_by_a_clock(fast) as made,
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        weft.close()
+        for call in range(PREDICTED_AFTER + 3):
+            check_gather(64, 48, 32, torch.float32, asked, call)
+        group = dist.group.WORLD
+        assert group is not None
+        bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
+        weft.close()
+        return bound, [str(warning.message) for warning in seen], len(made)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asked", ["planned", "heuristic"])
+def test_what_is_predicted_is_held_against_sequential_in_use(ranks: RankFixture, asked: str) -> None:
+    pool = ranks(2)
+    for bound, seen, binds in pool.run(_predicted, asked, "shard_p2p"):
+        assert (bound, seen) == (["shard_p2p"], [])
+        assert binds > 1, "it has been proved"
+    for bound, seen, _ in pool.run(_predicted, asked, "sequential"):
+        assert bound == ["sequential", "shard_p2p"]
+        (text,) = seen
+        assert text.endswith(f"shard_p2p was chosen by {asked!r}, but is no faster here; sequential is put back")
+
+
 def test_calls_until_a_proof_are_counted_once() -> None:
     left, program = Unproved(), object()
     assert not left.due(program)  # type: ignore[arg-type]
-    left.add(program)  # type: ignore[arg-type]
+    left.add(program, PROVED_AFTER)  # type: ignore[arg-type]
     assert [left.due(program) for _ in range(PROVED_AFTER + 3)].index(True) == PROVED_AFTER - 1  # type: ignore[arg-type]
-    left.add(program)  # type: ignore[arg-type]
+    left.add(program, PROVED_AFTER)  # type: ignore[arg-type]
     left.forget(program)  # type: ignore[arg-type]
     assert not any(left.due(program) for _ in range(PROVED_AFTER + 3))  # type: ignore[arg-type]

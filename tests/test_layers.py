@@ -20,8 +20,8 @@ OUTER = 7
 
 LAYERS: dict[str, int] = {
     **dict.fromkeys(["codec", "errors", "machine", "problem", "settings", "span", "version"], 0),
-    **dict.fromkeys(["between", "cache", "checker", "pieces", "rules", "schedule", "schedules", "timelines"], 1),
-    **dict.fromkeys(["together", "work"], 1),
+    **dict.fromkeys(["between", "cache", "checker", "pieces", "rules", "schedule", "schedules"], 1),
+    **dict.fromkeys(["shapes", "timelines", "together", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
     **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
     **dict.fromkeys(["controls", "transports"], 4),

@@ -47,7 +47,7 @@ class Gpu:
     stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU; smem_bytes:
     of one SM. burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
     rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
-    may use, where they are others.
+    may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known.
     """
 
     sms: int
@@ -61,6 +61,7 @@ class Gpu:
     burst_us: float | None = None
     sustained: float | None = None
     kernel_tiles: tuple[Tile, ...] = ()
+    l2_gbps: float | None = None
 
     def __post_init__(self) -> None:
         if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:

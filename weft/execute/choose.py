@@ -1,10 +1,12 @@
 """From what a caller asks for to schedules: a name, a kept value, or what the planner says of the machine that this is.
 
 "auto" stands for the fastest of `contenders`, measured (weft.execute.trial), where calls can be timed, and for `predicted`
-elsewhere; "planned" for `predicted` everywhere; "heuristic" for what sizes alone speak for (weft.rules). Pure functions of
-agreed values, so that ranks choose alike; and of the environment, which is to be the same on all ranks:
+elsewhere; "planned" for `predicted` everywhere; "heuristic" for what sizes alone speak for (weft.rules). Where calls can be
+timed, what these two name is held against the sequential program in use (weft.execute.kept). Pure functions of agreed values,
+so that ranks choose alike; and of the environment, which is to be the same on all ranks:
 
-    WEFT_EFFORT          none: auto is planned. quick (default): it measures a shortlist. full: every candidate of the planner
+    WEFT_EFFORT          none: auto is planned, and nothing is measured. quick (default): auto measures a shortlist. full: every
+                         candidate of the planner
     WEFT_MACHINE         a profile to predict with, by name or file, in place of the shipped one that is nearest to the device
     WEFT_MACHINE_FORCE   1: even if that profile was measured on another device
 """

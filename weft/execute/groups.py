@@ -25,11 +25,11 @@ from weft.checker import check
 from weft.controls.streams import comm_stream, give_back
 from weft.execute.bound import BoundProgram
 from weft.execute.calls import Call
-from weft.execute.choose import choose, contenders, effort, predicted
+from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
-from weft.execute.kept import KeptPlans, Unproved
+from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved
 from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
 from weft.problem import Problem
@@ -182,10 +182,11 @@ class GroupState:
         return site
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
-        """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest."""
+        """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest. What was
+        not measured here, and is no sequential program, is to be proved in use."""
         problem, spec, device = key
         # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
-        timer = timer_for(device) if spec == "auto" and call.tried and effort() != "none" else None
+        timer = timer_for(device) if spec in CHOSEN_HERE and call.tried and effort() != "none" else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         trials: tuple[Trial, ...] = ()
@@ -202,19 +203,21 @@ class GroupState:
             choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
             self._choices[problem, device] = choice
             self._earlier.keep(choice, device)
-        elif timer is not None and self._choices[problem, device].taken_over:
-            self._unproved.add(program)
+        elif timer is not None and spec == "auto" and self._choices[problem, device].taken_over:
+            self._unproved.add(program, PROVED_AFTER)
+        elif timer is not None and spec != "auto" and program.schedule.name != BASE:
+            self._unproved.add(program, PREDICTED_AFTER)
         return program
 
     def _proved(self, call: Call, site: Site) -> Site:
-        """Hold a choice that was taken over against the sequential program; if it does not win, put that back, and say so.
+        """Hold a choice that was not measured here against the sequential program; if it does not win, put that back, aloud.
 
         The program that lost stays bound, as what its own name stands for: a graph of the caller's may be replaying it.
         """
-        problem, _, device = key = self._programs[site.program]
+        problem, asked, device = key = self._programs[site.program]
         schedule, timer = site.program.schedule, timer_for(device)
         spec = schedules.spec(schedule.name, schedule.chunks)
-        assert timer is not None, "only where calls are timed are choices taken over"
+        assert timer is not None, "only where calls are timed are choices proved"
         try:
             program, trials = self._contest(call, key, timer).fastest((BASE, spec))
         except BaseException as error:
@@ -223,10 +226,12 @@ class GroupState:
             self._drop(program)
             return site
         choice = Choice(problem=problem, spec=BASE, trials=trials)
-        warnings.warn(f"{choice}: {spec} was taken over, but is no faster here; sequential is put back", stacklevel=2)
+        whence = "taken over" if asked == "auto" else f"chosen by {asked!r}"
+        warnings.warn(f"{choice}: {spec} was {whence}, but is no faster here; sequential is put back", stacklevel=2)
         self._programs[site.program] = (problem, spec, device)
-        self._choices[problem, device] = choice
-        self._earlier.keep(choice, device)
+        if asked == "auto":
+            self._choices[problem, device] = choice
+            self._earlier.keep(choice, device)
         moved = {k: Site(number=s.number, program=program) for k, s in self._sites.items() if s.program is site.program}
         self._sites |= moved
         return Site(number=site.number, program=program)

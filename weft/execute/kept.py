@@ -27,6 +27,8 @@ from weft.team import Team
 
 PROVED_AFTER = 20
 """Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
+PREDICTED_AFTER = 3
+"""The same of a choice that is only predicted: as many as callers make before they capture a graph."""
 
 
 class KeptPlans:
@@ -81,8 +83,8 @@ class Unproved:
     def __init__(self) -> None:
         self._left: dict[BoundProgram, int] = {}
 
-    def add(self, program: BoundProgram) -> None:
-        self._left[program] = PROVED_AFTER
+    def add(self, program: BoundProgram, calls: int) -> None:
+        self._left[program] = calls
 
     def due(self, program: BoundProgram) -> bool:
         """Count a call. Whether it is the one before which the program is to be proved, once."""

@@ -46,10 +46,9 @@ from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import as_words, clear, place, received
 from weft.problem import Problem, Span1D
+from weft.shapes import EXCHANGED_BYTES, streamed_tile
 
 COPIES = 3
-_PIECE_BYTES = 16
-"""A row of a piece, at least: what a thread stores at once."""
 _SHARED_BYTES = 180 << 10
 """For tiles that are on their way: of 227 KiB that a block may have."""
 _EXCHANGING = 4
@@ -71,25 +70,16 @@ class Tiling:
 def tiling(
     problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int, *, height: int | None = None
 ) -> Tiling:
-    """The shape whose tiles fill the SMs best: the time of a wave is that of streaming its columns of b. width: columns of each
-    of the pieces that a tile has. height: rows of all tiles, M if not given. Steps of 128 along K where they fit: 8192 x
-    8192 at 64 rows takes 37.4 us with them, and 40.5 with steps of 64 (torch.mm: 37.8). Without a product, small tiles:
-    several blocks an SM hide each other's trips."""
+    """The shape that weft.shapes chooses. width: columns of each of the pieces that a tile has. height: rows of all tiles, M if
+    not given. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 with steps of 64
+    (torch.mm: 37.8). Without a product, small tiles: several blocks an SM hide each other's trips."""
     height = problem.m if height is None else height
     if device.type != "cuda":
         return Tiling(m=16, n=16, k=16, warps=4, stages=1)
     if not multiply:
-        least = pieces * _PIECE_BYTES // problem.itemsize
+        least = pieces * EXCHANGED_BYTES // problem.itemsize
         return Tiling(m=16 if height <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
-    rows = next((size for size in (16, 32, 64) if height <= size), 128)
-    row_tiles = -(-height // rows)
-
-    def streamed(cols: int) -> int:
-        """Columns that a block streams, one wave after the other."""
-        return -(-row_tiles * -(-width // (cols // pieces)) // sms) * cols
-
-    choices = [cols for cols in (128, 64, 32) if cols // pieces * problem.itemsize >= _PIECE_BYTES]
-    cols = min(choices or [128], key=streamed)
+    rows, cols = streamed_tile(problem, width, pieces, height, sms)
     inner = (128 if rows * cols <= 4096 else 64) * 2 // problem.itemsize
     stages = min(6, _SHARED_BYTES // ((rows + cols) * inner * problem.itemsize))
     return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)

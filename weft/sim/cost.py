@@ -20,6 +20,7 @@ import numpy as np
 
 from weft.machine import AlphaBeta, Machine, Table, Tile
 from weft.problem import ITEMSIZE, CollectiveProblem, LookupProblem, Op, Problem
+from weft.shapes import Blocks, whole_tiles
 
 COLLECTIVES: dict[Op, str] = {
     "all_gather_matmul": "all_gather",
@@ -42,6 +43,8 @@ LEAST_CUT = 8192
 """No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
 GATHER_SHARE = 1.04
 """Gathering rows, over the memory's rate of a copy: 4.4 to 4.8 of 4.3 TB/s in benchmarks/results/embedding.jsonl, median."""
+HALF = 0.8
+"""A half tile's time over the whole one's, which loads half more: fitted to gated and counting kernels in planner_fit.jsonl."""
 BURST_BYTES = 64
 """What memory is read by: a row that does not start at a multiple of it takes its neighbours' bytes along."""
 
@@ -49,12 +52,13 @@ BURST_BYTES = 64
 @dataclass(frozen=True, slots=True)
 class GemmCost:
     """One kernel: tiles of each group of rows, on how many SMs, and what a tile takes: math_us on its SM, or memory_us for its
-    part of the traffic, if that is longer."""
+    part of the traffic, if that is longer. halves: how many of the last tiles are cut in two, each half on an SM of its own."""
 
     tiles: tuple[int, ...]
     sms: int
     math_us: float
     memory_us: float
+    halves: int = 0
 
     @property
     def tile_us(self) -> float:
@@ -72,7 +76,8 @@ class GemmCost:
     @property
     def busy_us(self) -> float:
         """Time of all waves, if no tile waits."""
-        return -(-sum(self.tiles) // self.sms) * self.tile_us
+        waves = -(-(sum(self.tiles) - self.halves) // self.sms)
+        return waves * self.tile_us + (self.tile_us * HALF if self.halves else 0.0)
 
 
 def gemm_cost(
@@ -86,31 +91,43 @@ def gemm_cost(
     accumulate: bool = False,
     out_itemsize: int | None = None,
     flags: bool = False,
+    tiles: Sequence[Tile] = (),
+    shape: Blocks | None = None,
+    apart: float = 0.0,
 ) -> GemmCost:
-    """The fastest tiling of one kernel over groups of `rows` that share no tile.
+    """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
 
     One group after the other sweeps over B's columns: where the last-level cache does not hold B, it is read by each group that
     has a wave of its own. sms: how many it may use (default: all). accumulate: out is read and added to. flags: it waits,
-    counts or stores to peers.
+    counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of `shape.group`.
+    apart: further sweeps of row tiles that started too late to find in the cache what those before them have read.
     """
     sms = sms or machine.gpu.sms
     itemsize = ITEMSIZE[dtype]
     out_itemsize = out_itemsize or itemsize
     total = sum(rows)
-    most_sweeps = max(1, sum(map(bool, rows))) if itemsize * k * n > machine.gpu.l2_bytes else 1
     traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
-    tiles = (gpu.kernel_tiles if flags else ()) or gpu.tiles
-    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not flags)]
+    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
+    tiles = tiles or (gpu.kernel_tiles if flags else ()) or gpu.tiles
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)
-        waves = max(1, -(-sum(counts) // sms))
-        moved = traffic + itemsize * k * n * min(most_sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
+        halves = sum(counts) - whole_tiles(sum(counts), sms, shape) if shape else 0
+        waves = max(1, -(-(sum(counts) - halves) // sms) + (HALF if halves else 0))
+        sweeps = _sweeps(rows, tile, shape, apart) if itemsize * k * n > gpu.l2_bytes else 1
+        moved = traffic + itemsize * k * n * min(sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
-        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves))
+        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves))
     return min(costs, key=lambda cost: cost.busy_us)
+
+
+def _sweeps(rows: Sequence[int], tile: Tile, shape: Blocks | None, apart: float) -> float:
+    """How often B is read: by each group of rows, or of row tiles, and by those that come apart."""
+    if shape is None:
+        return max(1, sum(map(bool, rows)))
+    return max(-(-sum(-(-r // tile.rows) for r in rows) // shape.group), 1 + apart)
 
 
 def _tile_us(machine: Machine, tile: Tile, k: int, dtype: str, speed: float, extra_itemsize: int) -> float:

@@ -84,17 +84,24 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
-    along = riding(lane)
+    along, launched = riding(lane), _launched(lane)
     inner = world.within_a_kernel() if along else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
         start = world.now
-        yield from _step(inner if position in along else world, rank, lane, step)
+        if position in launched:
+            yield world.env.timeout(ns(world.machine.launch_us))
+        yield from _step(inner if position in along | launched else world, rank, lane, step)
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
         record(step, start)
     world.free_sms[rank] += taken
     at.pop((rank, lane.name), None)
+
+
+def _launched(lane: Lane) -> frozenset[int]:
+    """Positions of steps that begin a persistent kernel, and are none of those that pay a launch by themselves."""
+    return frozenset(low for low, _ in lane.fused if isinstance(lane.steps[low], (Wait, Signal, SendReceive)))
 
 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:

@@ -23,16 +23,27 @@ from typing import Any
 
 import simpy
 
+from weft.machine import Tile
 from weft.schedule import Gemm, Part, Reduce, Sum
+from weft.shapes import shape_of, streamed_tile
 from weft.sim import staging
 from weft.sim.contention import Time
-from weft.sim.cost import GemmCost, gemm_cost, hbm_us
-from weft.sim.world import Process, World, ns
+from weft.sim.cost import HALF, GemmCost, gemm_cost, hbm_us
+from weft.sim.world import Filled, Process, World, ns
 from weft.work import region_bytes
 
 SM_GBPS = 50.0
 """What one SM can read and write of the GPU's memory, with 16 warps and 16-byte loads: reduce_scatter on 8 SMs of an H200, 64
 and 512 MiB, in benchmarks/results/dma.jsonl."""
+
+KEPT = 0.8
+"""Of the last-level cache, what a stream through it leaves to be found again: 512 x 32768 x 6144 in parts on 2 and 4 GPUs."""
+STREAMED, STREAMED_ROW_US = 0.45, 2.5e-3
+"""Of the peak, what the kernel that multiplies and exchanges reaches; and the least that a row of b takes it: its loads are
+not TMA's, and few of them are on their way. Fitted to one_shot and two_shot in all_reduce.jsonl and planner_fit.jsonl."""
+EXCHANGING_US = 1.5
+"""What such a kernel takes besides: it looks up the number of its call, fills its pipeline, and empties the places of the call
+before. Fitted to the same lines with few rows."""
 
 
 class Blocks:
@@ -97,11 +108,11 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     if not any(part.out.size for part in step.parts):
         return
     ended = world.env.event()
-    if all(_plain(part, rank) for part in step.parts):
-        world.filled[rank] = ended
-    yield world.env.timeout(ns(world.machine.launch_us))
     groups = tuple(_groups(step, rank))
     cost = _paced(world, rank, _cost(world, rank, step, groups))
+    if all(_plain(part, rank) for part in step.parts):
+        world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
+    yield world.env.timeout(ns(world.machine.launch_us + EXCHANGING_US * _streams(world, rank, step)))
     yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
@@ -116,12 +127,18 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
     blocks = Blocks(cost.sms, own)
     stores: list[simpy.Event] = []
     end = ready = own
+    whole = sum(cost.tiles) - cost.halves
     # All at once: a part whose tiles have SMs of their own does not wait for the inner gates of those before it.
     opening = [world.env.process(_opened(world, group.parts[0], time)) for group in groups]
     for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
         now, *inner = yield opened
         ready = max(ready, now)
-        first, last = blocks.take(tiles, _ends(world, rank, group, tiles, cost, (ready, *inner)))
+        uncut, whole = min(tiles, whole), max(0, whole - tiles)
+        first, last = blocks.take(uncut, _ends(world, rank, group, tiles, cost, (ready, *inner)))
+        if uncut < tiles:
+            cut = _ends(world, rank, group, 2 * tiles, cost.slower(HALF), (ready, *inner))
+            begun, last = blocks.take(2 * (tiles - uncut), cut)
+            first = first or begun
         end = max(end, last)
         stores += _finish(world, rank, group, cost.sms, time, first, last)
     yield time.until(end)
@@ -133,6 +150,11 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
     k, n = step.b.shape
+    gpu, flags = world.machine.gpu, not all(_plain(part, rank) for part in step.parts)
+    shape = shape_of(step) if flags and gpu.kernel_tiles else None
+    tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
+    if _streams(world, rank, step):
+        tiles = (_streamed(world, step),)
     return gemm_cost(
         world.machine,
         rows=tuple(group.rows for group in groups),
@@ -142,8 +164,39 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
         sms=world.free_sms[rank],
         accumulate=step.accumulate,
         out_itemsize=4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
-        flags=not all(_plain(part, rank) for part in step.parts),
+        flags=flags,
+        tiles=tiles,
+        shape=shape,
+        apart=_apart(world, rank, step),
     )
+
+
+def _streams(world: World, rank: int, step: Gemm) -> bool:
+    """Whether the kernel that multiplies is weft's, and goes on to exchange and sum (weft.kernels.all_reduce)."""
+    fused = any(lane.steps[low] is step for lane in world.schedule.ranks[rank] for low, _ in lane.fused)
+    return fused and bool(world.machine.gpu.kernel_tiles)
+
+
+def _streamed(world: World, step: Gemm) -> Tile:
+    """The tile of such a kernel."""
+    problem, gpu = world.schedule.problem, world.machine.gpu
+    size, whole = problem.world_size, world.schedule.name != "two_shot"
+    pieces = 1 if whole else 1 << (size - 1).bit_length()
+    rows, cols = streamed_tile(
+        problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms
+    )
+    full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * STREAMED)
+    return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / STREAMED_ROW_US))
+
+
+def _apart(world: World, rank: int, step: Gemm) -> float:
+    """How many of the parts that wait start later than those before by more than what the last-level cache keeps of B, which
+    streams through it meanwhile; in shares. What brings a part takes its turn, a copy's fixed cost at least."""
+    copies, gpu = world.machine.copies, world.machine.gpu
+    kept_us = KEPT * gpu.l2_bytes / (gpu.hbm_gbps * 1e3)
+    waiting = [part for part in step.parts if not part.adds and any(gate.at_least for gate in part.gates)]
+    gaps_us = [copies.copy_us + region_bytes(world.schedule, part.a) / (copies.gbps * 1e3) for part in waiting]
+    return sum(min(1.0, gap_us / kept_us) for gap_us in gaps_us)
 
 
 def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from weft.schedule import Bags, Lookup
 from weft.sim.cost import gathered_bytes
-from weft.sim.world import Process, World, ns
+from weft.sim.world import Filled, Process, World, ns
 from weft.work import region_bytes
 
 
@@ -18,7 +18,8 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     if not any(part.out.size for part in step.parts):
         return
     start = world.now
-    ended = world.filled[rank] = world.env.event()
+    ended = world.env.event()
+    world.filled[rank] = Filled(ended)
     yield world.env.timeout(ns(world.machine.launch_us))
     for part in step.parts:
         yield from _part(world, rank, part)

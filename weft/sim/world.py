@@ -101,10 +101,27 @@ class Message:
     through: simpy.Event
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A kernel that takes all SMs. ended: when it has ended. since: when its first tiles began; tile_ns: each of them takes, 0
+    of one whose SMs are not free before its end."""
+
+    ended: simpy.Event
+    since: int = 0
+    tile_ns: int = 0
+
+    def room(self, env: simpy.Environment) -> simpy.Event:
+        """When another kernel finds SMs: as tiles end and others would start, or at its end."""
+        if self.ended.processed or not self.tile_ns:
+            return self.ended
+        ahead = max(0, self.since - int(env.now)) or (self.since - int(env.now)) % self.tile_ns
+        return self.ended | env.timeout(ahead + self.tile_ns * (env.now < self.since))
+
+
 @dataclass
 class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
-    has, by pair and whether it is the sender. filled: by rank, when the last kernel that takes all SMs has ended. kernels: ns
+    has, by pair and whether it is the sender. filled: by rank, the last kernel that takes all SMs. kernels: ns
     per rank that its kernels worked; transfers: while its data moved; multiplied: us per rank that its matmuls so far take at
     full rate."""
 
@@ -115,7 +132,7 @@ class World:
     meetings: dict[int, Rendezvous] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
-    filled: dict[int, simpy.Event] = field(default_factory=dict)
+    filled: dict[int, Filled] = field(default_factory=dict)
     counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
