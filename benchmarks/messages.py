@@ -3,9 +3,10 @@
 Every rank is a node. It sends rows to one other rank and receives as many from it, by what weft's executor uses for a step of
 a schedule: CudaWire and Mail. beside: on a stream of its own, while cuBLAS multiplies 4096^3 on the other.
 
-Protocol: measure.py's; graphs; what arrives is compared with what was sent. Traps: here the "network" is NVLink, so the rate
-and latency of an adapter are no part of it. A put copies the rows to its slot, and out of the other's: 16 MiB are some 20 us
-of a GPU's memory. Beside a matmul, NCCL's blocks wait until SMs are free; weft's own kernels leave 16.
+Protocol: measure.py's; graphs; what arrives is compared with what was sent. nvshmem puts straight from the source, since the
+peer's memory is mapped; staged does as behind an adapter, by torch's put and wait, from a slot of the sender's. Traps: here the
+"network" is NVLink, so the rate and latency of an adapter are no part of it. Beside a matmul that fills the SMs, NCCL's blocks
+wait; weft's own kernels leave 16.
 
     timeout 60 torchrun --nproc-per-node 2 benchmarks/messages.py --json benchmarks/results/messages.jsonl
 """
@@ -57,7 +58,7 @@ def exchanging(world_size: int, rows: int) -> Schedule:
 
 
 class Exchange:
-    """One size's messages on this rank, by both transports."""
+    """One size's messages on this rank, by each transport."""
 
     def __init__(self, space: CudaSpace, heap: Heap, nbytes: int) -> None:
         rank, size = space.team.rank, space.team.world_size
@@ -71,7 +72,8 @@ class Exchange:
         self._bindings.bind("landed", rank, self.landed)
         ((_, lane, position, step),) = [entry for entry in schedule if entry[0] == rank]
         self._where = Where(rank, lane.name, position, step)
-        self.mail = Mail(space, heap, schedule, torch.bfloat16)
+        self.mail, self.staging = (Mail(space, heap, schedule, torch.bfloat16) for _ in range(2))
+        self.staging.mapped = ()
 
     def by_nccl(self) -> None:
         assert self._space.wire
@@ -80,9 +82,16 @@ class Exchange:
     def by_nvshmem(self) -> None:
         self.mail.exchange(self._where, self._bindings)
 
+    def by_staged(self) -> None:
+        self.staging.exchange(self._where, self._bindings)
+
+    def close(self) -> None:
+        self.mail.close()
+        self.staging.close()
+
 
 def works_of(exchange: Exchange, side: torch.cuda.Stream) -> dict[str, Work]:
-    """Both transports alone and beside a matmul, and the matmul alone."""
+    """Each transport alone and beside a matmul, and the matmul alone."""
     a, b, out = (torch.randn(EXTENT, EXTENT, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def matmul() -> None:
@@ -103,7 +112,7 @@ def works_of(exchange: Exchange, side: torch.cuda.Stream) -> dict[str, Work]:
 
         return work
 
-    transports = {"nccl": exchange.by_nccl, "nvshmem": exchange.by_nvshmem}
+    transports = {"nccl": exchange.by_nccl, "nvshmem": exchange.by_nvshmem, "staged": exchange.by_staged}
     found: dict[str, Work] = {"matmul": matmul}
     found |= {name: alone(send) for name, send in transports.items()}
     return found | {f"{name} beside": beside(send) for name, send in transports.items()}
@@ -151,7 +160,7 @@ def main() -> None:
         except Failed as failed:
             say(f"LEFT OUT {nbytes} bytes: {failed}", file=sys.stderr)
         torch.cuda.synchronize()
-        exchange.mail.close()
+        exchange.close()
     space.close()
     team.close()
     stop()

@@ -37,7 +37,6 @@ from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
 from weft.execute.network import SMS as NETWORK_SMS
-from weft.execute.nvshmem_wire import SMS as PUTS_SMS
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
 from weft.execute.replay import Replays, capture_stream
@@ -96,7 +95,6 @@ class CudaProgram(BoundProgram):
         space.has_collectives |= bool(self._vendors)
         self._mail = Mail(space, space.heap, schedule, self.dtype) if space.heap and _has_messages(schedule) else None
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
-        self._network_sms = (PUTS_SMS if self._mail else NETWORK_SMS) if self._sends else 0
         self._replayable = not self._vendors and (self._mail is not None or not self._sends)
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
@@ -185,7 +183,7 @@ class CudaProgram(BoundProgram):
         """A step as one kernel, beside what pushes and messages take of the SMs. A sum's gates have been waited for by its
         stream."""
         silent = self._silent or kernel.gated_by_stream
-        sms = self.space.sms - (self._push_sms if self.pushes else 0) - self._network_sms
+        sms = self.space.sms - (self._push_sms if self.pushes else 0) - (NETWORK_SMS if self._sends else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
     def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:

@@ -2,7 +2,8 @@
 
 Memory of its own for each program (weft.execute.nvshmem), laid out by weft.execute.slots, used in turns (weft.execute.puts).
 Where a peer's memory is mapped, a put is a copy engine's and a turn a stream memory operation, so a slice leaves whatever fills
-the SMs. NVSHMEM waits for a message by a kernel of one block, and puts through an adapter by another.
+the SMs. NVSHMEM waits for a message by a kernel of one block, and puts through an adapter by another; a copy within a GPU may
+be a kernel. For these, kernels of the same schedule leave as many SMs free as for the vendor's messages: a guess, not measured.
 
 Losing a rank: nothing of NVSHMEM ends a wait. The call's watch does, as for flags: it raises the turn words of this rank, again
 and again, until the streams have drained; what then arrives is thrown away with the team.
@@ -21,9 +22,6 @@ from weft.execute.nvshmem import Heap
 from weft.execute.puts import Puts
 from weft.execute.slots import Slot, Slots
 from weft.schedule import Schedule
-
-SMS = 1
-"""What kernels of the same schedule leave free: what waits for a message to come is a kernel of one block."""
 
 
 class Mail:
