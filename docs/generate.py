@@ -286,8 +286,7 @@ def _dma(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def resident(mode: str) -> str:
-    """Of each workload and tile of benchmarks/resource_aware.py plain overlap and the best point, by the paper's controls alone
-    and, where they were measured, by copy engines. Times in ms."""
+    """Plain overlap and the best points of benchmarks/resource_aware.py, the paper's and by copy engines. Times in ms."""
     rows = [row for row in _lines("resource_aware") if row["mode"] == mode and not row.get("grid")]
     heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
     moved = ("copy engines", "blocks/SM", "normalised") if any("transport" in row for row in rows) else ()
@@ -309,7 +308,7 @@ def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def _by_copy_engine(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    moved = [point for point in points if point.get("transport", "vendor") != "vendor"]
+    moved = (point for point in points if point.get("transport", "vendor") != "vendor")
     best = min(moved, key=lambda point: point["overlapped_us"], default=None)
     return (f"{best['overlapped_us'] / 1e3:.2f}", str(best["blocks_per_sm"]), f"{best['normalised']:.2f}") if best else ()
 
@@ -324,10 +323,9 @@ def training(mode: str) -> str:
 def _training(row: dict[str, Any]) -> tuple[str, ...]:
     stock, ways = row["peers"]["stock"], row["candidates"]
     best = min(ways, key=lambda way: ways[way])
-    times = (row["computation_us"], row["silent_us"], stock, ways[best], row["overlapped_us"])
-    computation, silent, base, fastest, auto = (f"{us / 1e3:.1f}" for us in times)
-    ratios = f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x"
-    return (f"{row['op']} {row['case']}", computation, silent, base, best, fastest, row["schedule"], auto, *ratios)
+    times = [f"{row[name] / 1e3:.1f}" for name in ("computation_us", "silent_us", "overlapped_us")]
+    found = (f"{stock / 1e3:.1f}", best, f"{ways[best] / 1e3:.1f}", row["schedule"], times[2])
+    return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
 
 
 def _lines(bench: str) -> list[dict[str, Any]]:
