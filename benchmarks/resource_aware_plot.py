@@ -28,9 +28,11 @@ RANGE = (0.4, 1.25)
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of the benchmark; of points that were measured more than once, the last. Raises ValueError if there is none."""
+    """The benchmark's lines of the paper's controls with a block a tile; of points that were measured more than once, the last.
+    Raises ValueError if there is none."""
     lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines() if text]
-    latest = {_point(line): line for line in lines if line["bench"] == "resource_aware"}
+    papers = (line for line in lines if line["bench"] == "resource_aware" and not (line.get("grid") or line.get("ctas")))
+    latest = {_point(line): line for line in papers}
     if not latest:
         raise ValueError(f"{path} has no line of benchmarks/resource_aware.py")
     return list(latest.values())

@@ -291,39 +291,46 @@ def _dma(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def resident(mode: str) -> str:
-    """The best point of each workload and tile of benchmarks/resource_aware.py, beside the plain overlap. Times in ms."""
-    rows = [row for row in _lines("resource_aware") if row["mode"] == mode]
+    """Plain overlap and the best points of benchmarks/resource_aware.py, the paper's and by copy engines. Times in ms."""
+    rows = [row for row in _lines("resource_aware") if row["mode"] == mode and not row.get("grid")]
     heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
-    table = [(*heads, "normalised", "overlap", "hidden")]
+    moved = ("copy engines", "blocks/SM", "normalised") if any("transport" in row for row in rows) else ()
+    table = [(*heads, "normalised", "overlap", "hidden", *moved)]
     for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in rows):
         table.append(_resident([row for row in rows if (row["op"], tuple(row["tile"])) == workload]))
     return f"{_table(table)}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
 
 
 def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    best = min(points, key=lambda point: point["overlapped_us"])
-    plain = next(point for point in points if not point["capped"] and not point["priority"])
+    papers = [point for point in points if not point.get("ctas")]
+    best = min(papers, key=lambda point: point["overlapped_us"])
+    plain = next(point for point in papers if not point["capped"] and not point["priority"])
     names = ("computation_us", "communication_us", "sequential_us")
     times = [f"{us / 1e3:.2f}" for us in (*(best[name] for name in names), plain["overlapped_us"], best["overlapped_us"])]
     tile, point = "x".join(map(str, best["tile"])), (str(best["blocks_per_sm"]), "high" if best["priority"] else "-")
     shares = (f"{best[name]:.2f}" for name in ("time_ratio", "normalised", "overlap_rate", "hidden"))
-    return (f"{best['op']} {tile}", *times, *point, *shares)
+    return (f"{best['op']} {tile}", *times, *point, *shares, *_by_copy_engine(points))
+
+
+def _by_copy_engine(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    moved = (point for point in points if point.get("transport", "vendor") != "vendor")
+    best = min(moved, key=lambda point: point["overlapped_us"], default=None)
+    return (f"{best['overlapped_us'] / 1e3:.2f}", str(best["blocks_per_sm"]), f"{best['normalised']:.2f}") if best else ()
 
 
 def training(mode: str) -> str:
-    """Training steps as benchmarks/data_parallel.py measured them, in ms. stock: the faster of PyTorch's two runs."""
+    """Training steps as benchmarks/data_parallel.py measured them, in ms. bound: stock over silent."""
     rows = [row for row in _lines("data_parallel") if row["mode"] == mode]
-    heads = ("model", "computation", "stock", "best way", "its step", "auto took", "auto", "over stock")
+    heads = ("model", "computation", "silent", "stock", "best way", "its step", "auto took", "auto", "over stock", "bound")
     return f"{_table([heads, *map(_training, rows)])}\n\n{_machine(rows[0])}, mode {mode}, commit {rows[0]['commit']}"
 
 
 def _training(row: dict[str, Any]) -> tuple[str, ...]:
-    stock = row["peers"]["stock"]
-    ways = {way: us for way, us in row["candidates"].items() if way not in ("computation", "stock", "stock again", "auto")}
+    stock, ways = row["peers"]["stock"], row["candidates"]
     best = min(ways, key=lambda way: ways[way])
-    computation, *times = (f"{us / 1e3:.1f}" for us in (row["computation_us"], stock, ways[best], row["overlapped_us"]))
-    over = f"{stock / row['overlapped_us']:.3f}x"
-    return (f"{row['op']} {row['case']}", computation, times[0], best, times[1], row["schedule"], times[2], over)
+    times = [f"{row[name] / 1e3:.1f}" for name in ("computation_us", "silent_us", "overlapped_us")]
+    found = (f"{stock / 1e3:.1f}", best, f"{ways[best] / 1e3:.1f}", row["schedule"], times[2])
+    return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
 
 
 def _lines(bench: str) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 """A small GPT, trained with data parallelism, with PyTorch's own collectives and with weft's beside the backward pass.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py
-    torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 2048 --heads 16 --length 1024 --batch 4 --steps 40
+    torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 2048 --heads 16 --length 1024 --batch 4 --steps 120
 
 It runs on GPUs (NCCL) where there is one for every rank, else on CPUs (gloo). DistributedDataParallel and fully_shard train the
 same model on the same tokens, first as they are, then with one line more: `weft.hooks.ddp(model)`, `weft.hooks.fsdp(model)`.
-Losses have to agree within rounding. On GPUs the first steps try several ways to communicate; what was chosen, and why, is
-printed.
+Losses have to agree within rounding. On GPUs the first steps, at most some 100 of them, try several ways to communicate; what
+was chosen, and why, is printed.
 
 Legend: B batch of a rank, T tokens, C width, H heads, V vocabulary.
 """
@@ -121,7 +121,7 @@ def start() -> torch.device:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("length", 32), ("batch", 2), ("steps", 30)):
+    for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("length", 32), ("batch", 2), ("steps", 110)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--way", default="auto", help="auto, or one like vendor or copy_engine")
     options = parser.parse_args()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.beside.blocks import BLOCK, ROUNDS, in_blocks, most_steps
+from weft.beside.blocks import COUNTED, ROUNDS, in_blocks, most_steps
 from weft.beside.steps import StepTrial
 from weft.beside.trials import Settled
 from weft.hooks import data_parallel, fully_sharded
@@ -160,12 +161,13 @@ def _tried(slow: str) -> tuple[list[str], list[tuple[str, str, dict[str, float]]
     return taken, found
 
 
-_SCREENING = ["vendor"] * BLOCK + ["sequential"] * BLOCK
+_SCREENING = ["vendor"] * (2 + COUNTED) + ["sequential"] * (2 + COUNTED)
+_FINAL = ["sequential"] * (1 + COUNTED) + ["vendor"] * (1 + COUNTED)
 
 
 @pytest.mark.parametrize(
     ("slow", "chosen", "blocks"),
-    [("sequential", "vendor", _SCREENING), ("vendor", "sequential", _SCREENING + ROUNDS * _SCREENING[::-1])],
+    [("sequential", "vendor", _SCREENING), ("vendor", "sequential", _SCREENING + ROUNDS * _FINAL)],
 )
 def test_blocks_of_steps_take_ways_in_turn_and_keep_the_fastest(
     ranks: RankFixture, slow: str, chosen: str, blocks: list[str]
@@ -180,7 +182,8 @@ def test_blocks_of_steps_take_ways_in_turn_and_keep_the_fastest(
 
 
 class _Clock:
-    """A judge of one rank. us(way, how many of its blocks came before): a step's time; a block's first step takes ten more."""
+    """A judge of one rank. us(way, how many of its blocks came before): a step's time. A way's first two steps, and the first
+    after another way, take ten more."""
 
     key = "clock"
 
@@ -192,17 +195,17 @@ class _Clock:
 
     def settle(self, ways: list[str]) -> tuple[Settled, int]:
         """What is chosen, and after how many steps."""
-        turns, now, steps = in_blocks(cast(Any, self), ways), 0.0, 0
-        blocks = dict.fromkeys(ways, 0)
+        turns, now, taken = in_blocks(cast(Any, self), ways), 0.0, list[str]()
         way = next(turns)
         try:
             while True:
-                now += self._us(way, blocks[way]) * (1 if steps % BLOCK else 11)
-                steps += 1
-                blocks[way] += steps % BLOCK == 0
+                changes = sum(before != way == after for before, after in pairwise(["", *taken, way]))
+                fresh = taken.count(way) < 2 or taken[-1] != way
+                now += self._us(way, changes - 1) * (11 if fresh else 1)
+                taken.append(way)
                 way = turns.send(now)
         except StopIteration as end:
-            return end.value, steps
+            return end.value, len(taken)
 
 
 def test_a_way_has_to_be_faster_twice() -> None:

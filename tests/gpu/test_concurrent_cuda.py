@@ -330,7 +330,7 @@ def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(dist.get_rank())
     seen = []
-    for _ in range(30 if way != "auto" else 90):
+    for _ in range(30 if way != "auto" else 110):
         x = torch.randn(64, 512, generator=draw).cuda()
         optimizer.zero_grad()
         loss = (model(x) - x).square().mean()

@@ -1,15 +1,16 @@
 """Which way whole training steps take: blocks of consecutive steps in one way, beside blocks in the way that they had.
 
     steps                                   way
-    BLOCK x each way                        each in turn, first the one to beat          ranks meet: the closest go on
-    ROUNDS x BLOCK x those that go on       each in turn, last the one to beat           ranks meet: the choice
+    (2 + COUNTED) x each way                each in turn, first the one to beat          ranks meet: the closest go on
+    ROUNDS x (1 + COUNTED) x those          each in turn, last the one to beat           ranks meet: the choice
 
 Why blocks: the host enqueues a step while the GPU is still in the one before, so a single step's time is also that of its
-neighbour, and of what that left behind. A block's first step is not counted; its time is that of the others, from the same
-place in one step to that in another. Why it is done twice: of several ways that are alike the fastest looks faster than it is,
-so it has to be faster again, in blocks that did not choose it. Why every block counts: where the host is the bottleneck, blocks
-of one way differ by 5% (fully_shard on 2 x H200), and a median of a few does not tell 2% from nothing. So a way is chosen if
-its slowest block is faster than the fastest of the way to beat.
+neighbour, and of what that left behind. A block's first step is not counted, nor a way's first two, in which copy engines are
+bound and graphs captured; its time is that of the others, from the same place in one step to that in another. Why it is done
+twice: of several ways that are alike the fastest looks faster than it is, so it has to be faster again, in blocks that did not
+choose it. Why every block counts: where the host is the bottleneck, blocks of one way differ by 5% (fully_shard on 2 x H200),
+and a median of a few does not tell 2% from nothing. So a way is chosen if its slowest block is faster than the fastest of the
+way to beat.
 
 No step waits for anything but at the two meetings. A trial of n ways takes at most `most_steps(n)` steps.
 """
@@ -23,7 +24,9 @@ from typing import Any
 from weft.beside.trials import Judge, Settled
 from weft.execute.trial import MARGIN, Trial
 
-BLOCK, ROUNDS = 4, 4
+COUNTED, ROUNDS = 3, 4
+_FIRST, _AGAIN = 2, 1
+"""Steps of a block that are not counted: of a way's first block, and of later ones."""
 FINALISTS = 3
 """Ways that go on, beside the one to beat: those within CLOSE of it."""
 CLOSE = 0.1
@@ -38,9 +41,10 @@ def most_steps(ways: int) -> int:
     """Steps that a trial of so many ways takes at most.
 
     >>> most_steps(6)
-    88
+    94
     """
-    return BLOCK * (ways + ROUNDS * (1 + min(FINALISTS, ways - 1))) if ways > 1 else 0
+    finals = ROUNDS * (1 + min(FINALISTS, ways - 1))
+    return ways * (_FIRST + COUNTED) + finals * (_AGAIN + COUNTED) if ways > 1 else 0
 
 
 def in_blocks(judge: Judge, specs: Sequence[str]) -> Turns:
@@ -48,29 +52,29 @@ def in_blocks(judge: Judge, specs: Sequence[str]) -> Turns:
     base, *others = specs
     if not others:
         return Settled(key=judge.key, way=base)
-    us = _us(judge, "screening", (yield from _round(specs)))
+    us = _us(judge, "screening", (yield from _round(specs, _FIRST)))
     near = sorted((spec for spec in others if us[spec] <= (1 + CLOSE) * us[base]), key=lambda spec: us[spec])[:FINALISTS]
     spans = []
     for _ in range(ROUNDS if near else 0):
-        spans.append((yield from _round((*near, base))))
+        spans.append((yield from _round((*near, base), _AGAIN)))
     finals = [_us(judge, f"final {round_}", blocks) for round_, blocks in enumerate(spans)]
     return _settled(judge.key, specs, us, finals)
 
 
-def _round(specs: Sequence[str]) -> _Round:
+def _round(specs: Sequence[str], uncounted: int) -> _Round:
     """A block of each."""
     spans = {}
     for spec in specs:
-        begin = end = yield spec
-        for _ in range(BLOCK - 1):
-            end = yield spec
-        spans[spec] = begin, end
+        marks = []
+        for _ in range(uncounted + COUNTED):
+            marks.append((yield spec))
+        spans[spec] = marks[uncounted - 1], marks[-1]
     return spans
 
 
 def _us(judge: Judge, text: str, spans: Mapping[str, Span]) -> dict[str, float]:
     """A step's time in each block, on the slowest rank. Ranks meet."""
-    return {spec: judge.slowest_us(f"{text}, {spec}", [span]) / (BLOCK - 1) for spec, span in spans.items()}
+    return {spec: judge.slowest_us(f"{text}, {spec}", [span]) / COUNTED for spec, span in spans.items()}
 
 
 def _settled(key: str, specs: Sequence[str], screened: Mapping[str, float], finals: Sequence[Mapping[str, float]]) -> Settled:
