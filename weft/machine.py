@@ -70,9 +70,10 @@ class Gpu:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, int, float], ...]:
-        """Rows, columns, and elements over efficiency, of few of `tiles`: of each area the one with fewest rows. On shapes of
-        models their matmuls take within 1% of what all take, on average."""
-        kept = {tile.rows * tile.cols: tile for tile in sorted(self.tiles, key=lambda tile: -tile.rows)}
+        """Rows, columns, and elements over efficiency, of few of `tiles`: of each area the one with fewest rows, but 64 at
+        least. On shapes of models their matmuls take within 1% of what all take, on average."""
+        high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
+        kept = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
         return tuple((tile.rows, tile.cols, area / tile.efficiency) for area, tile in kept.items())
 
     def paced_us(self, busy_us: float) -> float:
