@@ -8,7 +8,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 from weft.errors import PeerLost, RankMismatch
-from weft.team import _CLOSED, _STATE, Team
+from weft.team import _CLOSED, _STATE, _TOLD, Team
 
 
 def _alike(team: Team) -> int:
@@ -71,6 +71,30 @@ def _last_call(team: Team) -> str:
     return "nothing noticed"
 
 
+def _told(team: Team) -> tuple[bool, float]:
+    """Rank 0 fails. Of the others, rank 1 tells its calls half a second later, and rank 2 not before it closes."""
+    team.enter("op: last")
+    if team.rank:
+        deadline = time.monotonic() + 10
+        while not team.peer_failed() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        noticed = team.peer_failed()
+        time.sleep(0.5 * team.rank)
+        if team.rank == 1:
+            team.fail(PeerLost("rank 0 failed"))
+            team.told(0.0)
+            assert team._words[1].load(_STATE) == _TOLD
+        return noticed, 0.0
+    assert not team.peer_failed()
+    team.fail(PeerLost("planted"))
+    began = time.monotonic()
+    team.told(0.2)
+    bounded = time.monotonic() - began
+    assert 0.2 <= bounded < 0.45, bounded
+    team.told(10.0)
+    return team.peer_failed(), time.monotonic() - began
+
+
 def _with_team(function: str) -> object:
     group = dist.group.WORLD
     assert group is not None
@@ -95,6 +119,14 @@ def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
     messages = ranks(2).run(_with_team, "_known_and_new")
     assert any("M: rank" in m and "64" in m and "128" in m for m in messages), messages
     assert all("nothing noticed" not in m for m in messages)
+
+
+def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
+    """Those that have told their calls, and those that have left; for so long as it is told to."""
+    (failed, seconds), *others = ranks(3).run(_with_team, "_told")
+    assert failed
+    assert 0.8 < seconds < 5.0
+    assert others == [(True, 0.0)] * 2
 
 
 def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:

@@ -2,7 +2,7 @@
 
 Each rank owns a control segment that all of its node map; ranks of other nodes have a copy of it (weft.team_relay):
 
-    word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed
+    word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed, 3 failed and told
     word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the meeting
     word 2 MAPPED    segment rounds that it has mapped          text: why it failed; text: name of its newest segment
     words 4, 5       a number that it offers, by parity         words: what each of its last calls was, by call
@@ -46,7 +46,8 @@ from weft.team_relay import Board, Relay
 
 DEFAULT_TIMEOUT_S = 60.0
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
-_FAILED, _CLOSED = 1, 2
+_FAILED, _CLOSED, _TOLD = 1, 2, 3
+_ENDED_BADLY = (_FAILED, _TOLD)
 _TEXT_BYTES = 4096
 _FAILURE_AT, _NAME_AT, _LOG_AT = 3 * _TEXT_BYTES, 4 * _TEXT_BYTES, 5 * _TEXT_BYTES
 _LOGGED = 4096
@@ -309,7 +310,7 @@ class Team:
 
     def _farewell(self, peer: int) -> str:
         state = self._words[peer].load(_STATE)
-        if state == _FAILED:
+        if state in _ENDED_BADLY:
             return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, _TEXT_BYTES)}"
         if state != _CLOSED and peer not in self.near:
             return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
@@ -324,6 +325,29 @@ class Team:
                 self._tell()
                 reap_stale()
         return error
+
+    def peer_failed(self) -> bool:
+        """Whether a peer says that it has failed: what it sends from then on may be worthless."""
+        return any(self._words[peer].load(_STATE) in _ENDED_BADLY for peer in range(self.world_size) if peer != self.rank)
+
+    def told(self, within_s: float) -> None:
+        """After a failure, once this rank's calls have been told of it: returns when those of all neighbours that live have
+        been, too, or after so long.
+
+        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a
+        neighbour's call that knows of no failure would take for results.
+        """
+        own = self._words[self.rank]
+        if own.load(_STATE) == _FAILED:
+            own.store(_STATE, _TOLD)
+            self._tell()
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline and not all(self._knows(peer) for peer in self.near if peer != self.rank):
+            time.sleep(1e-3)
+
+    def _knows(self, peer: int) -> bool:
+        """Whether no call of a neighbour's can end as if nothing had happened."""
+        return self._words[peer].load(_STATE) in (_CLOSED, _TOLD) or process_start(self.pids[peer]) != self._starts[peer]
 
     def _tell(self) -> None:
         """Let other nodes see at once what this rank's segment says."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +226,47 @@ def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
     message, seconds = caught.value.results[0]
     assert message.startswith("PeerLost: rank 1 (process")
     assert seconds < BOUND_S
+
+
+def _wakes_too_late(victim: int, step: int) -> str:
+    """`victim` sleeps past the bound while it enqueues a call; the others give up, and let go of what waits on their GPUs."""
+    from weft.execute.cuda import CudaProgram
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
+    one, seen = CudaProgram._one, 0
+
+    def slow(self: CudaProgram, *arguments: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == step:
+            time.sleep(2 * BOUND_S)
+        one(self, *arguments)
+
+    if dist.get_rank() == victim:
+        CudaProgram._one = slow  # type: ignore[method-assign, assignment]
+    try:
+        check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1)
+        message = "right"
+    except WeftError as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        CudaProgram._one = one  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    weft.close()
+    dist.barrier()
+    check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 2)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return message
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_rank_that_wakes_after_the_others_gave_up_takes_no_result(pool: Ranks, step: int) -> None:
+    """What released streams send is rubbish: whoever was asleep in the meantime is told, too (AssertionError if it is not)."""
+    messages = pool.run(_wakes_too_late, 0, step)
+    assert messages[0].startswith("PeerLost"), messages
+    assert any("WaitTimeout" in message for message in messages[1:]), messages
 
 
 def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:

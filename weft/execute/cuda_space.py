@@ -7,7 +7,11 @@ graph capture of another thread.
 
     caller: begun 7 ... done 7      begun 8 ...
     watch:  done 7 in time? -> next;   a peer dead, or the bound over -> say which wait is stuck, raise in the caller's
-            thread, release the blocked streams
+            thread, release the blocked streams once all ranks know
+
+A released stream goes on without what it waited for, and so sends rubbish. Thus a rank releases its own only when no peer can
+take that for results any more: when the peers' watches have told their calls (Team.told), or after a second. A rank that was
+stopped, or slow, for longer finds at the end of the call that it enqueues then that a peer has failed (`end`).
 
 A graph that replays calls is none that the space could see: after a failure each replay would wait again. So the watch goes on
 releasing until the space is closed, and tells the thread that captured a call last.
@@ -34,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from weft.controls.streams import comm_stream, current_lane_priority, give_back
-from weft.errors import WaitTimeout, WeftError
+from weft.errors import PeerLost, WaitTimeout, WeftError
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group, transport_from_environment
 from weft.execute.nvshmem import Heap
@@ -52,6 +56,8 @@ _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _ABORTED_S = 5.0
 """How long a team that closes waits for NCCL to be through with an abort."""
+_TOLD_S = 1.0
+"""So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
 _IDLE_TICKS = 25
@@ -99,7 +105,7 @@ class CudaSpace:
         self._abort: threading.Thread | None = None
         self._releases: dict[int, Callable[[], None]] = {}
         self._releasing = threading.Lock()
-        self._stop = threading.Event()
+        self._stop, self._told = threading.Event(), threading.Event()
         self._watch = threading.Thread(target=self._watch_calls, name=f"weft-watch-{team.rank}", daemon=True)
         self._watch.start()
 
@@ -185,9 +191,13 @@ class CudaSpace:
         self._captured_by = threading.get_ident()
 
     def end(self, stream: int, ticket: int) -> None:
-        """The call is done when `stream` comes here."""
+        """The call is done when `stream` comes here. Raises PeerLost if a peer has failed by now."""
         self.driver.record(self._done[ticket % _TICKETS], stream)
         self._ended = ticket
+        if self.team.peer_failed():
+            # Mostly the watch raises its own error in here.
+            self._told.wait(2 * _TOLD_S)
+            raise PeerLost(str(self.team.broken or "a peer failed while this rank enqueued a call"))
 
     def after(self, stream: int, ticket: int) -> None:
         """`stream` goes on once a call is done."""
@@ -253,6 +263,8 @@ class CudaSpace:
         if thread is not None:
             raised = type(type(error).__name__, (type(error),), {"__str__": lambda _: str(error), "__module__": "weft.errors"})
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(raised))
+        self._told.set()
+        self.team.told(_TOLD_S)
         self._release_all()
         if self.wire:
             self.wire.abort()
