@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class RankFixture:
 
         def run(self, work: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
             pools = self.owner._pools
+            self._replace_one_that_ended()
             if self.world_size not in pools:
                 pools[self.world_size] = Ranks(self.world_size, environment={"WEFT_TIMEOUT_S": str(SHORT_BOUND_S)})
             try:
@@ -39,6 +41,14 @@ class RankFixture:
             except BaseException:
                 pools.pop(self.world_size).close(grace_s=0)
                 raise
+
+        def _replace_one_that_ended(self) -> None:
+            """Ranks that died after their last test was over fail none; but it is said."""
+            pool = self.owner._pools.get(self.world_size)
+            codes = [process.exitcode for process in pool.processes] if pool else []
+            if pool and codes != [None] * len(codes):
+                warnings.warn(f"of {self.world_size} idle ranks some had ended, with exit codes {codes}", stacklevel=3)
+                self.owner._pools.pop(self.world_size).close(grace_s=0)
 
     def close(self) -> None:
         for pool in self._pools.values():

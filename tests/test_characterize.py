@@ -50,12 +50,14 @@ def test_a_half_that_is_free_takes_nothing() -> None:
 
 
 def test_signatures_of_the_families() -> None:
-    """Unfused pieces lose most, fused ones less, one gated kernel the same whatever its chunks; copies' fixed costs grow."""
+    """Unfused pieces lose most, fused ones less, one gated kernel least, by its tiles alone where its parts come at once; those
+    that come apart read b again; copies' fixed costs grow."""
     unfused = [losses(GATHER, f"hetero_unfused_1d:{chunks}").gemm_dil for chunks in (1, 2, 8)]
     assert unfused == sorted(unfused)
     assert unfused[-1] > losses(GATHER, "hetero_fused_1d:8").gemm_dil > 1
     gated = [losses(GATHER, f"flag_gated:{chunks}") for chunks in (1, 8)]
-    assert gated[0].gemm_dil == gated[1].gemm_dil == pytest.approx(1 / H200.gpu.flag_efficiency, rel=0.02)
+    assert gated[0].gemm_dil == pytest.approx(1 / H200.gpu.flag_efficiency, rel=0.02)
+    assert gated[0].gemm_dil < gated[1].gemm_dil < losses(GATHER, "hetero_fused_1d:8").gemm_dil
     assert gated[1].communication_dil > 1.5 > gated[0].communication_dil
     assert losses(GATHER, "direct_store:1").gemm_dil > gated[0].gemm_dil, "its blocks take SMs"
     assert losses(GATHER, "sequential_stores").gemm_cil is None

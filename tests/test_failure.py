@@ -44,6 +44,14 @@ def _calls_until(victim: int, after_s: float, how: int, names: tuple[str, ...]) 
     raise AssertionError("the calls ended")
 
 
+def test_a_rank_that_died_between_two_tasks_is_named(fresh: Ranks) -> None:
+    fresh.run(os.getpid)
+    os.kill(fresh.processes[1].pid or 0, signal.SIGKILL)
+    fresh.processes[1].join()
+    with pytest.raises(RankFailed, match="rank 1: died with exit code -9"):
+        fresh.run(os.getpid)
+
+
 @pytest.mark.parametrize("after_s", [0.31, 0.5])
 def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) -> None:
     creators = {str(process.pid) for process in fresh.processes}

@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -103,14 +104,14 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
         """`function(*args)` on every rank; their results by rank. Raises RankFailed if a rank raises, dies or is late."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
+        self.start(function, *args)
         return self._collect(set(range(self.world_size)), timeout_s, function.__name__)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """As `run`, without waiting; `finish` collects."""
         for pipe in self._pipes:
-            pipe.send((function, args))
+            with suppress(BrokenPipeError):  # collecting says how it died
+                pipe.send((function, args))
 
     def finish(self, *, timeout_s: float = 600.0) -> list[Any]:
         return self._collect(set(range(self.world_size)), timeout_s, "work")
