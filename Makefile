@@ -19,14 +19,12 @@ endef
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
 
-# Tests of one process run beside those of several, which often wait; then the last of those. Their output comes at the end.
-LAST = $(wildcard tests/test_[r-z]*.py)
+# Tests of one process run beside those of several, which often wait; their output comes at the end.
 test: $(VENV)/.set-up-test
 	@mkdir -p out
-	@{ $(BIN)/python -m pytest -m "not ranks" -p no:cacheprovider; plain=$$?; \
-	$(BIN)/python -m pytest -m ranks -p no:cacheprovider $(LAST) && exit $$plain; } >out/test.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest -m ranks $(LAST:%=--ignore=%); ranks=$$?; \
-	wait $$beside; beside=$$?; cat out/test.log; exit $$((ranks | beside))
+	@$(BIN)/python -m pytest -m "not ranks" -p no:cacheprovider >out/test.log 2>&1 & plain=$$!; \
+	$(BIN)/python -m pytest -m ranks; ranks=$$?; \
+	wait $$plain; plain=$$?; cat out/test.log; exit $$((ranks | plain))
 
 lint: $(VENV)/.set-up-dev
 	$(BIN)/ruff check .

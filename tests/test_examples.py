@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,25 @@ SECONDS = 100
 pytestmark = pytest.mark.ranks
 
 
+ABORTED_AT_EXIT = "terminate called without an active exception"
+"""DTensor's caches keep gloo's threads until the process ends, which now and then aborts in them."""
+
+
 def run(*words: str, folder: Path) -> str:
     """Standard output of a command that must succeed, from another folder than the tree's root."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    done = _ended(words, folder)
+    if done.returncode and ABORTED_AT_EXIT in done.stderr:
+        warnings.warn(f"{words}: {ABORTED_AT_EXIT}; run once more", stacklevel=2)
+        done = _ended(words, folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def _ended(words: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
 
 
 @pytest.mark.parametrize("schedule", ["auto", "direct_store:2"])

@@ -203,7 +203,7 @@ def test_mistakes() -> None:
 def test_it_takes_less_than_20_us() -> None:
     found = [Problem(op=op, m=4096, n=8192, k=8192, world_size=8) for op in OPS]
     rounds = []
-    for _ in range(60):
+    for _ in range(400):
         begun = time.perf_counter_ns()
         for problem in found:
             heuristic(problem, H200)
