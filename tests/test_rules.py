@@ -201,15 +201,20 @@ def test_mistakes() -> None:
 
 
 def test_it_takes_less_than_20_us() -> None:
+    """Where a thousand squares take 40 us, as on an undisturbed core; in proportion where that core is slower."""
     found = [Problem(op=op, m=4096, n=8192, k=8192, world_size=8) for op in OPS]
-    rounds = []
-    for _ in range(400):
+    rounds, squares = [], []
+    for _ in range(200):
         begun = time.perf_counter_ns()
         for problem in found:
             heuristic(problem, H200)
-        rounds.append((time.perf_counter_ns() - begun) / len(found) / 1e3)
-    assert min(rounds) < BOUND_US
-    assert statistics.median(rounds) < 3 * BOUND_US, "even beside other work"
+        ended = time.perf_counter_ns()
+        sum(number * number for number in range(1000))
+        squares.append((time.perf_counter_ns() - ended) / 1e3)
+        rounds.append((ended - begun) / len(found) / 1e3)
+    bound_us = BOUND_US * max(1.0, min(squares) / 40)
+    assert min(rounds) < bound_us
+    assert statistics.median(rounds) < 3 * bound_us, "even beside other work"
 
 
 def test_it_needs_the_standard_library_alone() -> None:
