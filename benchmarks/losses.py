@@ -195,6 +195,7 @@ def learned(name: str, mesh: DeviceMesh, setup: Setup) -> tuple[Losses, str]:
         losses.append(loss.detach())
     report = str(weft.overlap_report(model)).partition("\n")[0] if name == "weft" else ""
     found = [float(loss) for loss in losses]
+    faulthandler.cancel_dump_traceback_later()
     del model, master, loss, losses
     weft.close(mesh.get_group())
     return found, report
