@@ -15,6 +15,9 @@ and copies c (n - 1) pieces. Any other schedule has one matmul, and sends at the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 from weft.machine import Machine
 from weft.problem import Problem
 
@@ -23,7 +26,7 @@ SPLITS = (2, 4)
 LEAST_CUT = 8192
 """No part of K is shorter; measured, see weft.sim.cost."""
 _FLOAT32 = 4
-_Way = tuple[list[tuple[int, int, float]], float]
+_Tiles = list[tuple[int, int, float]]
 
 
 CUT = frozenset(("shard_p2p", "hetero_unfused_1d", "hetero_fused_1d", "uniform_fused_1d", "uniform_fused_2d"))
@@ -32,39 +35,17 @@ CUT = frozenset(("shard_p2p", "hetero_unfused_1d", "hetero_fused_1d", "uniform_f
 
 class Pieces:
     """A problem's matmul of rows x inner by inner x cols on the rank with most work, and how schedules cut it. links_us: what
-    the links take for what a rank sends."""
+    the links take for what a rank sends. us: what one matmul of so many rows takes."""
 
-    __slots__ = (
-        "_known",
-        "_sent",
-        "_shard",
-        "_size",
-        "_sizes",
-        "cols",
-        "inner",
-        "links_us",
-        "machine",
-        "problem",
-        "rows",
-        "whole_us",
-    )
+    __slots__ = ("_sent", "_shard", "cols", "inner", "links_us", "machine", "problem", "rows", "us", "whole_us")
 
     def __init__(self, problem: Problem, machine: Machine, *, rows: int, cols: int, inner: int, links_us: float) -> None:
         self.problem, self.machine, self.links_us = problem, machine, links_us
         self.rows, self.cols, self.inner = rows, cols, inner
-        self._size = size = problem.world_size
-        self._shard = -(-rows // size)
-        self._known: dict[int, float] = {}
+        self._shard = -(-rows // problem.world_size)
         self._sent: dict[int, float] = {}
-        self._sizes = _Sizes(problem, machine, cols, inner, sums=False)
+        self.us = _vendor_us(problem, machine, cols, inner, sums=False)
         self.whole_us = self.us(rows)
-
-    def us(self, rows: int) -> float:
-        """One matmul of so many rows."""
-        known = self._known.get(rows)
-        if known is None:
-            known = self._known[rows] = self._sizes.us(rows)
-        return known
 
     def halves(self, name: str, chunks: int) -> tuple[float, float]:
         """The longer and the shorter one of all matmuls and all copies of a schedule of CUT."""
@@ -76,7 +57,7 @@ class Pieces:
     def _matmul_us(self, name: str, chunks: int) -> float:
         if name == "uniform_fused_2d":
             return self._columns_us(chunks)
-        us, size, shard = self.us, self._size, self._shard
+        us, size, shard = self.us, self.problem.world_size, self._shard
         chunk = -(-shard // chunks)
         if name == "uniform_fused_1d":
             return chunks * us(size * chunk)
@@ -87,52 +68,65 @@ class Pieces:
     def _columns_us(self, chunks: int) -> float:
         sums = self.problem.op == "all_gather_matmul"
         cols, inner = (self.cols, -(-self.inner // chunks)) if sums else (-(-self.cols // chunks), self.inner)
-        return chunks * _Sizes(self.problem, self.machine, cols, inner, sums=sums).us(self.rows)
+        return chunks * _vendor_us(self.problem, self.machine, cols, inner, sums=sums)(self.rows)
 
     def _sent_us(self, chunks: int) -> float:
         copies = self.machine.copies
         if self.machine.fans_out:
             return self.links_us + chunks * copies.copy_us
         turned = copies.gbps / copies.turned_gbps(chunks)
-        return self.links_us * turned + chunks * (self._size - 1) * copies.copy_us
+        return self.links_us * turned + chunks * (self.problem.world_size - 1) * copies.copy_us
 
 
-class _Sizes:
-    """Of a vendor's matmul by b of inner x cols: what some rows of a take. sums: it adds to float32 sums.
+def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int, *, sums: bool) -> Callable[[int], float]:
+    """Of a vendor's matmul by b of inner x cols: what some rows of a take, with a launch. sums: it adds to float32 sums.
 
-    _whole, _split: without and with K in parts; the tiles of each shape (rows, how many beside each other, us on an SM), and a
-    row's traffic.
+    Ways are without and with K in parts: the tiles of each shape (rows, how many beside each other, us on an SM), and what a
+    row's traffic takes.
     """
+    gpu, itemsize, launch_us = machine.gpu, problem.itemsize, machine.launch_us
+    sms, byte_us, fixed_us = gpu.sms, 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us
+    element_us = 2 * sms * inner / (gpu.tflops[problem.dtype] * 1e6)
+    b_us = inner * cols * itemsize * byte_us
+    row_us = (inner * itemsize + cols * (2 * _FLOAT32 if sums else itemsize)) * byte_us
+    extra_us = (2 * _FLOAT32 - itemsize) * byte_us * sms if sums else 0.0
+    tiles = [(high, -(-cols // wide), slow * element_us + fixed_us + high * wide * extra_us) for high, wide, slow in gpu.shapes]
+    ways = [(tiles, row_us)]
+    if inner >= SPLITS[0] * LEAST_CUT:
+        ways += _split(gpu.shapes, tiles, element_us, inner, row_us, 2 * _FLOAT32 * cols * byte_us)
+    known: dict[int, float] = {}
 
-    __slots__ = ("_b_us", "_launch_us", "_sms", "_split", "_whole")
+    def us(rows: int) -> float:
+        if rows in known:
+            return known[rows]
+        least_us = math.inf
+        for tiles, row_us in ways:
+            waves_us = math.inf
+            for high, across, tile_us in tiles:
+                took_us = -(-rows // high * across // sms) * tile_us
+                if took_us < waves_us:
+                    waves_us = took_us
+            busy_us = rows * row_us + b_us
+            if waves_us > busy_us:
+                busy_us = waves_us
+            if busy_us < least_us:
+                least_us = busy_us
+        known[rows] = launch_us + least_us
+        return known[rows]
 
-    def __init__(self, problem: Problem, machine: Machine, cols: int, inner: int, *, sums: bool) -> None:
-        gpu, itemsize = machine.gpu, problem.itemsize
-        sms, byte_us, fixed_us = gpu.sms, 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us
-        element_us = 2 * sms * inner / (gpu.tflops[problem.dtype] * 1e6)
-        self._sms, self._launch_us, self._b_us = sms, machine.launch_us, inner * cols * itemsize * byte_us
-        row_us = (inner * itemsize + cols * (2 * _FLOAT32 if sums else itemsize)) * byte_us
-        shapes = gpu.shapes
-        tiles = [(high, -(-cols // wide), slow * element_us + fixed_us) for high, wide, slow in shapes]
-        if sums:
-            extra_us = (2 * _FLOAT32 - itemsize) * byte_us * sms
-            tiles = [(high, n, us + high * wide * extra_us) for (high, n, us), (_, wide, _) in zip(tiles, shapes, strict=True)]
-        self._whole, self._split = (tiles, row_us), list[_Way]()
-        for cuts in SPLITS if inner >= SPLITS[0] * LEAST_CUT else ():
-            if inner >= cuts * LEAST_CUT:
-                less_us = element_us * (1 - 1 / cuts)
-                parts = [
-                    (high, n * cuts, us - slow * less_us) for (high, n, us), (_, _, slow) in zip(tiles, shapes, strict=True)
-                ]
-                self._split.append((parts, row_us + 2 * _FLOAT32 * cuts * cols * byte_us))
+    return us
 
-    def us(self, rows: int) -> float:
-        """With a launch."""
-        sms, (tiles, row_us) = self._sms, self._whole
-        waves_us = min([-(-(-(-rows // high) * across) // sms) * us for high, across, us in tiles])
-        memory_us = rows * row_us + self._b_us
-        busy_us = waves_us if waves_us > memory_us else memory_us
-        for tiles, row_us in self._split:
-            waves_us = min([-(-(-(-rows // high) * across) // sms) * us for high, across, us in tiles])
-            busy_us = min(busy_us, max(waves_us, rows * row_us + self._b_us))
-        return self._launch_us + busy_us
+
+def _split(
+    shapes: Sequence[tuple[int, int, float]], tiles: _Tiles, element_us: float, inner: int, row_us: float, sums_us: float
+) -> list[tuple[_Tiles, float]]:
+    """The same with K in parts. sums_us: of one part's row of float32 sums."""
+    slows = [slow * element_us for _, _, slow in shapes]
+    return [
+        (
+            [(high, n * cuts, us - slow_us * (1 - 1 / cuts)) for (high, n, us), slow_us in zip(tiles, slows, strict=True)],
+            row_us + cuts * sums_us,
+        )
+        for cuts in SPLITS
+        if inner >= cuts * LEAST_CUT
+    ]
