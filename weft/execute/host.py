@@ -39,7 +39,7 @@ from weft.span import Span
 from weft.team import Team
 from weft.work import span
 
-_LOOKS_PER_S = 10_000
+_LOOKS_PER_S = 3_000
 """At most: how often an interpreted kernel looks at a flag in a second."""
 _INTERPRETED_BLOCKS = 4
 

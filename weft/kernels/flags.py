@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+
+PAUSE_S = 200e-6
+"""Long enough for a peer to do something, short beside what the interpreter takes for a look."""
 
 
 def table(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -26,6 +30,19 @@ def look(flag_ptr):
     return tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
 
 
+if triton.knobs.runtime.interpret:
+
+    def pause() -> None:
+        """Between two looks: interpreted, the ranks that are waited for need the core."""
+        time.sleep(PAUSE_S)
+
+else:
+
+    @triton.jit
+    def pause():
+        """Between two looks: on a GPU nothing."""
+
+
 @triton.jit
 def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
     """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times."""
@@ -35,6 +52,7 @@ def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
         seen = look(flag_ptr)
         looks = 0
         while behind(seen, need) & (looks < tries):
+            pause()
             seen = look(flag_ptr)
             looks += 1
         if behind(seen, need):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.flags import pause
+
 
 @triton.jit
 def as_words(value, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
@@ -66,6 +68,7 @@ def received(
                 low += word.to(tl.float32, bitcast=True)
         late = 1 - tl.min(tl.min(least, axis=1), axis=0).to(tl.int32)
         looks = tl.where(aborted != 0, tries, looks + 1)
+        pause()
     gave_up = (late > 0) & (tries > 0)
     if gave_up:
         tl.store(status_ptr, region + 1)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import behind, look
+from weft.kernels.flags import behind, look, pause
 
 
 @triton.jit
@@ -137,6 +137,7 @@ def wait(flag_ptr, at_least, tries, status_ptr):
     if behind(seen, at_least):
         looks = tl.where(tl.load(status_ptr, volatile=True) == 0, 0, tries)
         while behind(seen, at_least) & (looks < tries):
+            pause()
             seen = look(flag_ptr)
             looks += 1
         if behind(seen, at_least):
