@@ -27,6 +27,8 @@ from weft.problem import Problem
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
 MAY_BE_ZERO = frozenset({"stores.stall"})
+_NOTHING_US = 1e-3
+"""Numbers are above zero; times count whole nanoseconds."""
 _PROFILES = Path(__file__).with_name("machines")
 
 
@@ -268,6 +270,12 @@ class Machine:
         if dtype not in self.gpu.tflops:
             raise ValueError(f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}")
         return self.gpu.tflops[dtype]
+
+    @cached_property
+    def within_a_kernel(self) -> Machine:
+        """As the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
+        wake_us = self.wake_us and _NOTHING_US
+        return dataclasses.replace(self, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
 
     @property
     def fans_out(self) -> bool:

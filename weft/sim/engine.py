@@ -21,23 +21,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 
 from weft.machine import Machine
 from weft.problem import CollectiveProblem
 from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
 from weft.sim import kernels, lookups, messages, transfers
 from weft.sim.network import Resource, Usage
-from weft.sim.world import Process, Recorder, World, ns
+from weft.sim.world import Process, Ran, Recorder, World, ns
 from weft.span import Span
 from weft.together import riding
+from weft.work import span
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A simulation's result. kernel_us, transfer_us: by rank, how long its kernels worked (waiting left out), and how long
-    data that it moves was on the way. usage: what each port or link carried."""
+    """A simulation's result. steps: in order of their start. kernel_us, transfer_us: by rank, how long its kernels worked
+    (waiting left out), and how long data that it moves was on the way. usage: what each port or link carried."""
 
-    spans: tuple[Span, ...]
+    schedule: Schedule
+    steps: tuple[Ran, ...]
     kernel_us: tuple[float, ...]
     transfer_us: tuple[float, ...]
     usage: Mapping[Resource, Usage]
@@ -45,7 +49,12 @@ class Outcome:
     @property
     def total_us(self) -> float:
         """From the call to the end of the slowest rank."""
-        return max((span.end_us for span in self.spans), default=0.0)
+        return max((ran.end for ran in self.steps), default=0) / 1e3
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """One for each step. Made when asked for: of most schedules that are weighed nobody does."""
+        return tuple(span(self.schedule, ran.rank, ran.lane, ran.step, ran.start / 1e3, ran.end / 1e3) for ran in self.steps)
 
 
 def simulate(schedule: Schedule, machine: Machine) -> tuple[Span, ...]:
@@ -69,7 +78,8 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     for (rank, name), step in at.items():
         raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
     return Outcome(
-        spans=tuple(sorted(world.spans, key=lambda span: (span.start_us, span.rank, span.lane, span.end_us))),
+        schedule=schedule,
+        steps=tuple(sorted(world.steps, key=itemgetter(0, 1, 2, 3))),
         kernel_us=tuple(total / 1e3 for total in world.kernels),
         transfer_us=tuple(busy.total / 1e3 for busy in world.transfers),
         usage=world.network.usage,

@@ -1,4 +1,4 @@
-"""World: what the simulated steps of all ranks share. A clock, flags, links, rendezvous, and the spans so far.
+"""World: what the simulated steps of all ranks share. A clock, flags, links, rendezvous, and what has run so far.
 
 The clock counts whole nanoseconds. Flags are those of one call, the first: a flag starts at zero and counts signals.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -17,11 +17,8 @@ from weft.machine import Machine
 from weft.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
 from weft.sim.cost import hbm_us
 from weft.sim.network import Network, Resource
-from weft.span import Span
-from weft.work import span
 
 Process = Generator[simpy.Event, Any, None]
-_NOTHING_US = 1e-3
 
 
 def ns(us: float) -> int:
@@ -118,6 +115,16 @@ class Filled:
         return self.ended | env.timeout(ahead + self.tile_ns * (env.now < self.since))
 
 
+class Ran(NamedTuple):
+    """One step of a rank's lane: when it began and ended, in nanoseconds."""
+
+    start: int
+    rank: int
+    lane: str
+    end: int
+    step: Step
+
+
 @dataclass
 class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
@@ -128,7 +135,7 @@ class World:
     schedule: Schedule
     machine: Machine
     env: simpy.Environment = field(default_factory=simpy.Environment)
-    spans: list[Span] = field(default_factory=list)
+    steps: list[Ran] = field(default_factory=list)
     meetings: dict[int, Rendezvous] = field(default_factory=dict)
     met: dict[int, int] = field(default_factory=dict)
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
@@ -151,10 +158,9 @@ class World:
         return int(self.env.now)
 
     def within_a_kernel(self) -> World:
-        """The same world as the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
+        """The same world as the steps of a kernel that runs see it."""
         inner = copy.copy(self)
-        wake_us = self.machine.wake_us and _NOTHING_US
-        inner.machine = replace(self.machine, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
+        inner.machine = self.machine.within_a_kernel
         return inner
 
     def taken_sms(self, kind: LaneKind) -> int:
@@ -210,7 +216,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Writes the spans of one lane."""
+    """Writes when the steps of one lane ran."""
 
     world: World
     rank: int
@@ -218,5 +224,4 @@ class Recorder:
 
     def __call__(self, step: Step, start: int) -> None:
         """`step` began at `start` and ends now."""
-        world = self.world
-        world.spans.append(span(world.schedule, self.rank, self.lane, step, start / 1e3, world.now / 1e3))
+        self.world.steps.append(Ran(start, self.rank, self.lane, self.world.now, step))
