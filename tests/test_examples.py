@@ -1,4 +1,4 @@
-"""The examples, each run as a user would."""
+"""The examples, each run as a user would; most of those for torchrun on ranks that are quicker to start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -39,10 +40,22 @@ def _ended(words: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize("schedule", ["auto", "direct_store:2"])
-def test_one_operator(schedule: str, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    text = run(*torchrun, str(EXAMPLES / "01_one_operator.py"), "--schedule", schedule, "--rows", "24", folder=tmp_path)
+def ranks_of(name: str, *words: str, folder: Path, ranks: int = 2) -> str:
+    """Standard output of an example's ranks."""
+    return torchrun(EXAMPLES / name, *words, ranks=ranks, folder=folder, timeout_s=SECONDS)
+
+
+def test_one_operator_under_torchrun(tmp_path: Path) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    _one_operator_is_right(run(*command, str(EXAMPLES / "01_one_operator.py"), "--rows", "24", folder=tmp_path), "auto")
+
+
+def test_one_operator(tmp_path: Path) -> None:
+    options = ("--schedule", "direct_store:2", "--rows", "24")
+    _one_operator_is_right(ranks_of("01_one_operator.py", *options, folder=tmp_path), "direct_store:2")
+
+
+def _one_operator_is_right(text: str, schedule: str) -> None:
     assert f"all_gather_matmul on 2 cpu ranks, schedule {schedule}: out [48, 256]" in text
     (difference,) = re.findall(r"largest difference .*: (\S+) of the largest element", text)
     assert float(difference) < 0.02
@@ -65,17 +78,15 @@ def test_plan_a_small_config(tmp_path: Path) -> None:
 
 
 def test_ulysses(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     chosen = ("--into", "hetero_unfused_1d:2", "--out", "uniform_fused_1d:2", "--tokens", "24")
-    text = run(*torchrun, str(EXAMPLES / "04_ulysses.py"), *chosen, folder=tmp_path)
+    text = ranks_of("04_ulysses.py", *chosen, folder=tmp_path)
     assert "Ulysses on 2 cpu ranks: 48 tokens, 4 heads, y [24, 256]" in text
     (difference,) = re.findall(r"largest difference .*: (\S+) of the largest element", text)
     assert float(difference) < 1e-5
 
 
 def test_training_with_and_without_weft(tmp_path: Path) -> None:
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    text = run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--layers", "1", "--steps", "48", "--batch", "8", folder=tmp_path)
+    text = ranks_of("train_gpt.py", "--layers", "1", "--steps", "48", "--batch", "8", folder=tmp_path)
     for kind in ("ddp", "fsdp"):
         ((first, last, mine),) = re.findall(rf"^{kind}: loss (\S+) to (\S+), with weft (\S+)$", text, re.MULTILINE)
         assert float(last) < float(first)
@@ -88,10 +99,9 @@ def test_training_with_and_without_weft(tmp_path: Path) -> None:
 
 def test_a_llama_in_training(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     kept, page = tmp_path / "weights", tmp_path / "report.html"
     options = ("--steps", "6", "--checkpoint", str(kept), "--report", str(page))
-    text = run(*torchrun, str(EXAMPLES / "train_llama_tp.py"), *options, folder=tmp_path)
+    text = ranks_of("train_llama_tp.py", *options, folder=tmp_path)
     ((first, last),) = re.findall(r"^2 cpu ranks, dp 1: loss (\S+) to (\S+)$", text, re.MULTILINE)
     assert float(last) < float(first)
     assert re.search(r"^LlamaForCausalLM: overlapped \d of 11 places that communicate$", text, re.MULTILINE)
@@ -101,24 +111,21 @@ def test_a_llama_in_training(tmp_path: Path) -> None:
 
 def test_generation(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    text = run(*torchrun, str(EXAMPLES / "generate_tp.py"), "--tokens", "4", folder=tmp_path)
+    text = ranks_of("generate_tp.py", "--tokens", "4", folder=tmp_path)
     assert "\nas in one process: 100%\n" in text
     assert "matmul_all_reduce M=1 " in text
 
 
 def test_pipeline(tmp_path: Path) -> None:
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    text = run(*torchrun, str(EXAMPLES / "pipeline.py"), "--microbatches", "26", "--rows", "8", folder=tmp_path)
+    text = ranks_of("pipeline.py", "--microbatches", "26", "--rows", "8", ranks=3, folder=tmp_path)
     (difference,) = re.findall(r"^26 microbatches through 3 stages, largest difference (\S+)$", text, re.MULTILINE)
     assert float(difference) < 1e-5
     assert re.search(r"^tick: \S+, because ", text, re.MULTILINE)
 
 
 def test_mixtral_with_experts_on_ranks(tmp_path: Path) -> None:
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     small = ("--layers", "1", "--width", "32", "--length", "16", "--steps", "8")
-    text = run(*torchrun, str(EXAMPLES / "mixtral_ep.py"), *small, folder=tmp_path)
+    text = ranks_of("mixtral_ep.py", *small, folder=tmp_path)
     ((first, last),) = re.findall(r"^each expert on one rank: loss (\S+) to (\S+)$", text, re.MULTILINE)
     assert float(last) < float(first)
     ((whole, spread),) = re.findall(r"^parameters of a rank: (\S+) MB, then (\S+) MB$", text, re.MULTILINE)
@@ -128,8 +135,7 @@ def test_mixtral_with_experts_on_ranks(tmp_path: Path) -> None:
 
 
 def test_dlrm(tmp_path: Path) -> None:
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    text = run(*torchrun, str(EXAMPLES / "dlrm.py"), "--steps", "20", folder=tmp_path)
+    text = ranks_of("dlrm.py", "--steps", "20", folder=tmp_path)
     assert "6 tables on 2 cpu ranks, [2, 4] each" in text
     ((first, last, unseen, loaded),) = re.findall(r"^loss (\S+) to (\S+), of .* (\S+), loaded (\S+)$", text, re.MULTILINE)
     assert float(last) < 0.5 * float(first)
@@ -144,9 +150,8 @@ def test_tutorial_of_device_functions(path: Path, tmp_path: Path) -> None:
     assert run(str(path), folder=tmp_path).startswith("6 calls on 2 cpu ranks: ")
 
 
-def test_tutorial_under_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    assert "6 calls on 3 cpu ranks: " in run(*torchrun, str(TUTORIAL[-1]), folder=tmp_path)
+def test_tutorial_on_three_ranks(tmp_path: Path) -> None:
+    assert "6 calls on 3 cpu ranks: " in ranks_of(f"triton/{TUTORIAL[-1].name}", ranks=3, folder=tmp_path)
 
 
 def test_tutorial_has_five_steps_all_documented() -> None:
