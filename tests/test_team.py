@@ -72,14 +72,14 @@ def _last_call(team: Team) -> str:
 
 
 def _told(team: Team) -> tuple[bool, float]:
-    """Rank 0 fails. Of the others, rank 1 tells its calls half a second later, and rank 2 not before it closes."""
+    """Rank 0 fails. Of the others, rank 1 tells its calls a second later, and rank 2 not before it closes."""
     team.enter("op: last")
     if team.rank:
         deadline = time.monotonic() + 10
         while not team.peer_failed() and time.monotonic() < deadline:
             time.sleep(1e-3)
         noticed = team.peer_failed()
-        time.sleep(0.5 * team.rank)
+        time.sleep(1.0 * team.rank)
         if team.rank == 1:
             team.fail(PeerLost("rank 0 failed"))
             team.told(0.0)
@@ -90,7 +90,7 @@ def _told(team: Team) -> tuple[bool, float]:
     began = time.monotonic()
     team.told(0.2)
     bounded = time.monotonic() - began
-    assert 0.2 <= bounded < 0.45, bounded
+    assert 0.2 <= bounded < 0.9, bounded
     team.told(10.0)
     return team.peer_failed(), time.monotonic() - began
 
@@ -125,7 +125,7 @@ def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> No
     """Those that have told their calls, and those that have left; for so long as it is told to."""
     (failed, seconds), *others = ranks(3).run(_with_team, "_told")
     assert failed
-    assert 0.8 < seconds < 5.0
+    assert 1.6 < seconds < 8.0
     assert others == [(True, 0.0)] * 2
 
 
