@@ -5,7 +5,7 @@
     collect()       collect_kernel, after a dispatch
     combine()       combine_kernel
 
-What they do is in weft.kernels.segments and weft.kernels.ragged. Legend: N, K of each GEMM.
+What they do is in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. Legend: N, K of each GEMM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.launch import Launcher
-from weft.kernels.ragged import collect_kernel, combine_kernel, dispatch_kernel
+from weft.kernels.ragged import combine_kernel, dispatch_kernel
+from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
 from weft.kernels.shapes import INTERPRETED, SHAPES, Blocks
 from weft.triton.host import SymmetricTensor
