@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.machine import AlphaBeta, Machine, Table, Tile
+from weft.pieces import LEAST_CUT, SPLITS
 from weft.problem import ITEMSIZE, CollectiveProblem, LookupProblem, Op, Problem
 from weft.shapes import Blocks, whole_tiles
 
@@ -37,10 +38,6 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
-SPLITS = (1, 2, 4)
-"""Into how many parts vendors' GEMMs may cut K, each with partial sums in float32 that are written and read."""
-LEAST_CUT = 8192
-"""No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
 GATHER_SHARE = 1.04
 """Gathering rows, over the memory's rate of a copy: 4.4 to 4.8 of 4.3 TB/s in benchmarks/results/embedding.jsonl, median."""
 HALF = 0.8
@@ -109,7 +106,7 @@ def gemm_cost(
     traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
-    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
+    splits = (1, *(cuts for cuts in SPLITS if k >= cuts * LEAST_CUT and not (flags or tiles)))
     tiles = tiles or (gpu.kernel_tiles if flags else ()) or gpu.tiles
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
