@@ -15,10 +15,12 @@ with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, wh
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner import begin, line_of, spent_s
+from planner import ALARM_S, TIMEOUT_S, line_of
 from scores import FICCO, Line, by_sizes, ficco_specs, read_lines
 
 from weft import codec
@@ -92,10 +94,16 @@ def collect(arguments: argparse.Namespace) -> None:
     import measure
     import torch.distributed as dist
 
-    begun_s, done = begin(arguments)
+    begun_s = time.monotonic()
+    measure.ALARM_S = ALARM_S
+    os.environ.setdefault("WEFT_TIMEOUT_S", TIMEOUT_S)
+    done = {line.problem for line in read_lines(arguments.json)} if arguments.json and arguments.json.exists() else set()
+    measure.start()
     cases = [(case, case.problem(dist.get_world_size())) for case in FICCO_GEMMS]
     for case, problem in sorted(cases, key=lambda one: one[1].flops):
-        if spent_s(begun_s) > arguments.budget_s or problem in done or not fits(problem):
+        spent = [time.monotonic() - begun_s] * dist.get_world_size()
+        dist.all_gather_object(spent, spent[0])
+        if problem in done or not fits(problem) or max(spent) > arguments.budget_s:
             continue
         _collected(case, problem, arguments)
     measure.stop()

@@ -10,9 +10,9 @@ Problems are drawn (problems.py): `unseen` to hold the planner to, `fit` to set 
 --collect goes on where the file ends: problems that it holds already are left out, so a run may be cut into several. No problem
 is begun after the budget. Protocol: measure.py's, mode graph; a few rows of each result are compared with sequential's; the two
 halves alone are NCCL's default and cuBLAS. What fails is in the line's `missing`, with its reason; a problem of which
-nothing can be measured has a line with `failed`. --simulate writes the same lines from the simulator, and says so in `machine`.
---score (scores.py) needs no GPU. Traps: every candidate of a problem is bound at once (up to some 20 times its memory), so that
-they take turns; kernels are compiled at first use, a few seconds each.
+nothing can be measured has a line with `failed`. --simulate writes the same
+lines from the simulator, and says so in `machine`. --score (scores.py) needs no GPU. Traps: every candidate of a problem is
+bound at once (up to some 20 times its memory), so that they take turns; kernels are compiled at first use, a few seconds each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scores import Line, read_lines, report
 
 from weft import codec
 from weft.machine import load
-from weft.problem import LOOKUP_OPS, LookupProblem, Problem
+from weft.problem import LOOKUP_OPS, Problem
 from weft.schedules import build, parse
 
 ROUNDS = 3
@@ -71,38 +71,23 @@ def line_of(set_name: str, case: str, problem: Problem, us: dict[str, float], mi
     }
 
 
-def begin(arguments: argparse.Namespace) -> tuple[float, set[Problem | LookupProblem]]:
-    """Join the world: when that was, and the problems of which --json has lines already."""
+def collect(arguments: argparse.Namespace) -> None:
+    """Measure what the budget allows, a line each."""
     import measure  # here, since --score and --simulate need no torch
+    import torch.distributed as dist
 
     begun_s = time.monotonic()
     measure.ALARM_S = ALARM_S
     os.environ.setdefault("WEFT_TIMEOUT_S", TIMEOUT_S)
     done = {line.problem for line in read_lines(arguments.json)} if arguments.json and arguments.json.exists() else set()
     measure.start()
-    return begun_s, done
-
-
-def spent_s(begun_s: float) -> float:
-    """Since then, on the rank that has spent most: the same on all. Collective."""
-    import torch.distributed as dist
-
-    spent = [time.monotonic() - begun_s] * dist.get_world_size()
-    dist.all_gather_object(spent, spent[0])
-    return max(spent)
-
-
-def collect(arguments: argparse.Namespace) -> None:
-    """Measure what the budget allows, a line each."""
-    import measure
-    import torch.distributed as dist
-
-    begun_s, done = begin(arguments)
     count = 0
     for case, problem in drawn(arguments.set, dist.get_world_size())[arguments.first :]:
         if problem in done:
             continue
-        if spent_s(begun_s) > arguments.budget_s:
+        spent = [time.monotonic() - begun_s] * dist.get_world_size()
+        dist.all_gather_object(spent, spent[0])
+        if max(spent) > arguments.budget_s:
             break
         count += _collected(case, problem, arguments)
     measure.say(f"{count} problems in {time.monotonic() - begun_s:.0f} s, {len(done)} were there")

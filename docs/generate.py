@@ -43,6 +43,7 @@ sys.path.append(str(Path(__file__).parent))
 text_tables, measured_tables, model_tables, study_tables = map(
     importlib.import_module, ("text_tables", "measured_tables", "model_tables", "study_tables")
 )
+_table = text_tables.table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
@@ -80,7 +81,7 @@ def counts(op: Op) -> str:
     heads = ("", "GEMMs", "smallest", "gates", "reduce,", "copies", "copies", "waits,", "sent to", "pulled", "copied")
     below = ("", "", "GEMM rows", "", "collective", "by link", "local", "signals", "peers", "", "locally")
     rows = [_row(weft.build(weft.Problem(op=op, **EVEN), name)) for name in names(op)]  # type: ignore[arg-type]
-    return text_tables.table([heads, below, *rows])
+    return _table([heads, below, *rows])
 
 
 def _row(schedule: Schedule) -> tuple[str, ...]:
@@ -132,7 +133,7 @@ ROWS = (256, 1024, 4096, 16384, 65536)
 def decisions(topology: Topology) -> str:
     """The heuristic's weights for a kind of topology, what they were fitted to, and what it chooses for some sizes."""
     found = estimates(topology)
-    weights = [text_tables.table([(op, *TERMS, "error"), *map(_weighed, rows)]) for op, rows in found.weights.items()]
+    weights = [_table([(op, *TERMS, "error"), *map(_weighed, rows)]) for op, rows in found.weights.items()]
     return "\n\n".join([_chosen(machine.load(RULES[topology])), *weights, found.source])
 
 
@@ -150,7 +151,7 @@ def _chosen(on: machine.Machine) -> str:
         problems = [Problem(op=op, m=m // fewer, n=n, k=k, world_size=on.world_size) for m in ROWS]
         name = f"  {op} N={n} K={k}" + f", rows / {fewer}" * (fewer > 1)
         rows.append((name, *(heuristic(problem, on) for problem in problems)))
-    return text_tables.table(rows)
+    return _table(rows)
 
 
 @functools.cache
@@ -163,7 +164,7 @@ def _compared() -> tuple[Any, tuple[Any, ...]]:
 def errors(by: str) -> str:
     """How far predictions are from measurements, on every line that there is."""
     benchmark, found = _compared()
-    return text_tables.table(benchmark.rows(found, by))
+    return _table(benchmark.rows(found, by))
 
 
 MAKERS: dict[str, Callable[..., str]] = {
