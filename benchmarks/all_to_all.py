@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collectives import Way
-from measure import Job, Times, Work, close_to, geomean, row, together, trial
+from measure import Job, Times, Work, check_of, geomean, row, together, trial
 
 import weft
 from weft.problem import Op
@@ -180,16 +180,11 @@ def lines_of(
     """One case in every mode: its JSON lines. make: what is timed; called first, since it takes memory."""
     torch.manual_seed(dist.get_rank())
     works = make()
-    compare = close_to(together("sequential default", works["sequential default"]).float())  # type: ignore[attr-defined]
-
-    def check(name: str, result: object) -> None:
-        if not name.startswith("comm") and name != "computation":
-            compare(name, result)  # type: ignore[arg-type]
-
+    expected = together("sequential default", works["sequential default"])
     times, missing = trial(
         works,
         arguments.modes.split(","),
-        check=check,
+        check=check_of(expected.float(), apart=("communication", "computation")),  # type: ignore[attr-defined]
         needed=("sequential default", "communication default", "computation"),
         rounds=arguments.rounds,
         repeat=REPEAT,

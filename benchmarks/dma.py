@@ -20,15 +20,15 @@ An all_reduce is in place, so that its values grow from call to call; after the 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from collectives import REGISTERED, Way, ways
-from measure import Failed, Work, WrongResult, append, close_to, parser, release, row, say, start, stop, trial
+from measure import Job, Work, WrongResult, bytes_text, close_to, lines_of_bytes, parser, start, stop, trial
+from parts import run_jobs
 
 from weft import collectives
 
@@ -139,17 +139,12 @@ def measured(op: str, nbytes: int, found: Sequence[Way], arguments: argparse.Nam
         repeat=REPEAT_SMALL if nbytes <= SMALL_BYTES else REPEAT,
     )
     moved = nbytes * (size - 1) / size * (2 if op == "all_reduce" else 1)
-    lines = []
-    for mode, found_times in times.items():
-        us = {name: t.us for name, t in found_times.items()}
-        line = row(bench="dma", op=op, case=_size(nbytes), dtype="bfloat16", mode=mode, arguments=arguments)
-        gbps = {name: moved / value / 1e3 for name, value in us.items()}
-        lines.append(line | {"bytes": nbytes, "us": us, "gbps": gbps, "missing": failed})
-    return lines
+    return [line | {"missing": failed} for line in lines_of_bytes("dma", op, nbytes, moved, times, arguments)]
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
+def sentence(line: Mapping[str, Any]) -> str:
+    figures = (f"{name} {us:.0f}" for name, us in line["us"].items())
+    return f"{line['op']:14} {line['case']:8} {line['mode']} {' | '.join(figures)} us"
 
 
 def main() -> None:
@@ -167,19 +162,12 @@ def main() -> None:
     if any(nbytes <= 0 or nbytes % unit for nbytes in sizes):
         raise ValueError(f"--sizes is {arguments.sizes!r}; each must be a multiple of {unit}")
     found, missing = ways(arguments.nccl, max(sizes), max(sizes))
-    for nbytes in sizes:
-        for op in asked:
-            try:
-                lines = measured(op, nbytes, found, arguments)
-            except Failed as failed:
-                say(f"LEFT OUT {op} of {_size(nbytes)}: {failed}", file=sys.stderr)
-                lines = []
-            for line in lines:
-                line["missing"] |= missing
-                figures = (f"{name} {us:.0f}" for name, us in line["us"].items())
-                say(f"{op:14} {line['case']:8} {line['mode']}", " | ".join(figures), "us")
-                append(arguments.json, line)
-            release()
+    jobs = [
+        Job(name=f"{op} of {bytes_text(nbytes)}", run=partial(measured, op, nbytes, found, arguments))
+        for nbytes in sizes
+        for op in asked
+    ]
+    run_jobs(jobs, sentence, arguments, missing=missing)
     for way in found:
         way.close()
     stop()

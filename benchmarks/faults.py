@@ -224,7 +224,7 @@ def _again(trial: Trial, folder: str, on: torch.device) -> bool:
     weft.close()
     living = [other for other in range(size) if not (trial.fault == "kill" and other == trial.victim)]
     if len(living) < size or _takes_the_group(trial):
-        _new_group(trial, folder, on, living.index(rank), len(living))
+        _new_group(folder, on, living.index(rank), len(living))
     dist.barrier()
     for call in range(2):
         _right(work(trial, trial.seed + 50 + call, on), on)
@@ -237,7 +237,7 @@ def _takes_the_group(trial: Trial) -> bool:
     return trial.device == "cuda" and trial.schedule == "sequential"
 
 
-def _new_group(trial: Trial, folder: str, on: torch.device, rank: int, size: int) -> None:
+def _new_group(folder: str, on: torch.device, rank: int, size: int) -> None:
     dist.destroy_process_group()
     store = dist.FileStore(str(Path(folder) / "again"), size)  # type: ignore[attr-defined]
     backend, options = ("cpu:gloo,cuda:nccl", {"device_id": on}) if on.type == "cuda" else ("gloo", {})

@@ -12,7 +12,6 @@ Protocol: measure.py's. All parts in both modes take minutes; `--only` and `--ca
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,8 @@ import paper
 import torch.distributed as dist
 import ulysses
 from collectives import REGISTERED, Way, ways
-from measure import Failed, Job, append, parser, release, say, start, stop
+from measure import Job, parser, start, stop
+from parts import run_jobs
 
 from weft import schedules
 
@@ -100,26 +100,10 @@ def run(part: Part, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure a part's cases that are asked for: its JSON lines."""
     names, room = part.room
     found, missing = ways(",".join(names), room, room)
-    lines = []
-    for job in part.jobs(found, arguments):
-        if any(word in job.name for word in arguments.cases.split(",")):
-            lines += _measured(part, job, missing, arguments)
+    asked = [job for job in part.jobs(found, arguments) if any(word in job.name for word in arguments.cases.split(","))]
+    lines = run_jobs(asked, part.sentence, arguments, missing=missing)
     for way in found:
         way.close()
-    return lines
-
-
-def _measured(part: Part, job: Job, missing: Mapping[str, str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    try:
-        lines = job.run()
-    except Failed as failed:
-        say(f"LEFT OUT the case {job.name}: {failed}", file=sys.stderr)
-    for line in lines:
-        line["missing"] |= missing
-        say(part.sentence(line))
-        append(arguments.json, line)
-    release()
     return lines
 
 

@@ -21,7 +21,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,7 +69,7 @@ class Job:
     """A case that waits to be measured. run: measures it; its JSON lines, one a mode. Raises Failed."""
 
     name: str
-    run: Callable[[], list[dict[str, Any]]]
+    run: Callable[[], Iterable[dict[str, Any]]]
 
 
 def start() -> int:
@@ -268,6 +268,17 @@ def close_to(expected: torch.Tensor, tolerance: float = 0.03) -> Callable[[str, 
     return check
 
 
+def check_of(expected: torch.Tensor, *, apart: tuple[str, ...]) -> Check:
+    """A trial's check: `close_to` what is expected, but for methods whose names begin with one of `apart`."""
+    compare = close_to(expected)
+
+    def check(name: str, result: object) -> None:
+        if not name.startswith(apart):
+            compare(name, result)  # type: ignore[arg-type]
+
+    return check
+
+
 def parser(text: str | None, *, rounds: int, modes: str = "graph,eager") -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -292,6 +303,22 @@ def row(*, bench: str, op: str, case: str, dtype: str, mode: str, arguments: arg
         "mode": mode,
         "samples": arguments.rounds,
     }
+
+
+def lines_of_bytes(
+    bench: str, op: str, nbytes: int, moved: float, times: Mapping[str, Mapping[str, Times]], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """JSON lines of `nbytes`, one a mode: each method's time, and its rate for the `moved` bytes that leave a rank."""
+    lines = []
+    for mode, found in times.items():
+        us = {name: t.us for name, t in found.items()}
+        line = row(bench=bench, op=op, case=bytes_text(nbytes), dtype="bfloat16", mode=mode, arguments=arguments)
+        lines.append(line | {"bytes": nbytes, "us": us, "gbps": {name: moved / value / 1e3 for name, value in us.items()}})
+    return lines
+
+
+def bytes_text(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
 
 
 def append(path: Path | None, line: Mapping[str, Any]) -> None:

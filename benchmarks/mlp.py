@@ -20,15 +20,15 @@ communication: its five collectives alone; ideal: the larger. Trap: activations 
 from __future__ import annotations
 
 import argparse
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
-from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+from measure import Times, Work, close_to, parser, row, together, trial
+from parts import run_parts
 
 import weft
 from weft import schedules
@@ -277,7 +277,7 @@ def figures(times: dict[str, Times], specs: Sequence[str]) -> dict[str, Any]:
     return line | {"host_us": {label: times[name].host_us for label, name in hosts.items() if name}}
 
 
-def sentence(line: dict[str, Any]) -> str:
+def sentence(line: Mapping[str, Any]) -> str:
     text = f"{line['case']} {line['mode']:5} comp {line['computation_us']:.0f} comm {line['communication_us']:.0f}"
     if line["overlapped_us"]:
         over = line["sequential_us"] / line["overlapped_us"]
@@ -296,16 +296,7 @@ def main() -> None:
     for spec in arguments.specs.split(","):
         if spec != "auto":
             schedules.parse(spec)
-    start()
-    for rows in map(int, arguments.rows.split(",")):
-        try:
-            for line in measured(rows, arguments):
-                say(sentence(line))
-                append(arguments.json, line)
-        except Failed as failed:
-            say(f"LEFT OUT M={rows}: {failed}", file=sys.stderr)
-        release()
-    stop()
+    run_parts([int(rows) for rows in arguments.rows.split(",")], measured, sentence, arguments)
 
 
 if __name__ == "__main__":

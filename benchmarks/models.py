@@ -8,8 +8,7 @@ Layers of Llama 3 70B (decoder.py), bfloat16, random weights, tensor parallel ov
 
 Methods: torch's styles over NCCL, eager ("torch") and compiled ("torch_compiled"); compiled with PyTorch's async TP
 ("async_tp"; without it in decode, where it does nothing), or with weft's pass ("weft_pass"); weft's styles, eager and compiled
-("weft", "weft_compiled"). All have
-the same weights. What is compiled is the whole decoder, by Inductor.
+("weft", "weft_compiled"). All have the same weights. What is compiled is the whole decoder, by Inductor.
 
 Protocol: measure.py's. A call is a step of all layers; results (and gradients of the input, and of the first layer's weights)
 are compared with torch's before anything is timed. computation: a rank's part with no communication, eager; communication: all

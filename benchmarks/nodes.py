@@ -2,10 +2,9 @@
 
 Protocol: measure.py's; bf16 (lookups: float32), normal data; results are compared with sequential's before anything is timed.
 The GPUs of one host are cut into nodes of --per-node ranks, which reach each other by messages alone, NCCL's or, by
---transport, NVSHMEM's puts. Baselines of the
-same run, all by weft or by what it stands for: sequential (cuBLAS, or weft's lookup, and NCCL over all ranks), NCCL alone, and
-cuBLAS or weft's lookup alone. ideal = the larger of these two. overlapped = the best of the schedules that are named; auto =
-weft's own choice.
+--transport, NVSHMEM's puts. Baselines of the same run, all by weft or by what it stands for: sequential (cuBLAS, or weft's
+lookup, and NCCL over all ranks), NCCL alone, and cuBLAS or weft's lookup alone. ideal = the larger of these two. overlapped =
+the best of the schedules that are named; auto = weft's own choice.
 
 Traps: here the "network" is NVLink. So this says whether slices leave while the rest is computed, and what a slice costs; it
 does not say what an adapter of 50 GB/s gives, behind which there is far more to hide. NCCL's sequential program knows of no
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +28,8 @@ import torch
 import torch.distributed as dist
 from embedding import Case as Bags
 from embedding import Site
-from measure import Failed, Times, Work, append, close_to, geomean, parser, release, row, say, start, stop, together, trial
+from measure import Job, Times, Work, check_of, geomean, parser, row, say, start, stop, together, trial
+from parts import run_jobs
 
 import weft
 from weft import schedules
@@ -121,17 +120,14 @@ MAKERS: dict[Op, Callable[[Matmul], Made]] = {
 }
 
 
-def measured(op: Op, case: str, dtype: str, made: Made, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """One case in every mode: its JSON lines."""
-    alone, call = made
+def measured(op: Op, case: str, dtype: str, make: Callable[[], Made], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """One case in every mode: its JSON lines. make: its methods, which take memory."""
+    torch.manual_seed(dist.get_rank())
+    alone, call = make()
     specs = arguments.specs.split(",")
     works = alone | {spec: call(spec) for spec in ("sequential", *specs, "auto")}
-    compare = close_to(together("sequential", works["sequential"]).float())  # type: ignore[attr-defined]
-
-    def check(name: str, result: object) -> None:
-        if name not in alone:
-            compare(name, result)  # type: ignore[arg-type]
-
+    expected = together("sequential", works["sequential"])
+    check = check_of(expected.float(), apart=tuple(alone))  # type: ignore[attr-defined]
     needed, modes = ("sequential", *alone), arguments.modes.split(",")
     times, missing = trial(works, modes, check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
     lines = []
@@ -176,13 +172,14 @@ def sentence(line: Mapping[str, Any]) -> str:
     )
 
 
-def jobs(arguments: argparse.Namespace) -> list[tuple[Op, str, str, Callable[[], Made]]]:
-    """What is to be measured: operator, case, dtype, and its methods when it is its turn."""
+def jobs(arguments: argparse.Namespace) -> list[Job]:
+    """What is to be measured."""
     found: list[tuple[Op, str, str, Callable[[], Made]]] = []
     for op, cases in MATMULS.items():
         found += [(op, "M={} N={} K={}".format(*sizes), "bfloat16", partial(MAKERS[op], sizes)) for sizes in cases]
     found += [("embedding_bag_all_to_all", case.name, "float32", partial(lookups, case)) for case in LOOKUPS]
-    return [job for job in found if any(word in job[0] for word in arguments.ops.split(","))]
+    asked = [case for case in found if any(word in case[0] for word in arguments.ops.split(","))]
+    return [Job(name=f"{op} {case}", run=partial(measured, op, case, *rest, arguments)) for op, case, *rest in asked]
 
 
 def main() -> None:
@@ -196,19 +193,8 @@ def main() -> None:
         schedules.parse(spec)
     os.environ |= {"WEFT_RANKS_PER_NODE": str(arguments.per_node), "WEFT_NODE_TRANSPORT": arguments.transport}
     start()
-    gains = []
-    for op, case, dtype, make in jobs(arguments):
-        torch.manual_seed(dist.get_rank())
-        try:
-            lines = measured(op, case, dtype, make(), arguments)
-        except Failed as failed:
-            say(f"LEFT OUT the case {op} {case}: {failed}", file=sys.stderr)
-            lines = []
-        for line in lines:
-            say(sentence(line))
-            append(arguments.json, line)
-            gains += [line["sequential_us"] / line["overlapped_us"]] if line["overlapped_us"] else []
-        release()
+    lines = run_jobs(jobs(arguments), sentence, arguments)
+    gains = [line["sequential_us"] / line["overlapped_us"] for line in lines if line["overlapped_us"]]
     say(f"geometric mean of the speed-ups over sequential: {geomean(gains):.2f}x")
     stop()
 

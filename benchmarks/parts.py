@@ -1,16 +1,17 @@
-"""How a benchmark of several parts runs: one after the other, inside torchrun; what fails is left out, with its reason."""
+"""How a benchmark of several cases runs: one after the other, inside torchrun; what fails is left out, with its reason."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import measure
 import torch.distributed as dist
-from measure import Failed, append, release, say, start, stop
+from measure import Failed, Job, append, release, say, start, stop
 
 T = TypeVar("T")
 Line = dict[str, Any]
@@ -29,16 +30,33 @@ def run_parts(
     each part, before memory is given back."""
     measure.ALARM_S = alarm_s
     start()
-    for part in parts:
+    run_jobs([Job(name=str(part), run=partial(measured, part, arguments)) for part in parts], sentence, arguments, after=after)
+    stop()
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    sentence: Callable[[Mapping[str, Any]], str],
+    arguments: argparse.Namespace,
+    *,
+    missing: Mapping[str, str] | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> list[Line]:
+    """As run_parts, in a world that has been joined; all JSON lines. missing: why methods are, beside each line's own."""
+    lines = []
+    for job in jobs:
         try:
-            for line in measured(part, arguments):
+            for line in job.run():
+                if missing is not None:
+                    line["missing"] |= missing
                 say(sentence(line))
                 append(arguments.json, line)
+                lines.append(line)
         except Failed as failed:
-            say(f"LEFT OUT {part}: {failed}", file=sys.stderr)
+            say(f"LEFT OUT {job.name}: {failed}", file=sys.stderr)
         after()
         release()
-    stop()
+    return lines
 
 
 def chosen(names: str, known: Sequence[str]) -> list[str]:

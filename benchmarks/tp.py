@@ -15,8 +15,8 @@ host time of weft includes that ranks meet at each call, that of the others does
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 from cases import CASES, Case
 from collectives import REGISTERED, Way, ways
-from measure import Failed, Times, Work, append, close_to, parser, release, row, say, start, stop, together, trial
+from measure import Failed, Job, Times, Work, check_of, parser, row, start, stop, together, trial
+from parts import run_jobs
 from summary import sentence, summary
 
 import weft
@@ -143,16 +144,10 @@ def measured(case: Case, found: Sequence[Way], arguments: argparse.Namespace) ->
     site = Site(problem)
     works = site.works(found, specs)
     expected = together("sequential default", works["sequential default"])
-    compare = close_to(expected.float())  # type: ignore[attr-defined]
-
-    def check(name: str, result: object) -> None:
-        if not name.startswith("comm") and name != "computation":
-            compare(name, result)  # type: ignore[arg-type]
-
     times, missing = trial(
         works,
         arguments.modes.split(","),
-        check=check,
+        check=check_of(expected.float(), apart=("communication", "computation")),  # type: ignore[attr-defined]
         needed=("sequential default", "communication default", "computation"),
         rounds=arguments.rounds,
         repeat=REPEAT if problem.flops < LONG_FLOPS else REPEAT_LONG,
@@ -224,19 +219,8 @@ def main() -> None:
         schedules.parse(spec)
     start()
     found, missing = ways(arguments.nccl, *windows(cases, dist.get_world_size()))
-    lines = []
-    for case in cases:
-        try:
-            new = measured(case, found, arguments)
-        except Failed as failed:
-            say(f"LEFT OUT the case {case.op} {case.name}: {failed}", file=sys.stderr)
-            new = []
-        for line in new:
-            line["missing"] |= missing
-            say(sentence(line))
-            append(arguments.json, line)
-        lines += new
-        release()
+    jobs = [Job(name=f"{case.op} {case.name}", run=partial(measured, case, found, arguments)) for case in cases]
+    lines = run_jobs(jobs, sentence, arguments, missing=missing)
     if dist.get_rank() == 0:
         print(summary(lines))
     for way in found:

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from collectives import REGISTERED, Way, ways
-from measure import Failed, Work, WrongResult, append, parser, release, row, say, start, stop, together, trial
+from measure import Failed, Job, Work, WrongResult, bytes_text, lines_of_bytes, parser, say, start, stop, together, trial
+from parts import run_jobs
 
 import weft
 
@@ -181,17 +183,13 @@ def measured(nbytes: int, found: Sequence[Way], arguments: argparse.Namespace) -
         rounds=arguments.rounds,
         repeat=REPEAT_SMALL if nbytes <= SMALL_BYTES else REPEAT,
     )
-    lines = []
-    for mode, found_times in times.items():
-        us = {name: t.us for name, t in found_times.items()}
-        line = row(bench="transports", op="all_gather", case=_size(nbytes), dtype="bfloat16", mode=mode, arguments=arguments)
-        gbps = {name: (size - 1) * nbytes / value / 1e3 for name, value in us.items()}
-        lines.append(line | {"bytes": nbytes, "us": us, "gbps": gbps, "missing": missing | failed})
-    return lines
+    lines = lines_of_bytes("transports", "all_gather", nbytes, (size - 1) * nbytes, times, arguments)
+    return [line | {"missing": missing | failed} for line in lines]
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes >> 20} MiB" if nbytes >> 20 else f"{nbytes >> 10} KiB"
+def sentence(line: Mapping[str, Any]) -> str:
+    figures = (f"{name} {us:.0f} us {line['gbps'][name]:.0f} GB/s" for name, us in line["us"].items())
+    return f"{line['case']:8} {line['mode']:5} {' | '.join(figures)}"
 
 
 def main() -> None:
@@ -204,18 +202,8 @@ def main() -> None:
         raise ValueError(f"--sizes is {arguments.sizes!r}; each must be a multiple of {ROW_BYTES}, a row")
     start()
     found, missing = ways(arguments.nccl, max(sizes), max(sizes) * dist.get_world_size())
-    for nbytes in sizes:
-        try:
-            lines = measured(nbytes, found, arguments)
-        except Failed as failed:
-            say(f"LEFT OUT {_size(nbytes)}: {failed}", file=sys.stderr)
-            lines = []
-        for line in lines:
-            line["missing"] |= missing
-            figures = (f"{name} {us:.0f} us {line['gbps'][name]:.0f} GB/s" for name, us in line["us"].items())
-            say(f"{line['case']:8} {line['mode']:5}", " | ".join(figures))
-            append(arguments.json, line)
-        release()
+    jobs = [Job(name=bytes_text(nbytes), run=partial(measured, nbytes, found, arguments)) for nbytes in sizes]
+    run_jobs(jobs, sentence, arguments, missing=missing)
     for way in found:
         way.close()
     stop()

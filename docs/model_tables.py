@@ -7,14 +7,11 @@ traces PART     docs/traces/PART_*.json.gz: times by kind, and a chart of the st
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from text_tables import ROOT, benchmark, lines, source, table
+
 NAMES = {
     "torch": "torch",
     "torch_compiled": "compiled",
@@ -26,23 +23,6 @@ NAMES = {
 WIDTH = 88
 
 
-def lines(bench: str) -> list[dict[str, Any]]:
-    text = (ROOT / "benchmarks" / "results" / f"{bench}.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns set to the right, but the first."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    each = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    return "\n".join("  ".join(line).rstrip() for line in each)
-
-
-def _below(row: dict[str, Any]) -> str:
-    versions = " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
-    return f"\n\n{row['machine']}, {versions}, {row['dtype']}, commit {row['commit']}"
-
-
 def _us(us: float | None) -> str:
     return "-" if us is None else f"{us:,.0f}"
 
@@ -52,7 +32,7 @@ def models(part: str) -> str:
     rows = [row for row in lines("models") if row["op"] == part]
     used = [name for name in NAMES if any(name in row["candidates"] for row in rows)]
     heads = ("case", "mode", "computation", "NCCL", *(NAMES[name] for name in used), "over torch")
-    return table([heads, *(_model(row, used) for row in rows)]) + _below(rows[0])
+    return table([heads, *(_model(row, used) for row in rows)]) + source(rows[0])
 
 
 def _model(row: dict[str, Any], used: Sequence[str]) -> tuple[str, ...]:
@@ -66,7 +46,7 @@ def layers(bench: str) -> str:
     rows = [row for row in lines(bench) if "peers" in row]
     others = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     heads = ("case", "mode", "computation", "NCCL", *others, "weft", *(f"over {name}" for name in others))
-    return table([heads, *(_layer(row, others) for row in rows)]) + _below(rows[0])
+    return table([heads, *(_layer(row, others) for row in rows)]) + source(rows[0])
 
 
 def _layer(row: dict[str, Any], others: Sequence[str]) -> tuple[str, ...]:
@@ -78,8 +58,7 @@ def _layer(row: dict[str, Any], others: Sequence[str]) -> tuple[str, ...]:
 
 def traces(part: str) -> str:
     """torch's, then weft's, on one scale."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    tracing = importlib.import_module("traces")
+    tracing = benchmark("traces")
     found = {
         name: tracing.parts(tracing.read(ROOT / "docs" / "traces" / f"{part}_{name}.json.gz")) for name in ("torch", "weft")
     }

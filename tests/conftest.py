@@ -1,4 +1,5 @@
-"""Rank processes for tests: started once for each world size, thrown away after a failure so that none infects the next."""
+"""What many tests use: rank processes, started once for each world size and thrown away after a failure, so that none infects
+the next; and the command line."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import pytest
 
 from weft.execute.ranks import Ranks
 
+Weft = Callable[..., tuple[int, str, str]]
 SHORT_BOUND_S, REAPED_WITHIN_S = 20.0, 10.0
 # No test depends on what an earlier run has left in the user's folder, or leaves anything there.
 os.environ["WEFT_CACHE_DIR"] = ""
@@ -60,6 +62,19 @@ def ranks() -> Iterator[RankFixture]:
     fixture = RankFixture()
     yield fixture
     fixture.close()
+
+
+@pytest.fixture
+def weft(capsys: pytest.CaptureFixture[str]) -> Weft:
+    """Runs the command line in this process: (exit status, standard output, standard error)."""
+    from weft.cli import main
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        status = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
 
 
 def shared_memory_names() -> list[str]:

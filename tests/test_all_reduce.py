@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import all_reduce_for_a_gpu
 from conftest import RankFixture
 from rank_work import check_all_reduce, whole
 
@@ -210,7 +211,7 @@ def test_accesses_are_16_bytes_wide_on_a_gpu(rows: int, one_hop: bool) -> None:
 
 def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
     """PTX of the kernel for a decode step of 4 ranks. Needs no GPU."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
     from weft.kernels import all_reduce as kernel
 
     problem = Problem(op="matmul_all_reduce", m=rows, n=8192, k=4 * 3584, world_size=4)
@@ -221,20 +222,7 @@ def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
         "sms": 132,
     }
     layout = kernel.plan(problem, 0, split(8192, 4), **options)
-    constants = {**kernel._constants(layout, False, False), "stride_bk": 1}
-    names = kernel._all_reduce_kernel.arg_names
-    words = {"boxes_ptr": "*i64", "epochs_ptr": "*i64", "status_ptr": "*i64", "abort_ptr": "*i32"}
-    signature = {name: words.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
-    signature |= dict.fromkeys(constants, "constexpr")
-    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in ("n", "k", "stride_am", "stride_bn")]
-    source = triton.compiler.ASTSource(
-        fn=kernel._all_reduce_kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": layout.tiling.warps}).asm["ptx"])
+    return str(all_reduce_for_a_gpu(kernel, layout).asm["ptx"])
 
 
 def _never_sent() -> str:

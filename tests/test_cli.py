@@ -6,14 +6,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Weft
 
 from weft import codec
-from weft.cli import choices, main, output
+from weft.cli import choices, output
 from weft.cli.gantt import gantt
 from weft.errors import RankMismatch, WeftError
 from weft.machine import names
@@ -24,20 +25,6 @@ from weft.results import Run, SiteRun
 from weft.schedules import NAMES
 from weft.schedules import names as families
 from weft.span import Span
-
-Weft = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def weft(capsys: pytest.CaptureFixture[str]) -> Weft:
-    """Runs the command line in this process: (exit status, standard output, standard error)."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        status = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 def make_plan(problem: Problem, machine: Any, *, only: str | None = None, chunks: int | None = None) -> Plan:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import shlex
 import subprocess
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,13 +45,8 @@ CODE = [
 
 
 @pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def generate() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "generate.py")))
 
 
 def in_a_rank(code: str) -> bool:
@@ -132,12 +127,12 @@ def test_families_are_all_there() -> None:
             assert f"```text timeline {op} {name}\n" in (alone if op in COLLECTIVE_OPS else text)
 
 
-def test_what_code_writes_is_up_to_date(generate: ModuleType) -> None:
+def test_what_code_writes_is_up_to_date(generate: SimpleNamespace) -> None:
     stale = [name for name in generate.DOCUMENTS if generate.rewritten(TEXTS[name]) != TEXTS[name]]
     assert stale == [], "run `make docs`"
 
 
-def test_a_timeline_is_what_weft_draws(generate: ModuleType) -> None:
+def test_a_timeline_is_what_weft_draws(generate: SimpleNamespace) -> None:
     schedule = weft.build(weft.Problem(op="matmul_reduce_scatter", m=12, n=12, k=12, world_size=3), "direct_store", 2)
     assert (
         f"```text timeline matmul_reduce_scatter direct_store\n{weft.timeline(schedule, width=generate.WIDTH)}\n```"
@@ -145,7 +140,7 @@ def test_a_timeline_is_what_weft_draws(generate: ModuleType) -> None:
     )
 
 
-def test_what_is_out_of_date_is_rewritten(generate: ModuleType) -> None:
+def test_what_is_out_of_date_is_rewritten(generate: SimpleNamespace) -> None:
     text = "before\n```text timeline all_gather_matmul sequential\nold\n```\nafter\n"
     new = generate.rewritten(text)
     assert "old" not in new

@@ -8,6 +8,7 @@ for one, so it is held to the standard library at import time by test_import; an
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -24,13 +25,13 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["shapes", "timelines", "together", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
     **dict.fromkeys(["driver", "kernels", "memory", "team", "triton"], 3),
-    **dict.fromkeys(["controls", "transports"], 4),
+    **dict.fromkeys(["controls"], 4),
     **dict.fromkeys(["execute"], 5),
     **dict.fromkeys(["beside", "calibrate", "characterize", "collectives", "doctor", "hooks", "inductor"], 6),
-    **dict.fromkeys(["library", "nn", "ops", "planner.tune", "run"], 6),
+    **dict.fromkeys(["library", "nn", "ops", "run"], 6),
     **dict.fromkeys(["__main__", "cli", "report"], OUTER),
 }
-"""Layer by name below weft; the longest name that fits counts. `checker` stands for checker.py, checker_x.py and checker/*."""
+"""Layer by name below weft. `team` stands for team.py, team_x.py and team/*."""
 
 PACKAGES: dict[int, set[str]] = {
     2: {"numpy", "simpy"},
@@ -50,12 +51,8 @@ MODULES = {module_name(path): path for path in SOURCES}
 
 def layer(module: str) -> int | None:
     """The layer of a module of weft, or None where LAYERS does not say."""
-    parts = module.split(".")[1:]
-    for end in range(len(parts), 0, -1):
-        name = ".".join(parts[:end])
-        if name in LAYERS:
-            return LAYERS[name]
-    return LAYERS.get(parts[0].split("_")[0]) if parts else None
+    name = module.split(".")[1]
+    return LAYERS.get(name, LAYERS.get(name.split("_")[0]))
 
 
 def imports(source: str, module: str, *, package: bool) -> set[str]:
@@ -106,14 +103,21 @@ def test_imports_only_from_its_layer_or_below(module: str) -> None:
     assert faults(module, imported) == []
 
 
+def test_the_design_has_these_layers() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d|outer) \| ([^|]*) \|", text.partition("\n## Layers\n")[2], re.MULTILINE)
+    named = {name: OUTER if row == "outer" else int(row) for row, names in rows for name in re.findall(r"`(\w+)", names)}
+    assert named == {name: number for name, number in LAYERS.items() if name != "__main__"}
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
         ("weft.problem", "import numpy"),
         ("weft.schedule", "def f():\n    import torch"),
-        ("weft.schedules.builder", "from ..sim.machine import Machine"),
+        ("weft.schedules.builder", "from ..sim.engine import run"),
         ("weft.schedule", "from weft import Problem"),
-        ("weft.planner.cost", "from weft.planner.tune import tune"),
+        ("weft.planner.choose", "from weft.execute.trial import measure"),
         ("weft.execute.host", "from weft.report import write_report"),
         ("weft.ops", "import plotly.graph_objects"),
         ("weft.novelty", "import json"),
@@ -128,10 +132,10 @@ def test_forbidden_imports_are_seen(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("weft.schedules.builder", "from ..problem import split\nfrom . import build"),
-        ("weft.planner.cost", "import numpy as np\nfrom weft.schedule import Gemm"),
-        ("weft.planner.tune", "import torch\nfrom weft.planner import values"),
-        ("weft.checker_races", "from weft.schedule import Wait"),
-        ("weft.cli.main", "import typer\nfrom weft.report import write_report"),
+        ("weft.sim.cost", "import numpy as np\nfrom weft.schedule import Gemm"),
+        ("weft.execute.trial", "import torch\nfrom weft.planner import values"),
+        ("weft.team_relay", "from weft.schedule import Wait"),
+        ("weft.cli.run", "import typer\nfrom weft.report import write_report"),
     ],
 )
 def test_allowed_imports_pass(module: str, source: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import for_a_gpu
 from conftest import RankFixture
 from ragged_work import PATTERNS, Case, close, counts_of, padded
 from torch.distributed.tensor.parallel import parallelize_module
@@ -199,19 +200,11 @@ def test_no_gradient_of_rows_that_nobody_used(ranks: RankFixture) -> None:
 
 def _compiled(name: str, pointers: str, **constants: int) -> Any:
     """A kernel as it is launched on a GPU with bfloat16 and widths that are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from weft.kernels import experts
 
     kernel = getattr(experts, name)
-    integers = [argument for argument in kernel.arg_names if argument in ("count", "width")]
-    types = dict(zip(kernel.arg_names, pointers.split() + ["i32"] * len(integers), strict=False))
-    signature = types | dict.fromkeys(constants, "constexpr")
-    aligned = [(i,) for i, argument in enumerate(kernel.arg_names) if argument in types and argument != "count"]
-    source = ASTSource(kernel, signature, constants, {at: [["tt.divisibility", 16]] for at in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": experts._WARPS})
+    types = dict(zip(kernel.arg_names, pointers.split(), strict=False))
+    return for_a_gpu(kernel, constants, types, multiples=("width",), warps=experts._WARPS)
 
 
 @pytest.mark.parametrize(

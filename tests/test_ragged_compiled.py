@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
-
-
-def _for_a_gpu(kernel: Any, constants: dict[str, int], types: dict[str, str], warps: int) -> str:
-    """PTX of a kernel for an H100. Needs no GPU."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    known = {name: "*i64" if name.endswith("peers_ptr") else "*i32" if name.endswith("_ptr") else "i32" for name in names}
-    signature = known | {name: kind for name, kind in types.items() if name in names} | dict.fromkeys(constants, "constexpr")
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return str(
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 3}).asm["ptx"]
-    )
+from compiled import for_a_gpu
 
 
 @pytest.mark.parametrize("name", ["dispatch_kernel", "combine_kernel"])
@@ -49,7 +33,7 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     constants |= {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "GROUP": 8, "ALIGN": 8, "B_TRANSPOSED": transposed}
     constants |= {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k}
     constants |= {"ASYNCHRONOUS": 1} if name == "combine_kernel" else {"GATED": 0}
-    text = _for_a_gpu(getattr(ragged, name), constants, types, blocks.warps)
+    text = str(for_a_gpu(getattr(ragged, name), constants, types, warps=blocks.warps, stages=3).asm["ptx"])
     for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.async.cg", "st.global.v4.b32", "sys.release.add"):
         assert needed in text, needed
     assert "sys.acquire" in text

@@ -6,23 +6,18 @@ import re
 from typing import Any
 
 import pytest
+from compiled import for_a_gpu
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 
 def compiled(align: int, sources: int, element: Any) -> Any:
     """For an H100, with its table of addresses at a multiple of 16 bytes and nothing known of all else."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from weft.kernels import runs
 
     constants = {"SOURCES": sources, "OWN": 1, "DIVIDE_BY": 4, "ELEMENT": element, "TILE": runs._TILE, "ALIGN": align}
-    integers = {"own": "i64", "out": "i64", "first": "i32", "last": "i32"}
-    signature = {"addresses_ptr": "*i64", **integers, **dict.fromkeys(constants, "constexpr")}
-    aligned = {(0,): [["tt.divisibility", 16]]}
-    source = ASTSource(fn=runs._sum_runs_kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": runs._WARPS})
+    types = {"addresses_ptr": "*i64", "own": "i64", "out": "i64"}
+    return for_a_gpu(runs._sum_runs_kernel, constants, types, warps=runs._WARPS)
 
 
 @pytest.mark.parametrize(("align", "wide", "narrow"), [(8, (8, 2), 0), (1, (0, 0), 64)])

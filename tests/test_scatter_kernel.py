@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from compiled import all_reduce_for_a_gpu
 from rank_work import check_scatter
 
 import weft
@@ -132,26 +133,14 @@ def test_it_is_proved_right() -> None:
 @pytest.mark.parametrize(("rows", "multiply"), [(128, True), (512, False)])
 def test_what_gpus_run(rows: int, multiply: bool) -> None:
     """Everything that travels, is looked at or stored does so 16 bytes at a time, without fences."""
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("triton", reason="Triton is not installed")
     from weft.kernels import all_reduce as kernel
 
     problem = Problem(op="matmul_reduce_scatter", m=rows, n=8192, k=28672, world_size=4)
     options: dict[str, Any] = {"hops": "scatter", "multiply": multiply, "device": torch.device("cuda"), "sms": 132}
     layout = kernel.plan(problem, 1, problem.shards, **options)
     assert layout.count * layout.tiling.m * layout.tiling.n == rows * 8192
-    constants = {**kernel._constants(layout, False, False), "stride_bk": 1}
-    names = kernel._all_reduce_kernel.arg_names
-    words = {"boxes_ptr": "*i64", "epochs_ptr": "*i64", "status_ptr": "*i64", "abort_ptr": "*i32"}
-    signature = {name: words.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in names}
-    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in ("n", "k", "stride_am", "stride_bn")]
-    source = triton.compiler.ASTSource(
-        fn=kernel._all_reduce_kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    made = triton.compile(source, target=target, options={"num_warps": layout.tiling.warps})
+    made = all_reduce_for_a_gpu(kernel, layout)
     text = str(made.asm["ptx"])
     assert made.metadata.shared <= 227 << 10
     for access, least in (("ld.volatile.global.v4", 1), ("st.global.v4", 2)):

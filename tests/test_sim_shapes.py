@@ -69,9 +69,9 @@ def test_parts_come_apart_by_what_brings_them() -> None:
     of = problem(256, 32768, 6144, op="all_to_all_matmul")
     schedule = scheduled(of, "flag_gated:1")
     step, _ = cost_of(schedule)
-    few = kernels._apart(World(schedule, H200), 0, step)
+    few = kernels._apart(World(schedule, H200), step)
     slow = dataclasses.replace(H200, copies=dataclasses.replace(H200.copies, copy_us=100.0))
-    assert 1.0 < few < 3.0 == kernels._apart(World(schedule, slow), 0, step), "three of four parts wait"
+    assert 1.0 < few < 3.0 == kernels._apart(World(schedule, slow), step), "three of four parts wait"
 
 
 @pytest.mark.parametrize(("m", "n", "k", "fits"), [(8, 6144, 6144, True), (8, 8192, 8192, False), (4096, 8192, 1024, False)])

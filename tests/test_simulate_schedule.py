@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Weft
 
 from weft import codec, settings
-from weft.cli import main
 from weft.cli.simulate_schedule import machine_with
 from weft.machine import load
 from weft.problem import Problem
@@ -19,17 +18,6 @@ from weft.sim import run
 
 PROBLEM = Problem(op="all_gather_matmul", m=4096, n=4096, k=4096, world_size=8)
 SCHEDULE = build(PROBLEM, "flag_gated", 2)
-Weft = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def weft(capsys: pytest.CaptureFixture[str]) -> Weft:
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        status = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 @pytest.fixture

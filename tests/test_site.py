@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -28,10 +28,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_links_out_of_the_site_become_paths() -> None:
-    spec = importlib.util.spec_from_file_location("site_links", ROOT / "docs" / "site_links.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    told = module.on_page_markdown("[a](../weft/sim/engine.py#x) [b](design.md#y)\n```text timeline op name\n1\n```\n")
+    on_page_markdown = runpy.run_path(str(ROOT / "docs" / "site_links.py"))["on_page_markdown"]
+    told = on_page_markdown("[a](../weft/sim/engine.py#x) [b](design.md#y)\n```text timeline op name\n1\n```\n")
     assert told == "a (`weft/sim/engine.py`) [b](design.md#y)\n```text\n1\n```\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import for_a_gpu
 
 from weft.execute.ranks import Ranks
 from weft.problem import Problem
@@ -106,12 +107,8 @@ def test_tiles_that_go_to_peers_leave_while_others_are_multiplied(world_size: in
     assert (blocks.m, blocks.n) == shape
 
 
-def _for_a_gpu(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
+def _gemm(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
     """PTX, and bytes of shared memory, of the kernel whose tiles count, and add what arrived, for an H100. Needs no GPU."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from weft.kernels import gemm as host
     from weft.kernels.gemm_kernel import gemm_kernel as kernel
 
@@ -134,24 +131,14 @@ def _for_a_gpu(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, i
     constants |= {"INNER": False, "COUNTED": True, "ADDRESSED": addressed, "OUT_TMA": tma, "ASYNCHRONOUS": True}
     constants |= {"ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": 5, "ADD_STAGES": host._add_stages(blocks, tma)}
     constants |= {"DIVIDE_BY": 1, "HALVES": blocks.halves}
-    names = kernel.arg_names
-    known = {name: "*i32" if name.endswith("_ptr") else "i32" for name in names}
-    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in ("N", "K", "out_stride")]
-    source = ASTSource(
-        fn=kernel,
-        signature=known | types | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs={(at,): [["tt.divisibility", 16]] for at in aligned},
-    )
-    options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = for_a_gpu(kernel, constants, types, multiples=("N", "K", "out_stride"), warps=blocks.warps, stages=blocks.stages)
     return str(made.asm["ptx"]), int(made.metadata.shared)
 
 
 @pytest.mark.parametrize(("shape", "addressed", "tma"), [(0, True, True), (1, True, True), (2, False, True), (1, True, False)])
 def test_what_gpus_run(shape: int, addressed: bool, tma: bool) -> None:
     """Products run ahead of each other though a tile is told of between them; it is told of once written, at system scope."""
-    text, shared = _for_a_gpu(shape, addressed=addressed, tma=tma)
+    text, shared = _gemm(shape, addressed=addressed, tma=tma)
     loops = 2 if SHAPES[shape].halves else 1
     assert shared <= 227 << 10
     # Within the loop over K one group of products may still run, behind it none.

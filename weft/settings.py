@@ -6,7 +6,7 @@ The value is rebuilt through its JSON form, so that it checks itself as if it ha
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 from weft import codec
@@ -34,18 +34,22 @@ def changed(value: T, path: str, text: str, *, known: Collection[str], what: str
     """
     if path not in known:
         raise ValueError(f"{path!r} is no number of {what}; it has {', '.join(known)}")
+    return replaced(value, path, lambda before: text if isinstance(before, str) else numbers_of(path, text))
+
+
+def replaced(value: T, path: str, make: Callable[[Any], Any]) -> T:
+    """`value` with what lies at `path` made anew from what lies there, both as JSON has them. Raises what the value raises."""
     data = codec.dump(value)
     *parents, last = path.split(".")
     at: Any = data
     for key in parents:
         at = at[key]
-    at[last] = _parsed(path, text, at.get(last))
+    at[last] = make(at.get(last))
     return cast(T, codec.load(type(value), data))
 
 
-def _parsed(path: str, text: str, before: Any) -> Any:
-    if isinstance(before, str):
-        return text
+def numbers_of(path: str, text: str) -> Any:
+    """What a text says of `path`, as JSON gives it. Raises ValueError that says what it must be."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, RecursionError):

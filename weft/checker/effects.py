@@ -211,11 +211,11 @@ class Effects:
         for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
             if action.reads:
                 own, cut = _rows_of(action, cells, *self.problem.shards[rank])
-                landed += moved(cut, own, self._landing(src_rank, rank, own, dst))
+                landed += moved(cut, own, self._landing(src_rank, rank, dst))
         return landed
 
-    def _landing(self, src_rank: int, rank: int, own: Rect, dst: Rect) -> Rect:
-        """Where on `rank` the rows `own` of `src_rank` land."""
+    def _landing(self, src_rank: int, rank: int, dst: Rect) -> Rect:
+        """Where on `rank` the rows of `src_rank` for it land."""
         if self.problem.op in (*LOOKUP_OPS, "all_to_all_columns_matmul"):
             left, right = self.problem.blocks[src_rank]
             return dst[0], dst[1], dst[2] + left, dst[2] + right

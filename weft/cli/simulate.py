@@ -6,16 +6,19 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from weft.cli import options, output
-from weft.cli.progress import progress_bar
+from weft.cli.progress import Progress, progress_bar
 from weft.cli.simulate_schedule import Outputs, simulate_schedule
 from weft.span import Span
 
 STUDIES = ("t3", "ficco", "dlrm")
+M = TypeVar("M")
+S = TypeVar("S")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +100,6 @@ def command(
 
 
 def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft import settings
     from weft.report.t3 import write_t3_report
     from weft.sim.profile import changed
     from weft.sim.t3 import sensitivity as sensitivities
@@ -106,12 +108,8 @@ def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> 
     from weft.sim.t3.system import load
 
     _all("t3", scenarios, "sub-layers")
-    system = load()
-    for given in changes:
-        system = changed(system, *settings.parse(given, "hbm.gbps=2000"))
-    with progress_bar() as progress:
-        done = study.run(system, progress)
-        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    system = _set(load(), changed, changes, "hbm.gbps=2000")
+    done, rows = _run(system, study.run, sensitivities.sensitivity if sensitivity else None)
     return Done(
         record=lambda: record(done, rows),
         show=lambda: _show(tables.shown(done, rows)),
@@ -121,7 +119,6 @@ def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> 
 
 
 def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft import settings
     from weft.report.dlrm import write_dlrm_report
     from weft.sim.dlrm import sensitivity as sensitivities
     from weft.sim.dlrm import study, tables
@@ -130,12 +127,8 @@ def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -
     from weft.sim.profile import changed
 
     _all("dlrm", scenarios, "fabrics")
-    system = load()
-    for given in changes:
-        system = changed(system, *settings.parse(given, "nodes=128"))
-    with progress_bar() as progress:
-        done = study.run(system, progress)
-        rows = tuple(sensitivities.sensitivity(system, progress)) if sensitivity else ()
+    system = _set(load(), changed, changes, "nodes=128")
+    done, rows = _run(system, study.run, sensitivities.sensitivity if sensitivity else None)
     return Done(
         record=lambda: record(done, rows),
         show=lambda: _show(tables.shown(done, rows)),
@@ -143,14 +136,7 @@ def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -
     )
 
 
-def _all(study: str, scenarios: Sequence[str], what: str) -> None:
-    """Raises ValueError if a part of a study was asked for that is simulated whole."""
-    if scenarios:
-        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, {study} simulates all of its {what}")
-
-
 def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft import settings
     from weft.models.gemms import FICCO_GEMMS, ficco_gemm
     from weft.report.ficco import write_ficco_report
     from weft.sim.ficco import sensitivity as sensitivities
@@ -158,13 +144,13 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
     from weft.sim.ficco.paper import figures
     from weft.sim.ficco.record import record
 
-    machine = study.load()
-    for given in changes:
-        machine = study.changed(machine, *settings.parse(given, "links.gbps=64"))
+    machine = _set(study.load(), study.changed, changes, "links.gbps=64")
     cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
-    with progress_bar() as progress:
-        done = study.run(machine, cases, progress=progress)
-        rows = tuple(sensitivities.sensitivity(machine, progress)) if sensitivity else ()
+    done, rows = _run(
+        machine,
+        lambda machine, progress: study.run(machine, cases, progress=progress),
+        sensitivities.sensitivity if sensitivity else None,
+    )
 
     def show() -> None:
         output.console().print(str(machine))
@@ -182,6 +168,29 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
         write=lambda folder: write_ficco_report(done, rows, folder),
         calls=lambda: study.calls(done),
     )
+
+
+def _set(what: M, changed: Callable[[M, str, str], M], changes: Sequence[str], example: str) -> M:
+    """What is simulated, with every --set applied."""
+    from weft import settings
+
+    for given in changes:
+        what = changed(what, *settings.parse(given, example))
+    return what
+
+
+def _run(
+    what: M, study: Callable[[M, Progress], S], sweep: Callable[[M, Progress], Iterable[R]] | None
+) -> tuple[S, tuple[R, ...]]:
+    """(the study, its sensitivity's rows: none without a sweep), under one progress bar."""
+    with progress_bar() as progress:
+        return study(what, progress), tuple(sweep(what, progress)) if sweep else ()
+
+
+def _all(study: str, scenarios: Sequence[str], what: str) -> None:
+    """Raises ValueError if a part of a study was asked for that is simulated whole."""
+    if scenarios:
+        raise ValueError(f"--scenario is {', '.join(scenarios)}; it is for ficco, {study} simulates all of its {what}")
 
 
 def _verdict(good: Sequence[bool]) -> None:

@@ -1,1 +1,29 @@
-"""Executors: a checked schedule, run on real devices. host.py on CPUs, cuda.py on GPUs; interpret.py is what they share."""
+"""Executors: a checked schedule, run on real devices.
+
+From a call to a program:
+
+    calls.py  collective_calls.py  ragged.py     one rank's call: an operator's, a collective's, of rows that only devices count
+    gradients.py                                 the backward of lookups
+    groups.py                                    what is kept for a process group: its team, programs, choices
+    choose.py  trial.py  kept.py                 from `schedule=` to a schedule: by name or plan, by measuring, from before
+
+A program, which is a schedule bound to one rank:
+
+    bound.py  bindings.py  arithmetic.py         what devices share: where things lie, the tensors of a call, torch's sums
+    host.py  interpret.py  bags.py               on CPUs: lanes on threads, step by step; lookups
+    cuda.py  tape.py  edges.py  replay.py        on GPUs: lanes as streams get them, flags for graphs, calls as graphs
+    cuda_space.py  pool.py  reach.py             what a team's programs share there: streams, the watch, symmetric memory
+    driver.py                                    the CUDA driver, where torch has no name
+
+Steps as kernels (weft.kernels), on any device whose memory has addresses:
+
+    fused.py  exchange.py                        GEMMs and sums that wait, count or store at peers; lanes as one kernel
+    pushes.py  sums.py  lookups.py               runs of copies, sums of collectives, embedding bags
+
+What others move, and the rest:
+
+    vendor.py                                    NCCL's collectives
+    network.py  host_wire.py  nvshmem_wire.py    messages between nodes: NCCL's, gloo's, or by put-with-signal,
+    nvshmem.py  puts.py  slots.py                whose memory, operations and places these are
+    ranks.py  versions.py                        rank processes of weft's own; versions of all that takes part
+"""

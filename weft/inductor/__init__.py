@@ -7,8 +7,8 @@ Models that torch parallelizes (parallelize_module with torch's own styles, DTen
     ...
     print(overlap.report())
 
-The pass sees each graph after autograd, forward and backward apart: gathers.py and scatters.py say what it looks for. A place
-that it leaves alone is in the listing, with the reason.
+The pass sees each graph after autograd, forward and backward apart: gathers.py and scatters.py say what it looks for, graph.py
+reads and writes graphs, places.py tells where a node is from. A place that it leaves alone is listed, with the reason.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ from weft.inductor.graph import (
     value,
 )
 
-OPERATOR = "all_gather_matmul"
 START = c10d.all_gather_into_tensor.default
 _OTHER_USES: dict[object, str] = {
     aten._scaled_mm.default: "scaled_mm multiplies with scales, which weft's operators do not take",

@@ -1,1 +1,13 @@
-"""Triton kernels for steps that are more than a matmul: tiles that wait for flags, count, or are stored at peers; sums."""
+"""Triton kernels for steps that are more than a matmul, and for what lies around them.
+
+gemm.py  gemm_kernel.py                      one GEMM whose tiles wait, add, count, or go to peers: launcher, device code
+shapes.py  far.py                            its tile shapes; tiles at peers under one descriptor
+all_reduce.py  mailbox.py                    few rows multiplied, exchanged and summed in one launch; tiles as words
+exchange.py  segments.py                     grouped GEMMs whose rows go all to all: launchers, who sends what where
+ragged.py  ragged_rows.py                    their device code: GEMMs, and rows on their way
+experts.py                                   what lies around experts' matmuls
+lookup.py  update.py  places.py              bags of embedding tables, their backward, and in which order it sums
+reduce.py  runs.py                           sums of partial results, and of contiguous elements of all ranks
+push.py  words.py                            copies by stores from some SMs; flags raised and lowered on a compute lane
+flags.py  launch.py                          what kernels that wait share; launches that bind nothing again
+"""

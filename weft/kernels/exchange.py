@@ -5,7 +5,7 @@
     collect()       collect_kernel, after a dispatch
     combine()       combine_kernel
 
-What they do is in weft.kernels.segments and weft.kernels.ragged. Legend: N, K of each GEMM.
+What they do is in weft.kernels.segments, weft.kernels.ragged and weft.kernels.ragged_rows. Legend: N, K of each GEMM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.launch import Launcher
-from weft.kernels.ragged import collect_kernel, combine_kernel, dispatch_kernel
+from weft.kernels.ragged import combine_kernel, dispatch_kernel
+from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
 from weft.kernels.shapes import INTERPRETED, SHAPES, Blocks
 from weft.triton.host import SymmetricTensor
@@ -150,7 +151,7 @@ class Exchange:
     def dispatch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, keep_own: bool = False) -> None:
         """out = what arrives @ b, by expert, gated or not; zeros below. a: [rows, K], contiguous. keep_own: for `collect` after
         it."""
-        shape, blocks = self.shape, self.shape.blocks
+        blocks = self.shape.blocks
         a_block = [blocks.m, blocks.k]
         arguments = (
             TensorDescriptor.from_tensor(a, a_block),
@@ -159,34 +160,28 @@ class Exchange:
             _descriptor(out, blocks),
             a,
             out,
-            self.rows.local,
-            self.rows.peers,
-            self.arrived.local,
-            self.arrived.peers,
-            self.groups,
-            self.parts,
-            self.moves,
-            self.turn,
-            self.goals,
-            self.notes,
-            self.tries,
-            shape.rank,
-            shape.n,
-            shape.k,
-            shape.max_rows,
-            shape.movers,
+            *self._grouped_arguments(),
             int(keep_own),
         )
-        self._grouped(self._dispatch, arguments, {"GATED": int(shape.gated)}, a, b, out)
+        self._grouped(self._dispatch, arguments, {"GATED": int(self.shape.gated)}, a, b, out)
 
     def combine(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         """out = what arrives of all ranks' a @ b, by expert; zeros below. a: [rows, K], contiguous, of at most a_rows."""
-        shape, blocks = self.shape, self.shape.blocks
+        blocks = self.shape.blocks
         arguments = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
             _descriptor(self.rows.local, blocks),
             out,
+            *self._grouped_arguments(),
+        )
+        # The interpreter stores at once, and knows no PTX.
+        self._grouped(self._combine, arguments, {"ASYNCHRONOUS": int(out.is_cuda)}, a, b, out)
+
+    def _grouped_arguments(self) -> tuple[object, ...]:
+        """What both kernels with GEMMs take in the same order."""
+        shape = self.shape
+        return (
             self.rows.local,
             self.rows.peers,
             self.arrived.local,
@@ -204,8 +199,6 @@ class Exchange:
             shape.max_rows,
             shape.movers,
         )
-        # The interpreter stores at once, and knows no PTX.
-        self._grouped(self._combine, arguments, {"ASYNCHRONOUS": int(out.is_cuda)}, a, b, out)
 
     def _grouped(
         self,

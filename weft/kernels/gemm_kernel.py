@@ -2,7 +2,7 @@
 
 gemm_kernel    whole tiles, then halves of those that are left
 _tile          one of them: wait, multiply, add, store          _put     a whole one by TMA, also at peers
-_place         which tile comes next                            _tell    its part's flag that it is stored
+place_of       which tile comes next                            _tell    its part's flag that it is stored
 
 A block tells of a tile `tell_at` steps into the multiplication of its next one (weft.kernels.gemm says when), at once if there
 is none. By then what TMA stores has long been written, here or at a peer, and nobody waits for it:
@@ -20,7 +20,7 @@ from weft.kernels.flags import wait_gates
 
 
 @triton.jit
-def _place(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
+def place_of(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
     """Row and column of a tile. Row tiles take turns in groups, so that blocks that run together share rows of a and columns of
     b in the L2 cache."""
     group = tile // (GROUP * col_tiles)
@@ -136,11 +136,11 @@ def _put(
 
 @triton.jit
 def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl.constexpr):
-    """As _place, where no group has row tiles that add and row tiles that a peer may wait for."""
+    """As place_of, where no group has row tiles that add and row tiles that a peer may wait for."""
     if not ADDS:
-        return _place(tile, row_tiles, col_tiles, GROUP)
+        return place_of(tile, row_tiles, col_tiles, GROUP)
     first = tl.where(tile < early * col_tiles, 0, early)
-    row_tile, col_tile = _place(tile - first * col_tiles, tl.where(first == 0, early, row_tiles - early), col_tiles, GROUP)
+    row_tile, col_tile = place_of(tile - first * col_tiles, tl.where(first == 0, early, row_tiles - early), col_tiles, GROUP)
     return row_tile + first, col_tile
 
 

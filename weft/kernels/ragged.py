@@ -3,9 +3,8 @@
     dispatch_kernel   some blocks push rows first; all multiply what arrives
     combine_kernel    most blocks multiply, and tell the owners of the rows; the others pull what peers have made for this rank,
                       and so do those, when they have nothing left to multiply
-    collect_kernel    what has landed, to where the caller has it; zeros below it
 
-weft.kernels.exchange launches them.
+weft.kernels.exchange launches them; how rows are moved, waited for and told of is in weft.kernels.ragged_rows.
 
     dispatch                                           combine
     rank r, pushing block        rank p                rank r, multiplying block        rank p, pulling block
@@ -38,9 +37,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.gemm_kernel import _place
-from weft.kernels.segments import move_of, tile_of
-from weft.triton.device import get, peer_pointer, put, signal, wait
+from weft.kernels.gemm_kernel import place_of
+from weft.kernels.ragged_rows import await_rows, pull_rows, push_rows, store_rows, tell_of_rows, zero_rows
+from weft.kernels.segments import tile_of
 
 
 @triton.jit
@@ -96,184 +95,6 @@ def _multiply_gated(
     return gate * tl.sigmoid(gate) * up
 
 
-@triton.jit
-def _store(base_ptr, row, acc, low, high, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):
-    """Rows [low, high) of a tile whose first row is `row` of a contiguous matrix."""
-    rows = tl.arange(0, BLOCK_M)[:, None]
-    cols = col + tl.arange(0, BLOCK_N)[None, :]
-    first = row.to(tl.int64) * N
-    # Rows above `low` may lie above the matrix: offsets are those of where they are stored.
-    put(base_ptr + first + low * N, (rows - low) * N + cols, acc, (rows >= low) & (rows < high) & (cols < N), ALIGN)
-
-
-@triton.jit
-def _copy_rows(
-    src_ptr,
-    src_row,
-    dst_ptr,
-    dst_row,
-    valid,
-    width,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Up to ROWS rows from one contiguous matrix to another, either here or at a peer; STAGES - 1 loads under way."""
-    src_ptr += src_row.to(tl.int64) * width
-    dst_ptr += dst_row.to(tl.int64) * width
-    rows = tl.arange(0, ROWS)[:, None]
-    for col in tl.range(0, width, COLS, num_stages=STAGES):
-        cols = col + tl.arange(0, COLS)[None, :]
-        there = (rows < valid) & (cols < width)
-        put(dst_ptr, rows * width + cols, get(src_ptr, rows * width + cols, there, 0, ALIGN), there, ALIGN)
-
-
-@triton.jit
-def _zero(out_ptr, first, max_rows, N, unit, stride, times, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
-    """Zeros for `times` units of ROWS x COLS from row `first` on, of which this block has every stride-th; the next unit."""
-    across = tl.cdiv(N, COLS)
-    for _ in range(times):
-        row = first + unit // across * ROWS
-        rows, cols = tl.arange(0, ROWS)[:, None], unit % across * COLS + tl.arange(0, COLS)[None, :]
-        there = (row + rows < max_rows) & (cols < N)
-        put(out_ptr + row.to(tl.int64) * N, rows * N + cols, tl.zeros((ROWS, COLS), tl.float32), there, ALIGN)
-        unit += stride
-    return unit
-
-
-@triton.jit
-def _push(
-    block,
-    blocks,
-    a_ptr,
-    landing_ptr,
-    landing_peers_ptr,
-    arrived_ptr,
-    arrived_peers_ptr,
-    groups_ptr,
-    moves_ptr,
-    rank,
-    K,
-    keep_own,
-    E: tl.constexpr,
-    Q: tl.constexpr,
-    GROUP_FIELDS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
-    if keep_own."""
-    for unit in range(block, tl.load(moves_ptr + FIELDS * (Q - 1)), blocks):
-        fields, within = move_of(moves_ptr, unit, Q, FIELDS)
-        at = within * ROWS
-        peer = tl.load(fields + 4)
-        landing = peer_pointer(landing_ptr, landing_peers_ptr, peer)
-        here, there, rows = tl.load(fields + 2) + at, tl.load(fields + 3) + at, tl.load(fields + 1) - at
-        group = groups_ptr + GROUP_FIELDS * tl.load(fields + 5)
-        top = tl.load(group + 1)
-        # The tiles that have rows of this unit, all of their rows.
-        first = top + (there - top) // TILE_ROWS * TILE_ROWS
-        last = top + ((there + tl.minimum(rows, ROWS) - 1 - top) // TILE_ROWS + 1) * TILE_ROWS
-        shared = (first < there - at) | (tl.minimum(last, top + tl.load(group + 2)) > there + rows)
-        if (peer != rank) | shared | (keep_own != 0):
-            _copy_rows(a_ptr, here, landing, there, rows, K, ROWS, COLS, STAGES, ALIGN)
-        signal(peer_pointer(arrived_ptr, arrived_peers_ptr, peer) + rank * E + tl.load(fields + 5))
-
-
-@triton.jit
-def _pull(
-    turn_ptr,
-    out_ptr,
-    product_ptr,
-    product_peers_ptr,
-    arrived_ptr,
-    moves_ptr,
-    goals_ptr,
-    notes_ptr,
-    tries,
-    N,
-    E: tl.constexpr,
-    Q: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """What peers have made for this rank to where it belongs, unit by unit, each segment once it is whole; units are drawn."""
-    units = tl.load(moves_ptr + FIELDS * (Q - 1))
-    unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
-    while unit < units:
-        fields, within = move_of(moves_ptr, unit, Q, FIELDS)
-        at = within * ROWS
-        peer = tl.load(fields + 4)
-        segment = peer * E + tl.load(fields + 5)
-        wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
-        product = peer_pointer(product_ptr, product_peers_ptr, peer)
-        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
-        _copy_rows(product, here, out_ptr, there, tl.load(fields + 1) - at, N, ROWS, COLS, STAGES, ALIGN)
-        unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _await(
-    row,
-    valid,
-    expert,
-    known,
-    arrived_ptr,
-    parts_ptr,
-    goals_ptr,
-    notes_ptr,
-    tries,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """Wait for all segments that have rows of [row, row + valid). known: bits of those that this block knows to be there, if
-    there are at most 64; returned with what it has waited for."""
-    for other in range(W):
-        part = parts_ptr + FIELDS * (expert * W + other)
-        first, rows = tl.load(part), tl.load(part + 1)
-        if tl.maximum(first, row) < tl.minimum(first + rows, row + valid):
-            segment = other * E + expert
-            bit = tl.full((), 1, tl.int64) << (segment % 64)
-            if (W * E > 64) | ((known & bit) == 0):
-                wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
-                known = known | bit
-    return known
-
-
-@triton.jit
-def _tell(
-    expert,
-    row,
-    valid,
-    arrived_ptr,
-    arrived_peers_ptr,
-    parts_ptr,
-    rank,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ASYNCHRONOUS: tl.constexpr,
-):
-    """Signal to every peer that has rows of [row, row + valid), once they are stored."""
-    if ASYNCHRONOUS:
-        # What Triton waits for after a store by TMA is that it has been read from shared memory, not that it has been written.
-        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [valid], tl.int32, False, 1)
-    for other in range(W):
-        part = parts_ptr + FIELDS * (expert * W + other)
-        start, rows = tl.load(part), tl.load(part + 1)
-        if (other != rank) & (tl.maximum(start, row) < tl.minimum(start + rows, row + valid)):
-            signal(peer_pointer(arrived_ptr, arrived_peers_ptr, other) + rank * E + expert)
-
-
 @triton.jit(do_not_specialize=["tries", "rank", "movers", "keep_own"])
 def dispatch_kernel(
     a_desc,
@@ -319,7 +140,7 @@ def dispatch_kernel(
 ):
     block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
-        _push(
+        push_rows(
             block + movers,
             movers,
             a_ptr,
@@ -356,8 +177,8 @@ def dispatch_kernel(
     known = tl.full((), 0, tl.int64)
     while tile < tiles:
         times = tl.minimum(each, tl.cdiv(units - unit, blocks))
-        unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
-        row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
+        unit = zero_rows(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
+        row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
         expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
         part = parts_ptr + PART_FIELDS * (expert * W + rank)
         first = tl.load(part)
@@ -365,7 +186,9 @@ def dispatch_kernel(
         if (first <= row) & (first + tl.load(part + 1) >= row + valid):
             src_row, src_desc = tl.load(part + 2) + row - first, a_desc
         else:
-            known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
+            known = await_rows(
+                row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS
+            )
         col = col_tile * BLOCK_N
         if GATED:
             acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
@@ -374,11 +197,11 @@ def dispatch_kernel(
         if valid == BLOCK_M:
             out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
         else:
-            _store(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+            store_rows(out_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
         tile += blocks - movers
         if tile >= own:
             tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
-    _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
+    zero_rows(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
 
 
 @triton.jit(do_not_specialize=["tries", "rank", "movers"])
@@ -435,12 +258,14 @@ def combine_kernel(
         told, told_row, told_rows = 0, 0, 0
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
-            unit = _zero(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
-            row_tile, col_tile = _place(tile, row_tiles, col_tiles, GROUP)
+            unit = zero_rows(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
+            row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
             expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, False)
             col = col_tile * BLOCK_N
             acc = _multiply(a_desc, b_desc, row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
-            _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
+            tell_of_rows(
+                told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS
+            )
             told, told_row, told_rows = expert, row, valid
             own = parts_ptr + PART_FIELDS * (expert * W + rank)
             first, there = tl.load(own), tl.load(own + 2)
@@ -449,16 +274,18 @@ def combine_kernel(
                 if valid == BLOCK_M:
                     product_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
                 else:
-                    _store(product_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
+                    store_rows(product_ptr, row, acc, 0, valid, col, N, BLOCK_M, BLOCK_N, ALIGN)
             if low < high:
                 landing = there + row - first
-                _store(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
-        _tell(told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS)
-        _zero(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
+                store_rows(out_ptr, landing, acc, low, tl.minimum(high, max_rows - landing), col, N, BLOCK_M, BLOCK_N, ALIGN)
+        tell_of_rows(
+            told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS
+        )
+        zero_rows(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
         # Not before all that multiply are on an SM: one that waits here would keep an SM from those.
         pulls = (tl.atomic_add(turn_ptr + 1, 0, sem="relaxed", scope="gpu") >= blocks).to(tl.int32)
     if pulls != 0:
-        _pull(
+        pull_rows(
             turn_ptr,
             out_ptr,
             product_ptr,
@@ -477,41 +304,3 @@ def combine_kernel(
             STAGES,
             ALIGN,
         )
-
-
-@triton.jit(do_not_specialize=["tries"])
-def collect_kernel(
-    landing_ptr,
-    out_ptr,
-    arrived_ptr,
-    groups_ptr,
-    parts_ptr,
-    moves_ptr,
-    goals_ptr,
-    notes_ptr,
-    tries,
-    width,
-    max_rows,
-    W: tl.constexpr,
-    E: tl.constexpr,
-    Q: tl.constexpr,
-    EQ: tl.constexpr,
-    GROUP_FIELDS: tl.constexpr,
-    PART_FIELDS: tl.constexpr,
-    MOVE_FIELDS: tl.constexpr,
-    MOVE_ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    block, blocks = tl.program_id(0), tl.num_programs(0)
-    known = tl.full((), 0, tl.int64)
-    for row_tile in range(block, tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), blocks):
-        expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
-        known = _await(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
-        for at in range(0, valid, MOVE_ROWS):
-            _copy_rows(landing_ptr, row + at, out_ptr, row + at, valid - at, width, MOVE_ROWS, COLS, STAGES, ALIGN)
-    below = tl.load(moves_ptr + MOVE_FIELDS * Q)
-    units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(width, COLS)
-    _zero(out_ptr, below, max_rows, width, block, blocks, tl.cdiv(units - block, blocks), MOVE_ROWS, COLS, ALIGN)

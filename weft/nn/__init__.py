@@ -1,7 +1,10 @@
 """Models: styles for torch's parallelize_module, whole models of Hugging Face's, and what was overlapped of them.
 
-sites.py       a place where a model communicates             report.py      all of a model's, with what was measured
-products.py    products of column- and row-sharded weights    replicas.py    parameters that are whole on every rank
-linear.py      linears that call weft's operators             layouts.py     between torch's layouts and weft's
-styles.py      ColwiseParallel, RowwiseParallel, ...          models.py      weft.parallelize
+styles.py  layouts.py                        ColwiseParallel, RowwiseParallel, ...; between torch's layouts and weft's
+models.py  moves.py                          weft.parallelize; how a decoder's tokens lie, and where that changes
+linear.py  products.py  adjacent.py          linears that call weft's operators, what they compute, weights side by side
+replicas.py                                  parameters that are whole on every rank
+experts.py  expert_parallel.py               mixture of experts, and the style that spreads them over ranks
+dlrm.py                                      tables over ranks
+sites.py  report.py  report_page.py          where a model communicates, what became of it, and that as a page
 """

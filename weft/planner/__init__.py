@@ -1,6 +1,12 @@
 """Planner: from a Problem and a Machine to the Schedule that should be fastest, and why; and to the few worth measuring.
 
 `heuristic` (weft.rules) chooses by sizes alone, in microseconds; `plan` by simulating every candidate.
+
+    choose.py  values.py                         candidates, their predicted times, the fastest
+    explain.py  explanation.py                   why: in a sentence; taken apart
+    shortlist.py                                 the few that are worth measuring
+    simulated.py  signature.py                   one schedule simulated; its losses
+    ways.py                                      ways to run computation beside collectives, and what each is predicted to take
 """
 
 from weft.planner.choose import plan

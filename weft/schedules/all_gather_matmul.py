@@ -156,7 +156,7 @@ class _Gather(Builder):
                     self.add(rank, "compute", Copy(self.landing(rank, piece), self.region("gathered", rank, piece.rows)))
 
 
-def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+def sequential(problem: Problem) -> Schedule:
     """Vendor all-gather, then one GEMM."""
     s = _Gather(problem, "sequential", 1)
     for rank in range(s.world_size):

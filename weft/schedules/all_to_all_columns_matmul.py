@@ -24,7 +24,7 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 from __future__ import annotations
 
 from weft.problem import Problem
-from weft.schedule import Collective, Copy, Part, Region, Schedule, Wait
+from weft.schedule import Copy, Part, Region, Schedule, Wait
 from weft.schedules.all_to_all_matmul import Dispatch
 from weft.schedules.builder import Piece
 
@@ -55,14 +55,9 @@ class _Beside(Dispatch):
         self.add(rank, "compute", Copy(self.region("recv", rank), self.region("gathered", rank)))
 
 
-def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+def sequential(problem: Problem) -> Schedule:
     """The vendor's all-to-all, columns laid side by side, then one GEMM."""
-    s = _Beside(problem, "sequential", 1)
-    for rank in range(s.world_size):
-        arriving = s.region("gathered" if problem.return_gathered else "recv", rank)
-        s.add(rank, "compute", Collective("all_to_all_columns", s.region("a", rank), arriving))
-        s.gemm(rank, [Part(arriving, s.region("out", rank))])
-    return s.done()
+    return _Beside(problem, "sequential", 1).vendors("all_to_all_columns")
 
 
 def fused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:

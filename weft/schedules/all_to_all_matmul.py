@@ -27,6 +27,8 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 
 from __future__ import annotations
 
+from typing import Literal
+
 from weft.problem import Problem
 from weft.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Signal, Wait
 from weft.schedules.builder import Piece
@@ -50,7 +52,7 @@ class Dispatch(Exchange):
         steps = ((peer, p) for i in range(self.chunks) for peer in self.peers(rank) for p in self.pieces[rank] if p.index == i)
         return list(steps)
 
-    def part(self, rank: int, src_rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
+    def part(self, src_rank: int, piece: Piece, gates: tuple[Wait, ...] = ()) -> Part:
         return Part(self.arrival("recv", src_rank, piece), self.arrival("out", src_rank, piece), gates)
 
     def push(self, rank: int, *, lane: str | None = None, stage_own: bool = False) -> None:
@@ -82,15 +84,18 @@ class Dispatch(Exchange):
                 self.add(rank, "compute", Signal(Flag("free", sender, rank)))
         return self.done()
 
+    def vendors(self, op: Literal["all_to_all", "all_to_all_columns"]) -> Schedule:
+        """The vendor's collective, then one GEMM of what has arrived."""
+        for rank in range(self.world_size):
+            arriving = self.region("gathered" if self.problem.return_gathered else "recv", rank)
+            self.add(rank, "compute", Collective(op, self.region("a", rank), arriving))
+            self.gemm(rank, [Part(arriving, self.region("out", rank))])
+        return self.done()
 
-def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+
+def sequential(problem: Problem) -> Schedule:
     """The vendor's all-to-all, then one GEMM."""
-    s = Dispatch(problem, "sequential", 1)
-    for rank in range(s.world_size):
-        arriving = s.region("gathered" if problem.return_gathered else "recv", rank)
-        s.add(rank, "compute", Collective("all_to_all", s.region("a", rank), arriving))
-        s.gemm(rank, [Part(arriving, s.region("out", rank))])
-    return s.done()
+    return Dispatch(problem, "sequential", 1).vendors("all_to_all")
 
 
 def sequential_stores(problem: Problem, name: str) -> Schedule:
@@ -112,7 +117,7 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
         s.gemm(rank, s.own_shard(rank))
         for src_rank, piece in s.remote(rank):
             s.add(rank, "compute", Wait(s.arrived(src_rank, piece)))
-            s.gemm(rank, [s.part(rank, src_rank, piece)])
+            s.gemm(rank, [s.part(src_rank, piece)])
     return s.finish()
 
 
@@ -122,7 +127,7 @@ def gated(problem: Problem, name: str, chunks: int, *, blocks: bool, fan_out: bo
     s = Dispatch(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         s.push(rank, lane="blocks" if blocks else None)
-        remote = [s.part(rank, src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
+        remote = [s.part(src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
         s.gemm(rank, s.own_shard(rank) + remote)
     return s.finish()
 
@@ -135,7 +140,7 @@ def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
     s = Dispatch(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
         s.push(rank)
-        near = [s.part(rank, src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
+        near = [s.part(src_rank, p, (Wait(s.arrived(src_rank, p)),)) for src_rank, p in s.remote(rank)]
         s.gemm(rank, s.own_shard(rank) + near)
         for index in range(chunks):
             sends = [
@@ -147,5 +152,5 @@ def sliced(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -
             s.send_receive(rank, sends, receives, after=[], then=landed)
             if takes:
                 s.add(rank, "compute", Wait(landed))
-                s.gemm(rank, [s.part(rank, peer, p) for peer, p in takes])
+                s.gemm(rank, [s.part(peer, p) for peer, p in takes])
     return s.finish()

@@ -75,7 +75,7 @@ class _Combine(Exchange):
         pieces, peers = self.pieces[rank], self.peers(rank, step=-1)
         by_peer, by_chunk = product(peers, pieces), ((peer, piece) for piece in pieces for peer in peers)
         for peer, piece in by_peer if self.sends_columns else by_chunk:
-            self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), self._copy(rank, peer, piece))
+            self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), self._copy(peer, piece))
             if piece is pieces[-1]:
                 self.add(rank, self.copy_lane(peer), Signal(Flag("free", peer, rank)))
 
@@ -89,12 +89,12 @@ class _Combine(Exchange):
     def own(self, rank: int) -> list[tuple[int, Part]]:
         return [(rank, part) for part in self.own_shard(rank)]
 
-    def _copy(self, rank: int, peer: int, piece: Piece) -> Copy:
+    def _copy(self, peer: int, piece: Piece) -> Copy:
         src = self.region("product", peer, piece.rows) if self.pulled else self.arrival("recv", peer, piece)
         return Copy(src, self.arrival("out", peer, piece))
 
 
-def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+def sequential(problem: Problem) -> Schedule:
     """One GEMM, then the vendor's all-to-all."""
     s = _Combine(problem, "sequential", 1)
     for rank in range(s.world_size):

@@ -181,7 +181,7 @@ class _Scatter(Builder):
         self.reduce(rank, [self.total(rank, p.index, p.rows) for p in self.pieces[rank]])
 
 
-def sequential(problem: Problem, chunks: int = 1) -> Schedule:
+def sequential(problem: Problem) -> Schedule:
     """One GEMM, then the vendor's reduce-scatter."""
     s = _Scatter(problem, "sequential", 1, partial="symmetric")
     for rank in range(s.world_size):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from weft import pieces
 from weft.machine import AlphaBeta, Machine, Table, Tile
 from weft.problem import ITEMSIZE, CollectiveProblem, LookupProblem, Op, Problem
 from weft.shapes import Blocks, whole_tiles
@@ -37,10 +38,8 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
-SPLITS = (1, 2, 4)
-"""Into how many parts vendors' GEMMs may cut K, each with partial sums in float32 that are written and read."""
-LEAST_CUT = 8192
-"""No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
+SPLITS, LEAST_CUT = (1, *pieces.SPLITS), pieces.LEAST_CUT
+"""Into how many parts vendors' GEMMs may cut K, and the least that a part has."""
 GATHER_SHARE = 1.04
 """Gathering rows, over the memory's rate of a copy: 4.4 to 4.8 of 4.3 TB/s in benchmarks/results/embedding.jsonl, median."""
 HALF = 0.8

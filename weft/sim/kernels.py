@@ -167,7 +167,7 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
         flags=flags,
         tiles=tiles,
         shape=shape,
-        apart=_apart(world, rank, step),
+        apart=_apart(world, step),
     )
 
 
@@ -189,7 +189,7 @@ def _streamed(world: World, step: Gemm) -> Tile:
     return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / STREAMED_ROW_US))
 
 
-def _apart(world: World, rank: int, step: Gemm) -> float:
+def _apart(world: World, step: Gemm) -> float:
     """How many of the parts that wait start later than those before by more than what the last-level cache keeps of B, which
     streams through it meanwhile; in shares. What brings a part takes its turn, a copy's fixed cost at least."""
     copies, gpu = world.machine.copies, world.machine.gpu

@@ -1,14 +1,21 @@
-"""Profiles: values whose every number has a path and a source, as of simulated systems, and copies with one number changed."""
+"""Profiles: values whose every number has a path and a source, as of simulated systems; copies with one number changed, and
+what a result makes of that."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from weft import codec
 from weft.machine import numbers
+from weft.settings import numbers_of, replaced
+
+STEP = 0.25
+"""By how much `swept` takes a number lower and higher."""
+Progress = Callable[[str, int, int], None]
+"""Told what is done now, how much is done, and of how much."""
+T = TypeVar("T")
 
 
 class Profile(Protocol):
@@ -51,23 +58,10 @@ def changed(profile: P, path: str, value: Any) -> P:
     known = dict.fromkeys([name for name, _ in numbers(profile)] + choices)
     if path not in known:
         raise ValueError(f"{path!r} is no number of system {profile.name}; it has {', '.join(known)}")
-    data = codec.dump(profile)
-    *parents, last = path.split(".")
-    at: Any = data
-    for key in parents:
-        at = at[key]
     if isinstance(value, str):
-        value = [word.strip() for word in value.split(",")] if path in choices else _parsed(path, value)
-    at[last] = [value] if isinstance(at[last], list) and not isinstance(value, (list, tuple)) else value
-    made: P = codec.load(type(profile), data)
-    return made
-
-
-def _parsed(path: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is {text!r}; it must be a number, or a list such as [30, 10, 5]") from None
+        value = [word.strip() for word in value.split(",")] if path in choices else numbers_of(path, value)
+    one = not isinstance(value, (list, tuple))
+    return replaced(profile, path, lambda before: [value] if one and isinstance(before, list) else value)
 
 
 def scaled(profile: P, path: str, factor: float) -> P:
@@ -86,3 +80,12 @@ def _times(value: Any, factor: float) -> Any:
         rates = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if isinstance(getattr(value, f.name), float)}
         return dataclasses.replace(value, **{name: rate * factor for name, rate in rates.items()})
     return round(value * factor) if isinstance(value, int) else value * factor
+
+
+def swept(paths: Iterable[str], headline: Callable[[str | None, float], T], progress: Progress) -> Iterator[T]:
+    """headline(path, factor) of no path and 1, then of each path a STEP lower and higher."""
+    cases = [(path, factor) for path in paths for factor in (1 - STEP, 1 + STEP)]
+    yield headline(None, 1.0)
+    for done, (path, factor) in enumerate(cases):
+        progress(f"{path} times {factor:g}", done, len(cases))
+        yield headline(path, factor)

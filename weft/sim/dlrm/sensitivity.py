@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from weft.sim.dlrm.study import PUBLISHED, case, two_nodes
 from weft.sim.dlrm.system import System, Topology
-from weft.sim.profile import scaled
-
-STEP = 0.25
+from weft.sim.profile import Progress, scaled, swept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +49,6 @@ def _saved(system: System, topology: Topology, nodes: int) -> tuple[float | None
         return None, str(error)
 
 
-def sensitivity(
-    system: System, progress: Callable[[str, int, int], None] = lambda text, done, total: None
-) -> Iterator[Sensitivity]:
+def sensitivity(system: System, progress: Progress = lambda text, done, total: None) -> Iterator[Sensitivity]:
     """The headline as it is, then with each assumed number a STEP lower and higher."""
-    cases = [(path, factor) for path in system.assumed() for factor in (1 - STEP, 1 + STEP)]
-    yield headline(system)
-    for done, (path, factor) in enumerate(cases):
-        progress(f"{path} times {factor:g}", done, len(cases))
-        yield headline(system, path, factor)
+    return swept(system.assumed(), partial(headline, system), progress)

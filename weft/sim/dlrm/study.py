@@ -6,7 +6,7 @@ Contract: `run(system)` is a pure function: the same system gives the same Study
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from weft.sim.dlrm import iteration
@@ -15,8 +15,8 @@ from weft.sim.dlrm.iteration import Run, operator_ns
 from weft.sim.dlrm.kernels import Bags
 from weft.sim.dlrm.system import System, Topology
 from weft.sim.fabric import Torus
+from weft.sim.profile import Progress
 
-Progress = Callable[[str, int, int], None]
 PUBLISHED: tuple[Topology, int] = ("torus_2d", 128)
 """The case that was published."""
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

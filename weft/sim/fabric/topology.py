@@ -148,14 +148,19 @@ class Torus(_Linked, Alike):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh(_Linked):
-    """Every pair has links of its own."""
+class _Counted(_Linked):
+    """So many ranks."""
 
     ranks: int
 
     @property
     def world_size(self) -> int:
         return self.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(_Counted):
+    """Every pair has links of its own."""
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
         self.check(src, dst)
@@ -163,14 +168,8 @@ class Mesh(_Linked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switch(_Linked):
+class Switch(_Counted):
     """Any pair at full speed, all of a rank's messages through its port. Latency is from port to port."""
-
-    ranks: int
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
         self.check(src, dst)
@@ -181,14 +180,13 @@ class Switch(_Linked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FatTree(_Linked, Alike):
+class FatTree(_Counted, Alike):
     """Switches of `leaf` ranks, and trunks between each and the levels above, which carry `leaf` links' rate over `taper`.
 
     Above the trunks nothing is short of anything, as in a folded Clos network: there are as many levels of switches with `leaf`
     ports down as the ranks need. Latency is a link's; a message between leaves goes up to the last level.
     """
 
-    ranks: int
     leaf: int
     taper: float = 1.0
 
@@ -200,10 +198,6 @@ class FatTree(_Linked, Alike):
             raise ValueError(f"ranks is {self.ranks}; use a multiple of leaf, {self.leaf}, or fewer")
         if not self.taper > 0:
             raise ValueError(f"taper is {self.taper!r}; it must be above zero")
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from weft import codec
 from weft.machine import Machine, numbers
 from weft.models.gemms import FICCO_GEMMS, GemmCase
 from weft.sim.ficco.score import pick
-from weft.sim.ficco.study import CHOSEN_FROM, Progress, Scenario, changed, chosen_exactly, scenario
+from weft.sim.ficco.study import CHOSEN_FROM, Scenario, changed, chosen_exactly, scenario
+from weft.sim.profile import Progress, swept
 
-STEP = 0.25
 TILES = "gpu.tiles"
 UNUSED = ("stores.", "gpu.flag_efficiency", "collectives.reduce_scatter.")
 """Numbers that none of the schedules in the headline depends on, by how their paths begin."""
@@ -73,8 +74,4 @@ def assumed(machine: Machine) -> tuple[str, ...]:
 
 def sensitivity(machine: Machine, progress: Progress = lambda text, done, total: None) -> Iterator[Sensitivity]:
     """The headline as it is, then with each assumed number a STEP lower and higher."""
-    cases = [(path, factor) for path in assumed(machine) for factor in (1 - STEP, 1 + STEP)]
-    yield headline(machine)
-    for done, (path, factor) in enumerate(cases):
-        progress(f"{path} times {factor:g}", done, len(cases))
-        yield headline(machine, path, factor)
+    return swept(assumed(machine), partial(headline, machine), progress)

@@ -12,7 +12,7 @@ Contract: `run(machine)` is a pure function: the same machine gives the same Stu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft import settings
@@ -25,6 +25,7 @@ from weft.sim import engine
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 from weft.sim.ficco.scenarios import unseen
 from weft.sim.ficco.score import BESPOKE, pick
+from weft.sim.profile import Progress
 from weft.span import Span
 
 MACHINE = "mi300x8"
@@ -32,7 +33,6 @@ COMPARED = ("sequential", "shard_p2p", *BESPOKE, "flag_gated")
 """flag_gated is not FiCCO's: one GEMM whose tiles wait for chunks, which decomposes nothing (AMD's Iris)."""
 CHOSEN_FROM = ("sequential", *BESPOKE)
 """What the heuristic chooses from."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

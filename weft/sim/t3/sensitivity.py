@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from weft.sim.profile import scaled
+from weft.sim.profile import Progress, scaled, swept
 from weft.sim.published import geomean
 from weft.sim.t3.study import run_sublayers
 from weft.sim.t3.system import System
 from weft.sim.t3.work import SUBLAYERS
-
-STEP = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,6 @@ def headline(system: System, path: str | None = None, factor: float = 1.0) -> Se
     return Sensitivity(path=path, factor=factor, t3=t3, t3_mca=mca, saved=1 - geomean(traffic))
 
 
-def sensitivity(
-    system: System, progress: Callable[[str, int, int], None] = lambda text, done, total: None
-) -> Iterator[Sensitivity]:
+def sensitivity(system: System, progress: Progress = lambda text, done, total: None) -> Iterator[Sensitivity]:
     """The headline as it is, then with each assumed number a STEP lower and higher."""
-    cases = [(path, factor) for path in system.assumed() for factor in (1 - STEP, 1 + STEP)]
-    yield headline(system)
-    for done, (path, factor) in enumerate(cases):
-        progress(f"{path} times {factor:g}", done, len(cases))
-        yield headline(system, path, factor)
+    return swept(system.assumed(), partial(headline, system), progress)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from weft.sim.profile import Progress
 from weft.sim.t3.configurations import (
     Overlapped,
     SubLayerRun,
@@ -24,7 +25,6 @@ from weft.sim.t3.system import System
 from weft.sim.t3.work import LARGE_SUBLAYERS, MODELS, SUBLAYERS, Gemm, Layer, Model, SubLayer
 
 Pass = Literal["training", "prompt"]
-Progress = Callable[[str, int, int], None]
 PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
 CONCURRENT_UNITS = (8, 16)
 MAPPED = SubLayer(model=MODELS[1], layer="FC2", world_size=8)

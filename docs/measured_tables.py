@@ -1,0 +1,170 @@
+"""Tables of operators, collectives and steps for generate.py, from benchmarks/results. All take the MODE in which cases ran.
+
+results MODE       tp.jsonl: the tensor-parallel cases
+fused BENCH MODE   BENCH.jsonl: a fused operator's cases
+paper MODE         paper.jsonl: the fused kernels' published comparison
+beside MODE        concurrent.jsonl: GEMMs beside a collective
+conccl MODE        conccl.jsonl: the 30 pairs of ConCCL's evaluation
+dma MODE           dma.jsonl: collectives alone
+resident MODE      resource_aware.jsonl: what residency and priority gain
+training MODE      data_parallel.jsonl: steps of a GPT
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from text_tables import benchmark, lines, source, table
+
+
+def _cases(bench: str, mode: str) -> list[dict[str, Any]]:
+    return [row for row in lines(bench) if row["mode"] == mode]
+
+
+def _measured(
+    heads: Sequence[str], cases: Sequence[dict[str, Any]], made: Callable[[dict[str, Any]], tuple[str, ...]], mode: str
+) -> str:
+    """A table of a row a case."""
+    return table([heads, *map(made, cases)]) + source(cases[0], mode)
+
+
+def results(mode: str) -> str:
+    """The tensor-parallel cases as measured. Times in us."""
+    heads = ("operator, case", "NCCL", "cuBLAS", "sequential", "async TP", "weft", "schedule", "of ideal", "speed-up")
+    return _measured(heads, _cases("tp", mode), _result, mode)
+
+
+def _result(row: dict[str, Any]) -> tuple[str, ...]:
+    short = {"all_gather_matmul": "AG+MM", "matmul_reduce_scatter": "MM+RS"}[row["op"]]
+    names = ("communication_us", "computation_us", "sequential_us")
+    figures = (*(row[name] for name in names), row["peers"].get("async_tp"), row["overlapped_us"])
+    times = ["-" if us is None else f"{us:.0f}" for us in figures]
+    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
+    return (f"{short} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+
+
+def fused(bench: str, mode: str) -> str:
+    """The cases of one of the fused operators' benchmarks. Times in us; best: of all that is not weft's."""
+    cases = [row for row in _cases(bench, mode) if row["overlapped_us"]]
+    heads = ("operator, case", "computation", "sequential", "best other", "weft", "auto", "schedule", "of ideal", "speed-up")
+    return _measured(heads, cases, _fused, mode)
+
+
+def _fused(row: dict[str, Any]) -> tuple[str, ...]:
+    others = [us for name, us in row["peers"].items() if not name.startswith(("computation", "communication", "lookup"))]
+    figures = (row["computation_us"], row["sequential_us"], min(others, default=None), row["overlapped_us"], row["auto_us"])
+    times = ["-" if us is None else f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in figures]
+    share, over = row["ideal_us"] / row["overlapped_us"], row["sequential_us"] / row["overlapped_us"]
+    return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{share:.2f}", f"{over:.2f}x")
+
+
+def paper(mode: str) -> str:
+    """By how many percent `auto` is shorter than what it replaces, beside what the paper reports."""
+    cases = [row for row in _cases("paper", mode) if row["auto_us"]]
+    rows: list[tuple[str, ...]] = [("operator", "against", "cases", "mean", "max", "min", "paper's mean", "max")]
+    for op, against, time, mean, largest in benchmark("paper").REPORTED:
+        less = [100 * (1 - row["auto_us"] / time(row)) for row in cases if row["op"] == op]
+        found = (statistics.fmean(less), max(less), min(less))
+        rows.append((op, against, str(len(less)), *(f"{x:.0f} %" for x in found), f"{mean} %", f"{largest} %"))
+    return table(rows) + source(cases[0], mode)
+
+
+def beside(mode: str) -> str:
+    """GEMMs beside a collective, as benchmarks/beside.py measured them. Times in us; two streams: without any control."""
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "of ideal", "best way", "its share")
+    return _measured(heads, _cases("concurrent", mode), _beside, mode)
+
+
+def _beside(row: dict[str, Any]) -> tuple[str, ...]:
+    figures = (row["computation_us"], row["communication_us"], row["sequential_us"], row["peers"]["two_streams"])
+    best = min(row["candidates"], key=lambda way: row["candidates"][way])
+    share = row["ideal_us"] / row["overlapped_us"], row["ideal_us"] / row["candidates"][best]
+    times = [f"{us:.0f}" for us in (*figures, row["overlapped_us"])]
+    return (row["case"], *times, f"{share[0]:.2f}", best, f"{share[1]:.2f}")
+
+
+def conccl(mode: str) -> str:
+    """Pairs of GEMM, collective and size, with the share of the ideal speed-up that is reached. Times in us."""
+    cases = _cases("conccl", mode)
+    heads = ("case", "GEMMs", "NCCL", "sequential", "two streams", "auto", "way", "share", "two streams'")
+    shares = ("auto", "vendor")
+    means = (f"{statistics.fmean(row['share'][way] for row in cases):.2f}" for way in shares)
+    rows = [heads, *map(_conccl, cases), ("mean", *[""] * (len(heads) - 1 - len(shares)), *means)]
+    return table(rows) + source(cases[0], mode)
+
+
+def _conccl(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us:.0f}" for us in (*(row[name] for name in names), row["peers"]["two_streams"], row["overlapped_us"])]
+    return (row["case"], *times, row["schedule"], f"{row['share']['auto']:.2f}", f"{row['share']['vendor']:.2f}")
+
+
+def dma(mode: str) -> str:
+    """Collectives alone, as benchmarks/dma.py measured them. Times in us."""
+    heads = ("collective, bytes", "NCCL", "registered", "copy engine", "pieces", "over NCCL")
+    return _measured(heads, _cases("dma", mode), _dma, mode)
+
+
+def _dma(row: dict[str, Any]) -> tuple[str, ...]:
+    ours = {name: us for name, us in row["us"].items() if not name.startswith("NCCL") and "straight" not in name}
+    best = min(ours, key=lambda name: ours[name])
+    nccl = [row["us"].get(f"NCCL {way}") for way in ("default", "symmetric")]
+    times = ["-" if us is None else f"{us:.0f}" for us in (*nccl, ours[best])]
+    gain = min(us for us in nccl if us is not None) / ours[best]
+    return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
+
+
+def resident(mode: str) -> str:
+    """Plain overlap and the best points of benchmarks/resource_aware.py, the paper's and by copy engines. Times in ms."""
+    cases = [row for row in _cases("resource_aware", mode) if not row.get("grid")]
+    heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
+    moved = ("copy engines", "blocks/SM", "normalised") if any("transport" in row for row in cases) else ()
+    rows = [(*heads, "normalised", "overlap", "hidden", *moved)]
+    for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in cases):
+        rows.append(_resident([row for row in cases if (row["op"], tuple(row["tile"])) == workload]))
+    return table(rows) + source(cases[0], mode)
+
+
+def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    papers = [point for point in points if not point.get("ctas")]
+    best = min(papers, key=lambda point: point["overlapped_us"])
+    plain = next(point for point in papers if not point["capped"] and not point["priority"])
+    names = ("computation_us", "communication_us", "sequential_us")
+    times = [f"{us / 1e3:.2f}" for us in (*(best[name] for name in names), plain["overlapped_us"], best["overlapped_us"])]
+    tile, point = "x".join(map(str, best["tile"])), (str(best["blocks_per_sm"]), "high" if best["priority"] else "-")
+    shares = (f"{best[name]:.2f}" for name in ("time_ratio", "normalised", "overlap_rate", "hidden"))
+    return (f"{best['op']} {tile}", *times, *point, *shares, *_by_copy_engine(points))
+
+
+def _by_copy_engine(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    moved = (point for point in points if point.get("transport", "vendor") != "vendor")
+    best = min(moved, key=lambda point: point["overlapped_us"], default=None)
+    return (f"{best['overlapped_us'] / 1e3:.2f}", str(best["blocks_per_sm"]), f"{best['normalised']:.2f}") if best else ()
+
+
+def training(mode: str) -> str:
+    """Training steps as benchmarks/data_parallel.py measured them, in ms. bound: stock over silent."""
+    heads = ("model", "computation", "silent", "stock", "best way", "its step", "auto took", "auto", "over stock", "bound")
+    return _measured(heads, _cases("data_parallel", mode), _training, mode)
+
+
+def _training(row: dict[str, Any]) -> tuple[str, ...]:
+    stock, ways = row["peers"]["stock"], row["candidates"]
+    best = min(ways, key=lambda way: ways[way])
+    times = [f"{row[name] / 1e3:.1f}" for name in ("computation_us", "silent_us", "overlapped_us")]
+    found = (f"{stock / 1e3:.1f}", best, f"{ways[best] / 1e3:.1f}", row["schedule"], times[2])
+    return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
+
+
+MAKERS: dict[str, Callable[..., str]] = {
+    "results": results,
+    "fused": fused,
+    "paper": paper,
+    "beside": beside,
+    "conccl": conccl,
+    "dma": dma,
+    "resident": resident,
+    "training": training,
+}

@@ -1,0 +1,49 @@
+"""Kernels as GPUs run them, compiled for an H100 that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+
+def for_a_gpu(
+    kernel: Any,
+    constants: Mapping[str, Any],
+    types: Mapping[str, str],
+    *,
+    multiples: Collection[str] = (),
+    warps: int,
+    stages: int | None = None,
+) -> Any:
+    """What Triton compiles of a kernel for compute capability 9.0: `asm["ptx"]`, `metadata.shared`.
+
+    types: of arguments whose names do not say: else x_peers_ptr is *i64, x_ptr *i32, and any other i32. Pointers are multiples
+    of 16 bytes, and so are the integers that `multiples` names. Skips the test where Triton is not installed.
+    """
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    known = {name: "*i64" if name.endswith("peers_ptr") else "*i32" if name.endswith("_ptr") else "i32" for name in names}
+    signature = known | {name: kind for name, kind in types.items() if name in names} | dict.fromkeys(constants, "constexpr")
+    aligned = [at for at, name in enumerate(names) if name.endswith("_ptr") or name in multiples]
+    attributes = {(at,): [["tt.divisibility", 16]] for at in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
+    options = {"num_warps": warps} | ({"num_stages": stages} if stages else {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def all_reduce_for_a_gpu(kernel: Any, layout: Any) -> Any:
+    """The kernel of weft.kernels.all_reduce, by a plan of its, without addends."""
+    words = {"boxes_ptr": "*i64", "epochs_ptr": "*i64", "status_ptr": "*i64", "abort_ptr": "*i32"}
+    types = {name: "*bf16" for name in kernel._all_reduce_kernel.arg_names if name.endswith("_ptr")} | words
+    return for_a_gpu(
+        kernel._all_reduce_kernel,
+        {**kernel._constants(layout, False, False), "stride_bk": 1},
+        types,
+        multiples=("n", "k", "stride_am", "stride_bn"),
+        warps=layout.tiling.warps,
+    )

@@ -1,0 +1,234 @@
+"""Rows of a ragged all-to-all on their way: pushed to where they land, pulled from where they were made, waited for, told of.
+
+    push_rows   pull_rows         units of segments, by the table of moves (weft.kernels.segments)
+    await_rows  tell_of_rows      the segments that a tile has rows of
+    copy_rows   store_rows   zero_rows
+    collect_kernel                what has landed, to where the caller has it; zeros below it
+
+weft.kernels.ragged has the kernels that multiply, and says which of their blocks call these; weft.kernels.exchange launches
+them all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.segments import move_of, tile_of
+from weft.triton.device import get, peer_pointer, put, signal, wait
+
+
+@triton.jit
+def copy_rows(
+    src_ptr,
+    src_row,
+    dst_ptr,
+    dst_row,
+    valid,
+    width,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Up to ROWS rows from one contiguous matrix to another, either here or at a peer; STAGES - 1 loads under way."""
+    src_ptr += src_row.to(tl.int64) * width
+    dst_ptr += dst_row.to(tl.int64) * width
+    rows = tl.arange(0, ROWS)[:, None]
+    for col in tl.range(0, width, COLS, num_stages=STAGES):
+        cols = col + tl.arange(0, COLS)[None, :]
+        there = (rows < valid) & (cols < width)
+        put(dst_ptr, rows * width + cols, get(src_ptr, rows * width + cols, there, 0, ALIGN), there, ALIGN)
+
+
+@triton.jit
+def store_rows(base_ptr, row, acc, low, high, col, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr):
+    """Rows [low, high) of a tile whose first row is `row` of a contiguous matrix."""
+    rows = tl.arange(0, BLOCK_M)[:, None]
+    cols = col + tl.arange(0, BLOCK_N)[None, :]
+    first = row.to(tl.int64) * N
+    # Rows above `low` may lie above the matrix: offsets are those of where they are stored.
+    put(base_ptr + first + low * N, (rows - low) * N + cols, acc, (rows >= low) & (rows < high) & (cols < N), ALIGN)
+
+
+@triton.jit
+def zero_rows(out_ptr, first, max_rows, N, unit, stride, times, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
+    """Zeros for `times` units of ROWS x COLS from row `first` on, of which this block has every stride-th; the next unit."""
+    across = tl.cdiv(N, COLS)
+    for _ in range(times):
+        row = first + unit // across * ROWS
+        rows, cols = tl.arange(0, ROWS)[:, None], unit % across * COLS + tl.arange(0, COLS)[None, :]
+        there = (row + rows < max_rows) & (cols < N)
+        put(out_ptr + row.to(tl.int64) * N, rows * N + cols, tl.zeros((ROWS, COLS), tl.float32), there, ALIGN)
+        unit += stride
+    return unit
+
+
+@triton.jit
+def push_rows(
+    block,
+    blocks,
+    a_ptr,
+    landing_ptr,
+    landing_peers_ptr,
+    arrived_ptr,
+    arrived_peers_ptr,
+    groups_ptr,
+    moves_ptr,
+    rank,
+    K,
+    keep_own,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Rows of a to where they land, unit by unit, each with a signal. Of the own rows, those that share a tile with others; all
+    if keep_own."""
+    for unit in range(block, tl.load(moves_ptr + FIELDS * (Q - 1)), blocks):
+        fields, within = move_of(moves_ptr, unit, Q, FIELDS)
+        at = within * ROWS
+        peer = tl.load(fields + 4)
+        landing = peer_pointer(landing_ptr, landing_peers_ptr, peer)
+        here, there, rows = tl.load(fields + 2) + at, tl.load(fields + 3) + at, tl.load(fields + 1) - at
+        group = groups_ptr + GROUP_FIELDS * tl.load(fields + 5)
+        top = tl.load(group + 1)
+        # The tiles that have rows of this unit, all of their rows.
+        first = top + (there - top) // TILE_ROWS * TILE_ROWS
+        last = top + ((there + tl.minimum(rows, ROWS) - 1 - top) // TILE_ROWS + 1) * TILE_ROWS
+        shared = (first < there - at) | (tl.minimum(last, top + tl.load(group + 2)) > there + rows)
+        if (peer != rank) | shared | (keep_own != 0):
+            copy_rows(a_ptr, here, landing, there, rows, K, ROWS, COLS, STAGES, ALIGN)
+        signal(peer_pointer(arrived_ptr, arrived_peers_ptr, peer) + rank * E + tl.load(fields + 5))
+
+
+@triton.jit
+def pull_rows(
+    turn_ptr,
+    out_ptr,
+    product_ptr,
+    product_peers_ptr,
+    arrived_ptr,
+    moves_ptr,
+    goals_ptr,
+    notes_ptr,
+    tries,
+    N,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """What peers have made for this rank to where it belongs, unit by unit, each segment once it is whole; units are drawn."""
+    units = tl.load(moves_ptr + FIELDS * (Q - 1))
+    unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
+    while unit < units:
+        fields, within = move_of(moves_ptr, unit, Q, FIELDS)
+        at = within * ROWS
+        peer = tl.load(fields + 4)
+        segment = peer * E + tl.load(fields + 5)
+        wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
+        product = peer_pointer(product_ptr, product_peers_ptr, peer)
+        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
+        copy_rows(product, here, out_ptr, there, tl.load(fields + 1) - at, N, ROWS, COLS, STAGES, ALIGN)
+        unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def await_rows(
+    row,
+    valid,
+    expert,
+    known,
+    arrived_ptr,
+    parts_ptr,
+    goals_ptr,
+    notes_ptr,
+    tries,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Wait for all segments that have rows of [row, row + valid). known: bits of those that this block knows to be there, if
+    there are at most 64; returned with what it has waited for."""
+    for other in range(W):
+        part = parts_ptr + FIELDS * (expert * W + other)
+        first, rows = tl.load(part), tl.load(part + 1)
+        if tl.maximum(first, row) < tl.minimum(first + rows, row + valid):
+            segment = other * E + expert
+            bit = tl.full((), 1, tl.int64) << (segment % 64)
+            if (W * E > 64) | ((known & bit) == 0):
+                wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
+                known = known | bit
+    return known
+
+
+@triton.jit
+def tell_of_rows(
+    expert,
+    row,
+    valid,
+    arrived_ptr,
+    arrived_peers_ptr,
+    parts_ptr,
+    rank,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
+):
+    """Signal to every peer that has rows of [row, row + valid), once they are stored."""
+    if ASYNCHRONOUS:
+        # What Triton waits for after a store by TMA is that it has been read from shared memory, not that it has been written.
+        tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [valid], tl.int32, False, 1)
+    for other in range(W):
+        part = parts_ptr + FIELDS * (expert * W + other)
+        start, rows = tl.load(part), tl.load(part + 1)
+        if (other != rank) & (tl.maximum(start, row) < tl.minimum(start + rows, row + valid)):
+            signal(peer_pointer(arrived_ptr, arrived_peers_ptr, other) + rank * E + expert)
+
+
+@triton.jit(do_not_specialize=["tries"])
+def collect_kernel(
+    landing_ptr,
+    out_ptr,
+    arrived_ptr,
+    groups_ptr,
+    parts_ptr,
+    moves_ptr,
+    goals_ptr,
+    notes_ptr,
+    tries,
+    width,
+    max_rows,
+    W: tl.constexpr,
+    E: tl.constexpr,
+    Q: tl.constexpr,
+    EQ: tl.constexpr,
+    GROUP_FIELDS: tl.constexpr,
+    PART_FIELDS: tl.constexpr,
+    MOVE_FIELDS: tl.constexpr,
+    MOVE_ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    known = tl.full((), 0, tl.int64)
+    for row_tile in range(block, tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), blocks):
+        expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
+        known = await_rows(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
+        for at in range(0, valid, MOVE_ROWS):
+            copy_rows(landing_ptr, row + at, out_ptr, row + at, valid - at, width, MOVE_ROWS, COLS, STAGES, ALIGN)
+    below = tl.load(moves_ptr + MOVE_FIELDS * Q)
+    units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(width, COLS)
+    zero_rows(out_ptr, below, max_rows, width, block, blocks, tl.cdiv(units - block, blocks), MOVE_ROWS, COLS, ALIGN)
