@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from weft.controls.streams import comm_stream, current_lane_priority, give_back
-from weft.errors import PeerLost, WaitTimeout, WeftError
+from weft.errors import WaitTimeout, WeftError
 from weft.execute.alarm import addressed, raise_in
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group, transport_from_environment
@@ -59,9 +59,9 @@ _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _FIRST_S = 600.0
 """Bound of what ranks do before a first call, where it is more than a call's: one may compile what others find compiled."""
-_DRAIN_S, _HASTE_S = 1e-3, 10.0
-"""How often, and for how long after a failure, waits are released while calls are under way: a lane goes on to its next wait
-each time. Later, and for graphs that are replayed, once a tick."""
+_DRAIN_S, _HASTE_S = 1e-3, 5.0
+"""How often waits are released after a failure while calls end, and for how long when none does: a lane goes on to its next
+wait each time. Else, as for graphs that are replayed, once a tick."""
 _TOLD_S = 1.0
 """So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
@@ -218,7 +218,7 @@ class CudaSpace:
         if self.team.broken is not None or self.team.peer_failed():
             # Mostly the watch raises its own error in here.
             self._told.wait(2 * _TOLD_S)
-            raise PeerLost(str(self.team.broken or "a peer failed while this rank enqueued a call"))
+            self.team.check_peers()
 
     def after(self, stream: int, ticket: int) -> None:
         """`stream` goes on once a call is done."""
@@ -242,12 +242,13 @@ class CudaSpace:
                 idle += 1
             if (self._pending or idle % _IDLE_TICKS == 0) and not self._look():
                 break
-        released = time.monotonic()
-        while not self._stop.wait(_DRAIN_S if self._pending and time.monotonic() < released + _HASTE_S else _TICK_S):
+        released = ended = time.monotonic()
+        while not self._stop.wait(_DRAIN_S if self._pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
             with suppress(RuntimeError):  # a device that is lost has nothing that waits
                 self._release_all()
-                self._pass_done()
-                if time.monotonic() > released + _RELEASED_S:
+                if self._pass_done():
+                    ended = time.monotonic()
+                if time.monotonic() > max(released, ended) + _RELEASED_S:
                     self._abort_collectives()
 
     def _abort_collectives(self) -> None:
@@ -257,9 +258,12 @@ class CudaSpace:
             _say("aborts the process group, in whose collective a call waits: destroy it")
             self._abort = Abort(backend_of(self.team.group, self.device).abort, str(self.team.rank))
 
-    def _pass_done(self) -> None:
+    def _pass_done(self) -> bool:
+        """Look at no call again that has ended; whether there was one."""
+        before = self._seen_done
         while self._pending and self.done(self._pending[0].ticket):
             self._seen_done = self._pending.popleft().ticket
+        return self._seen_done > before
 
     def _look(self) -> bool:
         """False once the team has failed: then everything has been released and said."""
