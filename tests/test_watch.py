@@ -79,13 +79,28 @@ def test_who_waits_is_told_whether_the_device_has_come_to_the_call_or_not(ranks:
         _waits_after(ranks.peer_fails)
 
 
-def test_a_call_that_has_ended_is_right(ranks: Ranks) -> None:
-    """And a queued one behind it is not."""
+def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its peer did afterwards."""
+    monkeypatch.setattr(cuda_space, "_TOLD_S", 5.0)
     ticket = ranks.call()
     ranks.space.ended(ticket)
     ranks.peer_fails()
+    ranks.peer.told(0.0)
     assert wait_for(ranks.space._told.is_set)
     _nothing_for(0.1)
+
+
+def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that was stopped: its peers let go of their streams meanwhile, and send what is no result."""
+    held, look = threading.Event(), FakeSpace._look
+    monkeypatch.setattr(FakeSpace, "_look", lambda self: held.is_set() or look(self))
+    held.set()
+    ticket = ranks.call()
+    ranks.peer_fails()
+    time.sleep(2 * cuda_space._TOLD_S)
+    ranks.space.ended(ticket)
+    with pytest.raises(PeerLost, match="planted"):
+        _waits_after(held.clear)
 
 
 def test_a_call_that_is_enqueued_after_the_watch_has_looked_raises_by_itself(ranks: Ranks) -> None:

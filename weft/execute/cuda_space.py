@@ -104,6 +104,7 @@ class CudaSpace:
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
         self._tickets = self._seen_done = 0
+        self._looked = time.monotonic()
         self._pending: deque[Pending] = deque()
         self._callers, self._holders = set[int](), set[int]()
         self._captures = False
@@ -267,18 +268,26 @@ class CudaSpace:
 
     def _look(self) -> bool:
         """False once the team has failed: then everything has been released and said."""
-        first = None
+        first, doubtful = None, self._doubtful()
         try:
-            self._pass_done()
+            if not doubtful:
+                self._pass_done()
             first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
             self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
             if first is not None:
                 self._hold_to_bound(first)
         except Exception as error:
             # Whatever ends the watch ends the team: nobody else would let go of what waits.
-            self._fail(error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}"), first)
+            told = error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
+            self._fail(told, first, doubtful)
             return False
         return True
+
+    def _doubtful(self) -> tuple[Pending, ...]:
+        """Calls that may have ended by what a peer sent which had failed: it waits for this rank only so long, and this rank's
+        watch has been held up for longer."""
+        looked, self._looked = self._looked, time.monotonic()
+        return tuple(self._pending) if self._looked - looked > _TOLD_S and self.team.peer_failed() else ()
 
     def _hold_to_bound(self, call: Pending) -> None:
         bound_s = max(self.team.timeout_s, _FIRST_S) if call.rehearses else self.team.timeout_s
@@ -286,12 +295,12 @@ class CudaSpace:
         if time.monotonic() > call.deadline and not self.done(call.ticket):
             raise self.team.fail(WaitTimeout(f"{_stuck(call)} after {bound_s:g} s"))
 
-    def _fail(self, error: WeftError, first: Pending | None) -> None:
+    def _fail(self, error: WeftError, first: Pending | None, doubtful: Sequence[Pending] = ()) -> None:
         """Raise in the threads that wait, then let the streams drain: they wake into the error, not into results."""
         self.team.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {_stuck(first)}")
-        waiting = [call.thread for call in self._under_way_or_queued()]
+        waiting = [call.thread for call in (*doubtful, *self._under_way_or_queued())]
         if self.team.tell(addressed({*waiting, *self._holders}, self._callers), partial(raise_in, error)) and waiting:
             self.cut_short = error
         self._told.set()
