@@ -9,6 +9,7 @@ import _thread
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,12 +19,13 @@ import torch
 from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
 
 from weft.beside.cuda import CudaDevice
+from weft.collectives import work
 from weft.errors import PeerLost, WaitTimeout, WeftError
 from weft.execute import cuda_space, vendor
 from weft.execute.calls import MatmulCall
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import Pending
-from weft.execute.groups import GroupState, Site
+from weft.execute.groups import GROUPS, GroupState, Site
 from weft.execute.network import CudaWire
 from weft.execute.vendor import Window
 from weft.team import _STATE, _TOLD, Team
@@ -137,6 +139,47 @@ def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypa
     ranks.team.timeout_s = 0.05
     with pytest.raises(WaitTimeout, match=r"entered\[1\]@1.* after 0.1 s"):
         ranks.space.settle()
+
+
+def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way home of a gradient: a peer that is lost in it is told, and the communicator is aborted."""
+    aborted = threading.Event()
+    monkeypatch.setattr(cuda_space, "_RELEASED_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_space, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
+    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
+    assert state.watched("a gradient", torch.device("cuda", 0), lambda: 7) == 7
+    ranks.space.begun(1)
+    with pytest.raises(PeerLost, match="meanwhile rank 0: a gradient: perhaps not all ranks have begun it"):
+        _waits_after(ranks.peer_fails)
+    assert aborted.wait(5)
+    with pytest.raises(WeftError, match="broken"):
+        state.watched("a gradient", torch.device("cuda", 0), lambda: 7)
+    assert state.watched("a gradient", torch.device("cpu"), lambda: 7) == 7
+
+
+def test_a_bound_that_kernels_do_not_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 1800; on GPUs it can be 1000 at most"):
+        space_of(teams(timeout_s=1800.0)[0], monkeypatch)
+
+
+def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lanes write on, on a stream for which the allocator of the caller's does not wait."""
+    kept: list[tuple[str, object]] = []
+    a, out = (SimpleNamespace(record_stream=lambda stream, n=name: kept.append((n, stream))) for name in ("a", "out"))
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+
+    def run(group: str, call: object) -> None:
+        raise PeerLost("rank 1 died")
+
+    monkeypatch.setattr(GROUPS, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(PeerLost):
+        work._beside("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
+    assert kept == [("a", stream), ("out", stream)]
 
 
 def test_a_thread_that_has_an_error_of_its_own_gets_no_second_one(ranks: Ranks) -> None:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,11 +52,14 @@ from weft.team import Team
 if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
 
+T = TypeVar("T")
 _TICK_S = 0.02
 _TICKETS = 1024
 """Events for calls under way at once; a ticket's are used again that many calls later."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
+_LONGEST_S = 1000.0
+"""In which no block looks at a flag 2^31 times, as often as it can count: it looks some 1.5 million times a second."""
 _FIRST_S = 600.0
 """Bound of what ranks do before a first call, where it is more than a call's: one may compile what others find compiled."""
 _DRAIN_S, _HASTE_S = 1e-3, 5.0
@@ -83,9 +86,14 @@ class Pending:
 
 
 class CudaSpace:
-    """Symmetric memory, scratch, streams and the watch of one team on one GPU."""
+    """Symmetric memory, scratch, streams and the watch of one team on one GPU. Raises ValueError for a bound of calls above
+    _LONGEST_S."""
 
     def __init__(self, team: Team, device: torch.device) -> None:
+        if team.timeout_s > _LONGEST_S:
+            raise ValueError(
+                f"WEFT_TIMEOUT_S is {team.timeout_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
+            )
         self.team, self.device = team, device
         self.driver = Driver()
         self._near = near_group(team)
@@ -220,6 +228,23 @@ class CudaSpace:
             # Mostly the watch raises its own error in here.
             self._told.wait(2 * _TOLD_S)
             self.team.check_peers()
+
+    def watched(self, what: str, work: Callable[[], T]) -> T:
+        """Run what enqueues collectives of the vendor's on torch's current stream, under watch as a first call is: kernels may be
+        compiled in it."""
+        self.has_collectives = True
+        self.team.check_usable()
+        if torch.cuda.is_current_stream_capturing():
+            self.captured()
+            return work()
+        stream, rank = self.current_stream(), self.team.rank
+        ticket = self.begin(stream, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
+        try:
+            done = work()
+        finally:
+            self.end(stream, ticket)
+        self.raise_if_failed()
+        return done
 
     def after(self, stream: int, ticket: int) -> None:
         """`stream` goes on once a call is done."""

@@ -49,6 +49,7 @@ class Closes(Protocol):
 
 
 A = TypeVar("A", bound=Closes)
+T = TypeVar("T")
 _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
@@ -311,6 +312,14 @@ class GroupState:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             return self.reachable.take(self._space(device), nbytes)
 
+    def watched(self, what: str, device: torch.device, work: Callable[[], T]) -> T:
+        """Run what uses the vendor's collectives beside no schedule: bounded as a first call is, where there are GPUs."""
+        space = self._spaces.get(device)
+        if not isinstance(space, CudaSpace):
+            return work()
+        with self.lock:
+            return space.watched(what, work)
+
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
         that callers have without asking for one."""
@@ -395,6 +404,11 @@ class Groups:
         """The group's state, if it has been used. Not collective."""
         known = self._states.get(name)
         return known[1] if known else None
+
+    def watched(self, name: str, what: str, device: torch.device, work: Callable[[], T]) -> T:
+        """As GroupState.watched; as it is in a group that has been closed."""
+        known = self.known(name)
+        return known.watched(what, device, work) if known else work()
 
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
