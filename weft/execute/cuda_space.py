@@ -230,8 +230,8 @@ class CudaSpace:
             self.team.check_peers()
 
     def watched(self, what: str, work: Callable[[], T]) -> T:
-        """Run what enqueues collectives of the vendor's on torch's current stream, under watch as a first call is: kernels may be
-        compiled in it."""
+        """Run what enqueues collectives of the vendor's on torch's current stream, under watch as a first call is, since kernels
+        may be compiled in it."""
         self.has_collectives = True
         self.team.check_usable()
         if torch.cuda.is_current_stream_capturing():
