@@ -260,6 +260,14 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     assert ranks.team.broken
 
 
+def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
+    """What CUDA says of memory of a process that is gone tells nobody which one."""
+    ranks.call()
+    with pytest.raises(PeerLost, match=r"rank 1 \(process 0\) died"):
+        _waits_after(lambda: (ranks.team.pids.__setitem__(1, 0), setattr(ranks.space.driver, "lost", True)))
+    ranks.space.driver.lost = False
+
+
 def _program(space: FakeSpace, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)

@@ -230,8 +230,7 @@ class CudaSpace:
             self.team.check_peers()
 
     def watched(self, what: str, work: Callable[[], T]) -> T:
-        """Run what enqueues collectives of the vendor's on torch's current stream, under watch as a first call is, since kernels
-        may be compiled in it."""
+        """Run what enqueues the vendor's collectives on torch's current stream, watched as a first call is: it may compile."""
         self.has_collectives = True
         self.team.check_usable()
         if torch.cuda.is_current_stream_capturing():
@@ -303,10 +302,18 @@ class CudaSpace:
                 self._hold_to_bound(first)
         except Exception as error:
             # Whatever ends the watch ends the team: nobody else would let go of what waits.
-            told = error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
-            self._fail(told, first, doubtful)
+            self._fail(self._reason(error), first, doubtful)
             return False
         return True
+
+    def _reason(self, error: Exception) -> WeftError:
+        """For what the watch has ended: a device that is lost may be so with a peer, whose memory it had mapped."""
+        if self.team.broken is None:
+            try:
+                self.team.check_peers()
+            except WeftError as lost:
+                return lost
+        return error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
 
     def _doubtful(self) -> tuple[Pending, ...]:
         """Calls that may have ended by what a peer sent which had failed: it waits for this rank only so long, and this rank's
