@@ -260,11 +260,16 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     assert ranks.team.broken
 
 
+def _lost_with(ranks: Ranks) -> None:
+    ranks.team.pids[1] = 0
+    ranks.space.driver.lost = True
+
+
 def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
     """What CUDA says of memory of a process that is gone tells nobody which one."""
     ranks.call()
     with pytest.raises(PeerLost, match=r"rank 1 \(process 0\) died"):
-        _waits_after(lambda: (ranks.team.pids.__setitem__(1, 0), setattr(ranks.space.driver, "lost", True)))
+        _waits_after(partial(_lost_with, ranks))
     ranks.space.driver.lost = False
 
 
@@ -424,6 +429,34 @@ def test_nothing_is_captured_in_a_team_that_has_failed(ranks: Ranks, monkeypatch
     ranks.team.fail(PeerLost("rank 1 died"))
     with pytest.raises(WeftError, match=r"broken \(rank 1 died\)"):
         state.run(call, {})
+
+
+def test_a_rank_of_another_node_is_waited_for_too() -> None:
+    """What is sent to it counts as much. Its process cannot be looked at: the same number is another one here."""
+    mine, far = teams()
+    mine.near, mine._starts[1], heard = range(1), 0, []
+    mine._relay = cast(Any, SimpleNamespace(publish=lambda: None, refresh=lambda: heard.append(1), silent_s=lambda peer: 0.0))
+    mine.fail(MemoryError("planted"))
+    began = time.monotonic()
+    mine.told(0.2)
+    assert time.monotonic() - began >= 0.2
+    assert heard
+    far.fail(PeerLost("rank 0 failed"))
+    far.told(0.0)
+    mine.told(20.0)
+    assert time.monotonic() - began < 15
+
+
+def test_modes_are_put_back_whatever_cuts_that_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(call: object, kept: object) -> None:
+        torch.set_grad_enabled(False)
+        raise PeerLost("raised where modes are put back")
+
+    monkeypatch.setattr(GROUPS, "state", lambda name: SimpleNamespace(run=cut_short))
+    with torch.enable_grad():
+        with pytest.raises(PeerLost):
+            GROUPS.run("world", cast(Any, None))
+        assert torch.is_grad_enabled()
 
 
 def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -> None:

@@ -357,23 +357,26 @@ class Team:
         return any(self._words[peer].load(_STATE) in _ENDED_BADLY for peer in range(self.world_size) if peer != self.rank)
 
     def told(self, within_s: float) -> None:
-        """After a failure, once this rank's calls have been told of it: returns when those of all neighbours that live have
-        been, too, or after so long.
+        """After a failure, once this rank's calls have been told of it: returns when those of all that live have been, too, or
+        after so long.
 
-        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a
-        neighbour's call that knows of no failure would take for results.
+        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a call of
+        another rank's that knows of no failure would take for results.
         """
         own = self._words[self.rank]
         if own.load(_STATE) == _FAILED:
             own.store(_STATE, _TOLD)
             self._tell()
         deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline and not all(self._knows(peer) for peer in self.near if peer != self.rank):
-            time.sleep(1e-3)
+        with suppress(WeftError):  # who cannot be heard of any more sends nothing, either
+            while time.monotonic() < deadline and not all(self._knows(peer) for peer in self._others()):
+                time.sleep(1e-3)
+                self._hear()
 
     def _knows(self, peer: int) -> bool:
-        """Whether no call of a neighbour's can end as if nothing had happened."""
-        return self._words[peer].load(_STATE) in (_CLOSED, _TOLD) or process_start(self.pids[peer]) != self._starts[peer]
+        """Whether no call of a peer's can end as if nothing had happened."""
+        dead = peer in self.near and process_start(self.pids[peer]) != self._starts[peer]
+        return dead or self._words[peer].load(_STATE) in (_CLOSED, _TOLD)
 
     def _tell(self) -> None:
         """Let other nodes see at once what this rank's segment says."""

@@ -382,7 +382,12 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        return self.state(name).run(call, self._kept)
+        grad = torch.is_grad_enabled()
+        try:
+            return self.state(name).run(call, self._kept)
+        finally:
+            # Once more: what another thread raises in this one may cut short what puts modes back.
+            torch._C._set_grad_enabled(grad)
 
     def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
         return self.state(name).run_ragged(call)
