@@ -101,6 +101,9 @@ def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks,
     ranks.peer_fails()
     time.sleep(2 * cuda_space._TOLD_S)
     ranks.space.ended(ticket)
+    (call,) = ranks.space._pending
+    assert ranks.space._ended_rightly(call, ())
+    assert not ranks.space._ended_rightly(call, (call,))
     with pytest.raises(PeerLost, match="planted"):
         _waits_after(held.clear)
 

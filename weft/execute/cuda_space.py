@@ -297,7 +297,8 @@ class CudaSpace:
             if not doubtful:
                 self._pass_done()
             first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
-            self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
+            ended = partial(self._ended_rightly, first, doubtful)
+            self.team.check_peers(ended, may_leave=first is None)
             if first is not None:
                 self._hold_to_bound(first)
         except Exception as error:
@@ -314,6 +315,10 @@ class CudaSpace:
             except WeftError as lost:
                 return lost
         return error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
+
+    def _ended_rightly(self, first: Pending | None, doubtful: Sequence[Pending]) -> bool:
+        """Whether a lost peer is no matter: what it had to do for the call under way is done."""
+        return first is not None and not doubtful and self.done(first.ticket)
 
     def _doubtful(self) -> tuple[Pending, ...]:
         """Calls that may have ended by what a peer sent which had failed: it waits for this rank only so long, and this rank's
