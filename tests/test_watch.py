@@ -263,6 +263,34 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     assert ranks.team.broken
 
 
+def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream is full, a launch waits, and other threads' calls of the driver behind it."""
+    monkeypatch.setattr(cuda_space, "_ASKS_S", 0.05)
+    answers = threading.Event()
+    ticket = ranks.space.begin(STREAM, lambda: str(answers.wait(20)), rehearses=False)
+    ranks.space.begun(ticket)
+    with pytest.raises(PeerLost, match=r"planted; meanwhile .* the driver does not answer"):
+        _waits_after(ranks.peer_fails)
+    answers.set()
+
+
+def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = [ranks.call() for _ in range(cuda_space._TICKETS - 1)]
+    ended = threading.Timer(0.1, lambda: ranks.space.ended(tickets[0]))
+    ended.start()
+    began = time.monotonic()
+    ranks.call()
+    assert time.monotonic() - began > 0.05
+    waited: list[object] = []
+    monkeypatch.setattr(ranks.space.driver, "wait", lambda stream, event: waited.append(event), raising=False)
+    ranks.space.after(STREAM, 0)
+    assert waited == [], "its event is another call's by now"
+    ranks.space.after(STREAM, 1)
+    assert len(waited) == 1
+    with pytest.raises(PeerLost, match="planted"):
+        _waits_after(ranks.peer_fails)
+
+
 def _lost_with(ranks: Ranks) -> None:
     ranks.team.pids[1] = 0
     ranks.space.driver.lost = True

@@ -54,8 +54,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _TICK_S = 0.02
-_TICKETS = 1024
-"""Events for calls under way at once; a ticket's are used again that many calls later."""
+_TICKETS = 64
+"""So many calls may be under way at once; a ticket's events are used again that many calls later. A stream takes some 1000
+launches. Then the launch waits within the driver, where nobody can be told of anything, and launches on other streams may wait
+behind it: those of the watch, too. A call and what comes between two of them are some ten launches."""
+_ASKS_S = 2.0
+"""How long the watch asks what a call waits for, for the same reason."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _LONGEST_S = 1000.0
@@ -195,7 +199,8 @@ class CudaSpace:
         self._tickets += 1
         ticket = self._tickets
         if not self._reusable(ticket):
-            self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck)
+            # The watch bounds each call. Together, with what else the stream has, they may take longer.
+            self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck, max(self.team.timeout_s, _FIRST_S))
         self.driver.record(self._begun[ticket % _TICKETS], stream)
         thread = threading.get_ident()
         self._callers.add(thread)
@@ -247,7 +252,8 @@ class CudaSpace:
 
     def after(self, stream: int, ticket: int) -> None:
         """`stream` goes on once a call is done."""
-        self.driver.wait(stream, self._done[ticket % _TICKETS])
+        if ticket > self._ended - _TICKETS:
+            self.driver.wait(stream, self._done[ticket % _TICKETS])
 
     def _under_way(self, ticket: int) -> bool:
         return self.driver.reached(self._begun[ticket % _TICKETS]) and not self.done(ticket)
@@ -330,13 +336,13 @@ class CudaSpace:
         bound_s = max(self.team.timeout_s, _FIRST_S) if call.rehearses else self.team.timeout_s
         call.deadline = min(call.deadline, time.monotonic() + bound_s)
         if time.monotonic() > call.deadline and not self.done(call.ticket):
-            raise self.team.fail(WaitTimeout(f"{_stuck(call)} after {bound_s:g} s"))
+            raise self.team.fail(WaitTimeout(f"{self._stuck(call)} after {bound_s:g} s"))
 
     def _fail(self, error: WeftError, first: Pending | None, doubtful: Sequence[Pending] = ()) -> None:
         """Raise in the threads that wait, then let the streams drain: they wake into the error, not into results."""
         self.team.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
-            error = type(error)(f"{error}; meanwhile {_stuck(first)}")
+            error = type(error)(f"{error}; meanwhile {self._stuck(first)}")
         waiting = [call.thread for call in (*doubtful, *self._under_way_or_queued())]
         if self.team.tell(addressed({*waiting, *self._holders}, self._callers), partial(raise_in, error)) and waiting:
             self.cut_short = error
@@ -345,6 +351,22 @@ class CudaSpace:
         self.team.told(_TOLD_S)
         if self.wire:
             self.wire.abort()
+
+    def _stuck(self, call: Pending) -> str:
+        """What a call waits for, in words, as far as that can be told: its program may be closed by now, its device lost."""
+        said: list[str] = []
+
+        def ask() -> None:
+            try:
+                self.driver.relax_captures()
+                said.append(call.stuck())
+            except Exception as error:
+                said.append(f"what a call waits for cannot be told: {error!r}")
+
+        asking = threading.Thread(target=ask, name=f"weft-asks-{self.team.rank}", daemon=True)
+        asking.start()
+        asking.join(_ASKS_S)
+        return said[0] if said else "what a call waits for cannot be told: the driver does not answer"
 
     def _under_way_or_queued(self) -> list[Pending]:
         """The calls that have not ended; if the device is lost, those that are not known to have."""
@@ -380,14 +402,6 @@ class CudaSpace:
                 dist.destroy_process_group(self._near)
         self.__dict__.pop("_near", None)
         self.wire = None
-
-
-def _stuck(call: Pending) -> str:
-    """What a call waits for, in words, as far as that can be told: its program may be closed by now, its device lost."""
-    try:
-        return call.stuck()
-    except Exception as error:
-        return f"what a call waits for cannot be told: {error!r}"
 
 
 def _say(text: str) -> None:
