@@ -293,6 +293,7 @@ def _queued() -> tuple[str, float]:
     weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
     torch.cuda.synchronize()
     dist.barrier()
+    faulthandler.dump_traceback_later(40, exit=True)
 
     def queued() -> None:
         torch.cuda._sleep(4_000_000_000)
@@ -311,7 +312,7 @@ def _queued() -> tuple[str, float]:
 
 def test_a_call_that_is_queued_when_a_rank_fails_is_told(pool: Ranks) -> None:
     """It finds all flags raised when its turn comes."""
-    told = pool.run(_queued, timeout_s=60)
+    told = pool.run(_queued, timeout_s=90)
     assert told.pop(1)[0] == "MemoryError: planted"
     assert all(message.startswith("PeerLost: rank") and "failed: planted" in message for message, _ in told), told
 
@@ -328,6 +329,7 @@ def _raises_within(step: int, replays: bool) -> tuple[str, float]:
     weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
     torch.cuda.synchronize()
     dist.barrier()
+    faulthandler.dump_traceback_later(40, exit=True)
     one, find, seen = CudaProgram._one, Replays.find, 0
 
     def raises(self: CudaProgram, *arguments: Any) -> None:
@@ -353,7 +355,7 @@ def _raises_within(step: int, replays: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_rank_that_raises_while_it_enqueues(pool: Ranks, step: int, replays: bool) -> None:
     """What it has enqueued waits for what it has not; so it drains only once it is released."""
-    told = pool.run(_raises_within, step, replays, timeout_s=60)
+    told = pool.run(_raises_within, step, replays, timeout_s=90)
     assert told.pop(1)[0] == "MemoryError: planted"
     assert all(message.startswith("PeerLost: rank") and "planted" in message for message, _ in told), told
     assert all(seconds < BOUND_S for _, seconds in told), told
@@ -372,6 +374,7 @@ def _comes_late(what: str) -> tuple[str, float]:
     out = weft.all_gather_matmul(gathered, b, schedule="flag_gated:1").sum()
     torch.cuda.synchronize()
     dist.barrier()
+    faulthandler.dump_traceback_later(60, exit=True)
 
     def work() -> None:
         if dist.get_rank() == 1:
@@ -391,7 +394,7 @@ def _comes_late(what: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("what", ["backward", "close", "many calls"])
 def test_whoever_reads_what_a_late_rank_is_missing_from_is_told(pool: Ranks, what: str) -> None:
-    told = pool.run(_comes_late, what, timeout_s=90)
+    told = pool.run(_comes_late, what, timeout_s=130)
     assert all(message != "right" for message, _ in told), told
     assert any(message.startswith("WaitTimeout: rank") for message, _ in told), told
     assert all(seconds < 6 * BOUND_S for _, seconds in told), told
