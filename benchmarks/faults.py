@@ -286,12 +286,13 @@ def _segments(pid: int) -> tuple[str, ...]:
 
 
 def _let_go_on(pool: Ranks, trial: Trial) -> None:
-    """Wake the victim once the others must have ended."""
+    """Wake the victim once the others must have given up: on GPUs, by turns while they give it time to learn of that, and once
+    they have let go of what waits for it there."""
     process = pool.processes[trial.victim]
     deadline = time.monotonic() + 30
     while _state(process.pid) != "T" and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(BOUND_S + 0.5)
+    time.sleep(BOUND_S + (2.5 if trial.device == "cuda" and trial.seed % 2 else 0.5))
     if process.pid:
         os.kill(process.pid, signal.SIGCONT)
 

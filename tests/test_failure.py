@@ -73,14 +73,15 @@ def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) 
 
 def test_a_stopped_rank_is_named_at_the_bound(fresh: Ranks) -> None:
     fresh.start(_calls_until, 2, 0.3, signal.SIGSTOP, ("hetero_unfused_1d:2",))
+    assert all(pipe.poll(BOUND_S + 8) for pipe in fresh._pipes[:2])
+    fresh.processes[2].kill()  # it would hear nothing else
     with pytest.raises(RankFailed) as caught:
-        fresh.finish(timeout_s=BOUND_S + 8)
+        fresh.finish(timeout_s=10)
     for message, seconds in caught.value.results[:2]:
         assert "expected" in message
         assert "seen" in message
         assert "rank 2" in message
         assert seconds < BOUND_S + 5
-    fresh.processes[2].kill()  # it would hear nothing else
 
 
 def _sleep_in_a_matmul(name: str) -> str:

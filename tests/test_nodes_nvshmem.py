@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lone_ranks import teams
 
 import weft
 from weft.doctor.nodes import nvshmem_finding
@@ -82,3 +84,40 @@ def test_a_build_without_nvshmem_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this PyTorch is for GPUs, and may have it")
     assert nvshmem.missing() == "this PyTorch has none, or does not find its library"
+
+
+def _taken(heap: Any, team: Any, into: list[Any]) -> None:
+    into.append(heap.take(4096, team, lambda: None))
+
+
+def test_memory_is_taken_again_only_where_all_ranks_would_take_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A team fails when one rank has taken memory of a program, and the other has not."""
+    monkeypatch.setattr(nvshmem.Heap, "_made", lambda self, nbytes, team: torch.ones(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    heaps = [nvshmem.Heap.__new__(nvshmem.Heap) for _ in range(2)]
+    for heap in heaps:
+        heap._free, heap._number, heap._device = {}, {}, torch.device("cpu")
+        heap._library = SimpleNamespace(nvshmem_quiet=lambda: None)
+
+    def by_all() -> list[Any]:
+        """One on each rank, and their numbers."""
+        taken: list[list[Any]] = [[], []]
+        threads = [Thread(target=_taken, args=args) for args in zip(heaps, teams(), taken, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [piece for (piece,) in taken]
+
+    first, second = by_all(), by_all()
+    for heap, *pieces in zip(heaps, first, second, strict=True):
+        for piece in pieces:
+            heap.give(piece)
+    assert [piece is other for piece, other in zip(by_all(), second, strict=True)] == [True, True]
+    heaps[0].give(second[0])  # rank 1 has not come to where it would have taken it, or does not give it back
+    third = by_all()
+    assert third[0] is not second[0]
+    assert third[1] is not first[1]
+    for heap, piece in zip(heaps, third, strict=True):
+        heap.give(piece)
+    assert [piece is other for piece, other in zip(by_all(), third, strict=True)] == [True, True]

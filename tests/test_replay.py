@@ -139,3 +139,20 @@ def test_other_tensors_have_graphs_of_their_own(calls: Calls) -> None:
     assert calls.graph() is not first
     calls.out = before
     assert calls.graph() is first
+
+
+def test_what_is_raised_in_a_capture_is_what_is_told(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that the capture could not end, which follows from it."""
+
+    def raises(inputs: Inputs, outputs: Outputs) -> None:
+        raise KeyError("planted")
+
+    def end(graph: Graph) -> None:
+        graph.ended = True
+        raise RuntimeError("capture: streams are not joined")
+
+    monkeypatch.setattr(Graph, "capture_end", end)
+    calls.replays._enqueue = raises
+    assert calls.graph() is None
+    with pytest.raises(KeyError, match="planted"):
+        calls.graph()

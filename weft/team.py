@@ -31,7 +31,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -109,6 +109,8 @@ class Team:
         self.calls = self._meetings = self._compared = 0
         self._known: dict[int, str] = {}
         self.broken: BaseException | None = None
+        self._aware: set[int] = set()
+        self._closing: set[int] = set()
         self._lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
@@ -166,12 +168,13 @@ class Team:
         _mark_failed(last, f"process {self.pids[peer]} died")
         return last
 
-    def enter(self, text: str, mine: int = 0) -> tuple[int, ...]:
+    def enter(self, text: str, mine: int = 0, *, within_s: float | None = None) -> tuple[int, ...]:
         """Begin a call that every rank describes alike by `text`; what each rank gave as `mine`, by rank.
 
-        Raises RankMismatch with the lines that differ.
+        within_s: bound of the wait for the others, where they may take longer than in calls. Raises RankMismatch with the
+        lines that differ.
         """
-        self._check_usable()
+        self.check_usable()
         self._meetings += 1
         parity = self._meetings % 2
         slot = (1 + parity) * _TEXT_BYTES
@@ -180,7 +183,7 @@ class Team:
         self._log_call(parity)
         self._tell()
         for peer in self._others():
-            self._await_word(peer, _ENTERED, self.calls, "entered")
+            self._await_word(peer, _ENTERED, self.calls, "entered", within_s)
         for peer in self._others():
             theirs = self._text_of(peer, self.calls)
             if theirs != text[:_TEXT_BYTES]:
@@ -195,7 +198,7 @@ class Team:
 
     def repeat(self, number: int) -> None:
         """Begin a call that all ranks have agreed on before. Waits for nobody."""
-        self._check_usable()
+        self.check_usable()
         self._log_call(number)
 
     def _log_call(self, number: int) -> None:
@@ -231,7 +234,7 @@ class Team:
 
     def allocate(self, nbytes: int) -> list[Segment]:
         """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective."""
-        self._check_usable()
+        self.check_usable()
         mine = Segment.create("data", nbytes)
         self._rounds += 1
         try:
@@ -252,12 +255,13 @@ class Team:
         for peer in (peer for peer in self._others() if peer in self.near):
             self._await_word(peer, _MAPPED, self._rounds + 1, "mapped")
 
-    def until(self, ready: Callable[[], bool], explain: Callable[[], str]) -> None:
-        """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound."""
+    def until(self, ready: Callable[[], bool], explain: Callable[[], str], within_s: float | None = None) -> None:
+        """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound. within_s: default, timeout_s."""
+        bound_s = self.timeout_s if within_s is None else within_s
         for _ in range(50):
             if ready():
                 return
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + bound_s
         next_check, pause = time.monotonic() + _PEER_CHECK_S, 1e-5
         while not ready():
             time.sleep(pause)
@@ -268,7 +272,7 @@ class Team:
                 self.check_peers(ready)
                 next_check = now + _PEER_CHECK_S
             if now >= deadline:
-                raise self.fail(WaitTimeout(f"{explain()} after {self.timeout_s:g} s"))
+                raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
 
     def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
         """Raise if this team failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
@@ -278,6 +282,7 @@ class Team:
         all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
         """
         if self.broken:
+            self.aware()
             raise PeerLost(str(self.broken))
         self._hear()
         self._compare()
@@ -318,6 +323,7 @@ class Team:
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
+        self.aware()
         with self._lock:
             if self.broken is None:
                 self.broken = error
@@ -326,28 +332,51 @@ class Team:
                 reap_stale()
         return error
 
+    def aware(self) -> None:
+        """A failure of this team is raised in this thread just now: it is told of no other."""
+        with self._lock:
+            self._aware.add(threading.get_ident())
+
+    def closing(self) -> None:
+        """This thread closes the team: nobody raises anything in it meanwhile."""
+        with self._lock:
+            self._closing.add(threading.get_ident())
+
+    def tell(self, threads: Iterable[int], raise_in: Callable[[int], object]) -> bool:
+        """Call `raise_in` for those of some threads that are not aware of a failure; from here on they are. Whether one of them
+        was left out, since it closes the team."""
+        with self._lock:
+            unaware = set(threads) - self._aware
+            for thread in unaware - self._closing:
+                raise_in(thread)
+            self._aware |= unaware
+            return bool(unaware & self._closing)
+
     def peer_failed(self) -> bool:
         """Whether a peer says that it has failed: what it sends from then on may be worthless."""
         return any(self._words[peer].load(_STATE) in _ENDED_BADLY for peer in range(self.world_size) if peer != self.rank)
 
     def told(self, within_s: float) -> None:
-        """After a failure, once this rank's calls have been told of it: returns when those of all neighbours that live have
-        been, too, or after so long.
+        """After a failure, once this rank's calls have been told of it: returns when those of all that live have been, too, or
+        after so long.
 
-        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a
-        neighbour's call that knows of no failure would take for results.
+        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a call of
+        another rank's that knows of no failure would take for results.
         """
         own = self._words[self.rank]
         if own.load(_STATE) == _FAILED:
             own.store(_STATE, _TOLD)
             self._tell()
         deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline and not all(self._knows(peer) for peer in self.near if peer != self.rank):
-            time.sleep(1e-3)
+        with suppress(WeftError):  # who cannot be heard of any more sends nothing, either
+            while time.monotonic() < deadline and not all(self._knows(peer) for peer in self._others()):
+                time.sleep(1e-3)
+                self._hear()
 
     def _knows(self, peer: int) -> bool:
-        """Whether no call of a neighbour's can end as if nothing had happened."""
-        return self._words[peer].load(_STATE) in (_CLOSED, _TOLD) or process_start(self.pids[peer]) != self._starts[peer]
+        """Whether no call of a peer's can end as if nothing had happened."""
+        dead = peer in self.near and process_start(self.pids[peer]) != self._starts[peer]
+        return dead or self._words[peer].load(_STATE) in (_CLOSED, _TOLD)
 
     def _tell(self) -> None:
         """Let other nodes see at once what this rank's segment says."""
@@ -356,25 +385,28 @@ class Team:
                 self._relay.publish()
 
     def close(self) -> None:
-        """Leave: peers that wait for this rank are told. Not collective.
+        """Leave: peers that wait for this rank are told, and that no call of its goes on. Not collective.
 
         The process group is let go of: kept in a reference cycle, its threads would run on until the interpreter ends.
         """
-        if self._words[self.rank].load(_STATE) == 0:
-            self._words[self.rank].store(_STATE, _CLOSED)
+        ended = {0: _CLOSED, _FAILED: _TOLD}
+        state = self._words[self.rank].load(_STATE)
+        self._words[self.rank].store(_STATE, ended.get(state, state))
         if self._relay:
             self._relay.close()
         self.broken = self.broken or WeftError("the team is closed")
         self.__dict__.pop("group", None)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise WeftError, with the reason, if this team has failed here."""
         if self.broken:
+            self.aware()
             raise WeftError(f"this group's team is broken ({self.broken}); call weft.close(group) on every rank, then go on")
 
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
-    def _await_word(self, peer: int, word: int, value: int, flag: str) -> None:
+    def _await_word(self, peer: int, word: int, value: int, flag: str, within_s: float | None = None) -> None:
         words = self._words[peer]
         self.until(
             lambda: words.load(word) >= value,
@@ -382,6 +414,7 @@ class Team:
                 f"rank {self.rank}, lane host, step 0 (wait {flag}[{peer}]@{peer}): expected {value}, "
                 f"seen {words.load(word)}; rank {peer} did not arrive"
             ),
+            within_s,
         )
 
 

@@ -1,15 +1,9 @@
-"""The operators on GPUs: every schedule, dtype and odd shape; streams; a rank that never arrives."""
+"""The operators on GPUs: every schedule, dtype and odd shape; streams; graphs. Failures are in test_failures_cuda.py."""
 
 from __future__ import annotations
 
 import faulthandler
-import os
-import signal
-import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +12,7 @@ from families import TP_NAMES
 from rank_work import both_have, check_both, check_gather, check_scatter, here, whole
 
 import weft
-from weft.errors import PeerLost, WaitTimeout, WeftError
-from weft.execute.ranks import RankFailed, Ranks
+from weft.execute.ranks import Ranks
 from weft.problem import split
 
 GPUS = torch.cuda.device_count()
@@ -110,47 +103,6 @@ def test_any_stream_of_the_user(pool: Ranks) -> None:
     pool.run(_on_a_side_stream)
 
 
-def _never_arrives(name: str) -> str:
-    """Rank 1 raises no flag of its peers in a call in which they already wait on the GPU; then all go on together."""
-    from weft.execute.cuda import CudaProgram
-    from weft.execute.tape import Words
-
-    def mute(self: CudaProgram, item: object, bindings: object, stream: int) -> None:
-        if not isinstance(item, Words):
-            one(self, item, bindings, stream)  # type: ignore[arg-type]
-            return
-        peers = [base for rank, base in enumerate(self._addresses) if rank != self.rank]
-        kept = [w for w in item.words if not any(base <= w.address < base + 4 * self.edges.words for base in peers)]
-        self.driver.words(kept)(stream)
-
-    faulthandler.dump_traceback_later(90, exit=True)
-    check_scatter(256, 128, 64, torch.bfloat16, name, 0)
-    one = CudaProgram._one
-    if dist.get_rank() == 1:
-        CudaProgram._one = mute  # type: ignore[method-assign, assignment]
-    try:
-        check_scatter(256, 128, 64, torch.bfloat16, name, 1)
-        message = "right"
-    except (PeerLost, WaitTimeout) as error:
-        message = f"{type(error).__name__}: {error}"
-    finally:
-        CudaProgram._one = one  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    time.sleep(1)
-    dist.barrier()
-    weft.close()
-    check_scatter(256, 128, 64, torch.bfloat16, name, 2)
-    assert here().type == "cuda"
-    faulthandler.cancel_dump_traceback_later()
-    return message
-
-
-@pytest.mark.parametrize("name", ["hetero_unfused_1d:2", "track_and_trigger:2"])
-def test_a_flag_that_never_comes(pool: Ranks, name: str) -> None:
-    messages = pool.run(_never_arrives, name)
-    assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages
-
-
 def _graphs() -> None:
     """Each schedule captured, and replayed with new data, between eager calls of the same and of the other operator."""
     faulthandler.dump_traceback_later(90, exit=True)
@@ -185,147 +137,6 @@ def _graphs() -> None:
 
 def test_graphs_replayed_between_eager_calls(pool: Ranks) -> None:
     pool.run(_graphs)
-
-
-def _replays_until(victim: int, how: int) -> tuple[str, float]:
-    """Replay a captured call without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    a, b = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
-    weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
-    struck = time.monotonic() + 0.5
-    if dist.get_rank() == victim:
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), how)).start()
-    message = ""
-    try:
-        while time.monotonic() < struck + 30:
-            graph.replay()
-            torch.cuda.synchronize()
-    except PeerLost as error:
-        message = f"{type(error).__name__}: {error}"
-    ended = time.monotonic() - struck
-    # The GPU is usable, and calls say what happened.
-    assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
-    with pytest.raises(WeftError, match="broken"):
-        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
-    faulthandler.cancel_dump_traceback_later()
-    return message, ended
-
-
-def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
-    """Replays that wait for it end soon: the watch looks after peers between calls, too, and releases the streams."""
-    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        ranks.start(_replays_until, 1, signal.SIGKILL)
-        with pytest.raises(RankFailed) as caught:
-            ranks.finish(timeout_s=60)
-    assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
-    message, seconds = caught.value.results[0]
-    assert message.startswith("PeerLost: rank 1 (process")
-    assert seconds < BOUND_S
-
-
-def _wakes_too_late(victim: int, step: int) -> str:
-    """`victim` sleeps past the bound while it enqueues a call; the others give up, and let go of what waits on their GPUs."""
-    from weft.execute.cuda import CudaProgram
-
-    faulthandler.dump_traceback_later(60, exit=True)
-    check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
-    one, seen = CudaProgram._one, 0
-
-    def slow(self: CudaProgram, *arguments: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == step:
-            time.sleep(2 * BOUND_S)
-        one(self, *arguments)
-
-    if dist.get_rank() == victim:
-        CudaProgram._one = slow  # type: ignore[method-assign, assignment]
-    try:
-        check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1)
-        message = "right"
-    except WeftError as error:
-        message = f"{type(error).__name__}: {error}"
-    finally:
-        CudaProgram._one = one  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    weft.close()
-    dist.barrier()
-    check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 2)
-    weft.close()
-    faulthandler.cancel_dump_traceback_later()
-    return message
-
-
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_rank_that_wakes_after_the_others_gave_up_takes_no_result(pool: Ranks, step: int) -> None:
-    """What released streams send is rubbish: whoever was asleep in the meantime is told, too (AssertionError if it is not)."""
-    messages = pool.run(_wakes_too_late, 0, step)
-    assert messages[0].startswith("PeerLost"), messages
-    assert any("WaitTimeout" in message for message in messages[1:]), messages
-
-
-def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
-    """Sequential calls; `victim` does not come to the vendor's collective. What a rank is told, and how soon; then it goes on
-    in another process group."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    rank, size, device = dist.get_rank(), dist.get_world_size(), here()
-    a, b = torch.ones(64 * size, 64, device=device).bfloat16(), torch.ones(64, 128, device=device).bfloat16()
-    weft.matmul_reduce_scatter(a, b, schedule="sequential")
-    torch.cuda.synchronize()
-    dist.barrier()
-    began, message = time.monotonic(), ""
-    graph = torch.cuda.CUDAGraph()
-    if how == "dies, graph":
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            weft.matmul_reduce_scatter(a, b, schedule="sequential")
-        dist.barrier()
-    if rank == victim and how.startswith("dies"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == victim:
-        time.sleep(2 * BOUND_S)
-    try:
-        weft.matmul_reduce_scatter(a, b, schedule="sequential")
-        torch.cuda.synchronize()
-    except WeftError as error:
-        message = f"{type(error).__name__}: {error}"
-    seconds = time.monotonic() - began
-    weft.close()
-    # NCCL's abort waits for graphs that hold its collectives, and weft.close() only so long for it.
-    del graph
-    dist.destroy_process_group()
-    if how == "late":
-        store = dist.FileStore(again, size)  # type: ignore[attr-defined]
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
-        out = weft.matmul_reduce_scatter(a, b, schedule="sequential")
-        assert float(out.sum()) == 64 * 128 * 64 * size
-        weft.close()
-    assert float((a.float() @ b.float()).sum()) == 64 * size * 128 * 64
-    faulthandler.cancel_dump_traceback_later()
-    return message, seconds
-
-
-@pytest.mark.parametrize("how", ["dies", "dies, graph", "late"])
-def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path: Path) -> None:
-    """Nothing but the communicator's end ends that collective: every rank is told in time, and can go on in a new group."""
-    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        ranks.start(_vendor_waits_for, 1, how, str(tmp_path / "again"))
-        if how == "late":
-            told = ranks.finish(timeout_s=60)
-        else:
-            with pytest.raises(RankFailed) as caught:
-                ranks.finish(timeout_s=60)
-            assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
-            told = caught.value.results
-    message, seconds = told[0]
-    assert message.startswith("WaitTimeout: rank 0" if how == "late" else "PeerLost: rank 1 (process"), message
-    assert seconds < BOUND_S + 3
-    if how == "late":
-        assert told[1][0].startswith("PeerLost: rank 0 failed"), told[1]
 
 
 def _two_streams() -> None:
@@ -365,38 +176,6 @@ def _capture_unseen() -> None:
 
 def test_a_capture_without_a_call_before_is_refused(pool: Ranks) -> None:
     pool.run(_capture_unseen)
-
-
-def _different_calls() -> str:
-    """Two operators that every rank knows; then rank 1 calls the other one."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    a, b = torch.ones(64, 64, device="cuda").bfloat16(), torch.ones(64, 48, device="cuda").bfloat16()
-    for _ in range(2):
-        weft.all_gather_matmul(a, b, schedule="flag_gated:1")
-        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:1")
-    torch.cuda.synchronize()
-    message = "right"
-    try:
-        if dist.get_rank() == 1:
-            weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:1")
-        else:
-            weft.all_gather_matmul(a, b, schedule="flag_gated:1")
-        torch.cuda.synchronize()
-        time.sleep(1)
-    except WeftError as error:
-        message = f"{type(error).__name__}: {error}"
-    torch.cuda.synchronize()
-    dist.barrier()
-    weft.close()
-    check_scatter(256, 128, 64, torch.bfloat16, "flag_gated", 2)
-    faulthandler.cancel_dump_traceback_later()
-    return message
-
-
-def test_ranks_that_call_different_things_they_know(pool: Ranks) -> None:
-    messages = pool.run(_different_calls)
-    assert all("RankMismatch" in m or "PeerLost" in m for m in messages), messages
-    assert any("op: rank" in m and "matmul_reduce_scatter" in m for m in messages), messages
 
 
 def _large() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from weft.beside.collectives import Collective, SendReceive
 from weft.beside.device import Device
 from weft.execute.groups import GROUPS
 from weft.execute.trial import timer_for
+from weft.execute.vendor import Abort
 from weft.planner.ways import Abilities, Way
 
 
@@ -157,14 +159,23 @@ class CudaDevice(Device):
     def close(self, *, broken: bool) -> None:
         groups, self._groups = self._groups, {}
         end = _abort_process_group if broken else dist.destroy_process_group
-        for _, group in groups.values():
-            # Where the default group has been destroyed, so have all others.
-            with suppress(ValueError, AssertionError):
-                end(group)
-        if not broken:
+        ends = [partial(_ended, end, group) for _, group in groups.values()]
+        if broken:
+            # A graph may hold collectives of theirs: so all at once, and no longer than NCCL needs without.
+            for abort in [Abort(each, "beside") for each in ends]:
+                abort.ended()
+        else:
+            for each in ends:
+                each()
             torch.cuda.synchronize(self.device)
             self._streams.close()
             self._lasting.close()
+
+
+def _ended(end: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
+    """Where the default group has been destroyed, so have all others."""
+    with suppress(ValueError, AssertionError):
+        end(group)
 
 
 def _on_one_node(group: dist.ProcessGroup) -> bool:

@@ -67,10 +67,9 @@ def run(group: str, call: CollectiveCall, *, async_op: bool, stream: torch.cuda.
 def _beside(group: str, call: CollectiveCall, stream: torch.cuda.Stream) -> Work:
     stream.wait_stream(torch.cuda.current_stream(call.device))
     with torch.cuda.stream(stream):
+        if not torch.cuda.is_current_stream_capturing():
+            # Should nobody wait for it, their memory must not be given to others meanwhile; nor if it raises half way.
+            for tensor in (call.a, call.out):
+                tensor.record_stream(stream)
         GROUPS.run(group, call)
-        work = Work((call.a, call.out), call.out, stream)
-    if not torch.cuda.is_current_stream_capturing():
-        # Should nobody wait for it, their memory must not be given to others meanwhile.
-        for tensor in (call.a, call.out):
-            tensor.record_stream(stream)
-    return work
+        return Work((call.a, call.out), call.out, stream)

@@ -141,11 +141,14 @@ class CudaProgram(BoundProgram):
         return 4 if self.schedule.buffer[region.buffer].float32 else self.dtype.itemsize
 
     def close(self) -> None:
+        # Waits are released until the streams have drained, since a call may be under way whose peers are lost; and what was
+        # released last has been written before the words are given back.
+        torch.cuda.synchronize(self.space.device)
         self.space.forget(id(self))
         torch.cuda.synchronize(self.space.device)
         self._replays.close()
         for vendor in self._vendors.values():
-            vendor.close()
+            vendor.close(broken=self.team.broken is not None)
         if self._mail:
             self._mail.close()
         for pair in self._forks.values():
@@ -261,10 +264,14 @@ class CudaProgram(BoundProgram):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         spans, self.spans, self._silent = self.spans, None, True
-        self._submit(lambda: self._fork_and_join(bindings))
-        self._register()
+        self._submit(lambda: self._first(bindings))
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
+
+    def _first(self, bindings: Bindings) -> None:
+        """All of it under watch: the vendor's collectives wait for peers that may be lost."""
+        self._fork_and_join(bindings)
+        self._register()
 
     def _register(self) -> None:
         """Let vendor collectives within a node have registered buffers where those are faster. Collective."""
@@ -287,28 +294,42 @@ class CudaProgram(BoundProgram):
         self._times = []
         if watched:
             self._timed(None, caller, lambda: None)
-        enqueue()
-        self.space.end(caller, ticket)
+        try:
+            enqueue()
+        finally:
+            self.space.end(caller, ticket)
+        self.space.raise_if_failed()
         self._last_stream, self._last_ticket = caller, ticket
         if watched:
             self._read_spans(ticket, zero_us)
 
     def _fork_and_join(self, bindings: Bindings) -> None:
-        """Enqueue every lane: the compute lane on the caller's stream, the others forked from it and joined to it."""
+        """Enqueue every lane: the compute lane on the caller's stream, the others forked from it and joined to it.
+
+        Joined also where something is raised on the way: what a lane has yet to write is the caller's memory, which is given to
+        others at once, on the caller's stream; and a capture whose streams are not joined cannot end.
+        """
         caller, tape = self.space.current_stream(), self._tape(bindings)
         lanes = tape.merged if self.spans is None else tape.lanes
-        for lane, items in lanes:
-            if lane.kind != "compute":
-                stream = self.space.stream(lane.name)
-                self.driver.after(stream.cuda_stream, caller, self._forks[lane.name][0])
-                with torch.cuda.stream(stream) if any(_by_torch(item) for item in items) else nullcontext():
-                    self._enqueue(items, bindings, stream.cuda_stream)
-        for lane, items in lanes:
-            if lane.kind == "compute":
-                self._enqueue(items, bindings, caller)
-        for lane, _ in lanes:
-            if lane.kind != "compute":
-                self.driver.after(caller, self.space.stream(lane.name).cuda_stream, self._forks[lane.name][1])
+        forked: list[str] = []
+        try:
+            for lane, items in lanes:
+                if lane.kind != "compute":
+                    forked.append(lane.name)
+                    self._beside(lane.name, items, bindings, caller)
+            for lane, items in lanes:
+                if lane.kind == "compute":
+                    self._enqueue(items, bindings, caller)
+        finally:
+            for name in forked:
+                self.driver.after(caller, self.space.stream(name).cuda_stream, self._forks[name][1])
+
+    def _beside(self, lane: str, items: Sequence[Item], bindings: Bindings, caller: int) -> None:
+        """Enqueue a lane that forks from the caller's stream."""
+        stream = self.space.stream(lane)
+        self.driver.after(stream.cuda_stream, caller, self._forks[lane][0])
+        with torch.cuda.stream(stream) if any(_by_torch(item) for item in items) else nullcontext():
+            self._enqueue(items, bindings, stream.cuda_stream)
 
     def _enqueue(self, items: Sequence[Item], bindings: Bindings, stream: int) -> None:
         for item in items:
@@ -387,16 +408,15 @@ class CudaProgram(BoundProgram):
         """Raise every word of this rank beyond what any wait needs, so that its streams drain.
 
         By memory operations of a stream: a memset is a kernel, and waits for SMs that a spinning kernel may hold; a copy waits
-        for a copy engine. Waits for nothing itself: what was enqueued last time may still be under way.
+        for a copy engine. Waits for nothing itself.
         """
         stream = self.space.rescue
-        if stream.query():
-            self._raise_all(stream.cuda_stream)
-            if self._mail:
-                self._mail.release(stream.cuda_stream)
-            with torch.cuda.stream(stream):
-                for exchange in self.exchanges.values():
-                    exchange.abort()
+        self._raise_all(stream.cuda_stream)
+        if self._mail:
+            self._mail.release(stream.cuda_stream)
+        with torch.cuda.stream(stream):
+            for exchange in self.exchanges.values():
+                exchange.abort()
 
 
 def _has_messages(schedule: Schedule) -> bool:

@@ -6,15 +6,17 @@ word into host memory took 3.2 us of every call. The thread looks in the relaxed
 graph capture of another thread.
 
     caller: begun 7 ... done 7      begun 8 ...
-    watch:  done 7 in time? -> next;   a peer dead, or the bound over -> say which wait is stuck, raise in the caller's
-            thread, release the blocked streams once all ranks know
+    watch:  done 7 in time? -> next;   a peer dead, or the bound over -> say which wait is stuck, raise in the callers'
+            threads, release the blocked streams once all ranks know
 
 A released stream goes on without what it waited for, and so sends rubbish. Thus a rank releases its own only when no peer can
 take that for results any more: when the peers' watches have told their calls (Team.told), or after a second. A rank that was
-stopped, or slow, for longer finds at the end of the call that it enqueues then that a peer has failed (`end`).
+stopped, or slow, for longer finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
 
-A graph that replays calls is none that the space could see: after a failure each replay would wait again. So the watch goes on
-releasing until the space is closed, and tells the thread that captured a call last.
+Told is whoever has made a call that has not ended, whether the device has come to it or not: it would run on rubbish. A graph
+that replays calls is none that the space could see, and memory that peers write may be read at any time: so the threads that
+have such are told whenever a failure comes. After a failure each replay would wait again: so the watch goes on releasing until
+the space is closed.
 
 A collective of the vendor's waits for its peers by itself, and no word that the space could raise ends it: its communicator has
 to be aborted, which is the caller's. That is done where a schedule here has such a collective and, a while after all else was
@@ -23,7 +25,6 @@ released, the calls under way have not ended, or a captured one may be replayed.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import sys
 import threading
@@ -32,30 +33,42 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from weft.controls.streams import comm_stream, current_lane_priority, give_back
-from weft.errors import PeerLost, WaitTimeout, WeftError
+from weft.errors import WaitTimeout, WeftError
+from weft.execute.alarm import addressed, raise_in
 from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group, transport_from_environment
 from weft.execute.nvshmem import Heap
 from weft.execute.pool import Pool
-from weft.execute.vendor import backend_of
+from weft.execute.vendor import Abort, backend_of
 from weft.team import Team
 
 if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
 
+T = TypeVar("T")
 _TICK_S = 0.02
-_TICKETS = 1024
-"""Events for calls under way at once; a ticket's are used again that many calls later."""
+_TICKETS = 64
+"""So many calls may be under way at once; a ticket's events are used again that many calls later. A stream takes some 1000
+launches. Then the launch waits within the driver, where nobody can be told of anything, and launches on other streams may wait
+behind it: those of the watch, too. A call and what comes between two of them are some ten launches."""
+_ASKS_S = 2.0
+"""How long the watch asks what a call waits for, for the same reason."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
-_ABORTED_S = 5.0
-"""How long a team that closes waits for NCCL to be through with an abort."""
+_LONGEST_S = 1000.0
+"""In which no block looks at a flag 2^31 times, as often as it can count: it looks some 1.5 million times a second."""
+_FIRST_S = 600.0
+"""Bound of what ranks do before a first call, where it is more than a call's: one may compile what others find compiled."""
+_DRAIN_S, _HASTE_S = 1e-3, 5.0
+"""How often waits are released after a failure while calls end, and for how long when none does: a lane goes on to its next
+wait each time. Else, as for graphs that are replayed, once a tick."""
 _TOLD_S = 1.0
 """So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
@@ -77,9 +90,14 @@ class Pending:
 
 
 class CudaSpace:
-    """Symmetric memory, scratch, streams and the watch of one team on one GPU."""
+    """Symmetric memory, scratch, streams and the watch of one team on one GPU. Raises ValueError for a bound of calls above
+    _LONGEST_S."""
 
     def __init__(self, team: Team, device: torch.device) -> None:
+        if team.timeout_s > _LONGEST_S:
+            raise ValueError(
+                f"WEFT_TIMEOUT_S is {team.timeout_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
+            )
         self.team, self.device = team, device
         self.driver = Driver()
         self._near = near_group(team)
@@ -98,11 +116,15 @@ class CudaSpace:
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
         self._tickets = self._seen_done = 0
+        self._looked = time.monotonic()
         self._pending: deque[Pending] = deque()
-        self._captured_by: int | None = None
+        self._callers, self._holders = set[int](), set[int]()
+        self._captures = False
+        self.cut_short: WeftError | None = None
+        """What ended calls of a thread that could not be told, since it was closing the team."""
         self.has_collectives = False
         """Whether a schedule here has the vendor's collectives."""
-        self._abort: threading.Thread | None = None
+        self._abort: Abort | None = None
         self._releases: dict[int, Callable[[], None]] = {}
         self._releasing = threading.Lock()
         self._stop, self._told = threading.Event(), threading.Event()
@@ -123,9 +145,10 @@ class CudaSpace:
         return True
 
     def settle(self) -> None:
-        """Wait until every rank's GPU has ended all its work. Collective."""
+        """Wait until every rank's GPU has ended all its work. Collective. Bounded, and peers are watched: no collective of the
+        process group would be."""
         torch.cuda.synchronize(self.device)
-        dist.barrier(self.team.group)
+        self.team.enter("call: settle", within_s=max(self.team.timeout_s, _FIRST_S))
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
@@ -168,17 +191,20 @@ class CudaSpace:
         return lambda stream: do_words(table, tries=tries, launched_by=launched_by, stream=stream)
 
     def begin(self, stream: int, stuck: Callable[[], str], *, rehearses: bool) -> int:
-        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued; one that
-        rehearses for lost peers alone.
+        """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued; for one
+        that rehearses the bound is that of first calls.
 
         Waits, bounded, where so many calls are under way that its events still belong to one of them.
         """
         self._tickets += 1
         ticket = self._tickets
         if not self._reusable(ticket):
-            self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck)
+            # The watch bounds each call. Together, with what else the stream has, they may take longer.
+            self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck, max(self.team.timeout_s, _FIRST_S))
         self.driver.record(self._begun[ticket % _TICKETS], stream)
-        self._pending.append(Pending(ticket=ticket, thread=threading.get_ident(), stuck=stuck, rehearses=rehearses))
+        thread = threading.get_ident()
+        self._callers.add(thread)
+        self._pending.append(Pending(ticket=ticket, thread=thread, stuck=stuck, rehearses=rehearses))
         return ticket
 
     def _reusable(self, ticket: int) -> bool:
@@ -188,20 +214,46 @@ class CudaSpace:
 
     def captured(self) -> None:
         """This thread captures a call, and may replay it later."""
-        self._captured_by = threading.get_ident()
+        self._captures = True
+        self.held()
+
+    def held(self) -> None:
+        """This thread has what a failure makes worthless at any time. Raises as raise_if_failed."""
+        self._holders.add(threading.get_ident())
+        self.raise_if_failed()
 
     def end(self, stream: int, ticket: int) -> None:
-        """The call is done when `stream` comes here. Raises PeerLost if a peer has failed by now."""
+        """The call is done when `stream` comes here."""
         self.driver.record(self._done[ticket % _TICKETS], stream)
         self._ended = ticket
-        if self.team.peer_failed():
+
+    def raise_if_failed(self) -> None:
+        """Raise PeerLost if this rank or a peer has failed by now: for what the watch cannot have seen when it did."""
+        if self.team.broken is not None or self.team.peer_failed():
             # Mostly the watch raises its own error in here.
             self._told.wait(2 * _TOLD_S)
-            raise PeerLost(str(self.team.broken or "a peer failed while this rank enqueued a call"))
+            self.team.check_peers()
+
+    def watched(self, what: str, work: Callable[[], T]) -> T:
+        """Run what enqueues the vendor's collectives on torch's current stream, watched as a first call is: it may compile."""
+        self.has_collectives = True
+        self.team.check_usable()
+        if torch.cuda.is_current_stream_capturing():
+            self.captured()
+            return work()
+        stream, rank = self.current_stream(), self.team.rank
+        ticket = self.begin(stream, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
+        try:
+            done = work()
+        finally:
+            self.end(stream, ticket)
+        self.raise_if_failed()
+        return done
 
     def after(self, stream: int, ticket: int) -> None:
         """`stream` goes on once a call is done."""
-        self.driver.wait(stream, self._done[ticket % _TICKETS])
+        if ticket > self._ended - _TICKETS:
+            self.driver.wait(stream, self._done[ticket % _TICKETS])
 
     def _under_way(self, ticket: int) -> bool:
         return self.driver.reached(self._begun[ticket % _TICKETS]) and not self.done(ticket)
@@ -221,65 +273,122 @@ class CudaSpace:
                 idle += 1
             if (self._pending or idle % _IDLE_TICKS == 0) and not self._look():
                 break
-        released = time.monotonic()
-        while not self._stop.wait(_TICK_S):
-            self._release_all()
-            if time.monotonic() > released + _RELEASED_S:
-                self._abort_collectives()
+        released = ended = time.monotonic()
+        while not self._stop.wait(_DRAIN_S if self._pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
+            with suppress(RuntimeError):  # a device that is lost has nothing that waits
+                self._release_all()
+                if self._pass_done():
+                    ended = time.monotonic()
+                if time.monotonic() > max(released, ended) + _RELEASED_S:
+                    self._abort_collectives()
 
     def _abort_collectives(self) -> None:
         """End the vendor's collectives whose peers do not come."""
-        if self.has_collectives and (self._captured_by is not None or not self.done(self._tickets)):
+        if self.has_collectives and (self._captures or self._pending):
             self.has_collectives = False
-            print("weft: aborts the process group, in whose collective a call waits: destroy it", file=sys.stderr, flush=True)
-            # Not here: the kernels end at once, but while a CUDA graph holds collectives of it, NCCL does not return.
-            abort = backend_of(self.team.group, self.device).abort
-            self._abort = threading.Thread(target=abort, name=f"weft-abort-{self.team.rank}", daemon=True)
-            self._abort.start()
+            _say("aborts the process group, in whose collective a call waits: destroy it")
+            self._abort = Abort(backend_of(self.team.group, self.device).abort, str(self.team.rank))
+
+    def _pass_done(self) -> bool:
+        """Look at no call again that has ended; whether there was one."""
+        before = self._seen_done
+        while self._pending and self.done(self._pending[0].ticket):
+            self._seen_done = self._pending.popleft().ticket
+        return self._seen_done > before
 
     def _look(self) -> bool:
         """False once the team has failed: then everything has been released and said."""
-        first = None
+        first, doubtful = None, self._doubtful()
         try:
-            while self._pending and self.done(self._pending[0].ticket):
-                self._seen_done = self._pending.popleft().ticket
+            if not doubtful:
+                self._pass_done()
             first = next((call for call in tuple(self._pending) if self._under_way(call.ticket)), None)
-            self.team.check_peers(lambda: first is not None and self.done(first.ticket), may_leave=first is None)
-            if first is not None and not first.rehearses:
-                first.deadline = min(first.deadline, time.monotonic() + self.team.timeout_s)
-                if time.monotonic() > first.deadline and not self.done(first.ticket):
-                    raise self.team.fail(WaitTimeout(f"{first.stuck()} after {self.team.timeout_s:g} s"))
-        except WeftError as error:
-            self._fail(error, first)
+            ended = partial(self._ended_rightly, first, doubtful)
+            self.team.check_peers(ended, may_leave=first is None)
+            if first is not None:
+                self._hold_to_bound(first)
+        except Exception as error:
+            # Whatever ends the watch ends the team: nobody else would let go of what waits.
+            self._fail(self._reason(error), first, doubtful)
             return False
         return True
 
-    def _fail(self, error: WeftError, first: Pending | None) -> None:
-        """Raise in the thread that made the call, then let the streams drain: it wakes into the error, not into the result."""
+    def _reason(self, error: Exception) -> WeftError:
+        """For what the watch has ended: a device that is lost may be so with a peer, whose memory it had mapped."""
+        if self.team.broken is None:
+            try:
+                self.team.check_peers()
+            except WeftError as lost:
+                return lost
+        return error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
+
+    def _ended_rightly(self, first: Pending | None, doubtful: Sequence[Pending]) -> bool:
+        """Whether a lost peer is no matter: what it had to do for the call under way is done."""
+        return first is not None and not doubtful and self.done(first.ticket)
+
+    def _doubtful(self) -> tuple[Pending, ...]:
+        """Calls that may have ended by what a peer sent which had failed: it waits for this rank only so long, and this rank's
+        watch has been held up for longer."""
+        looked, self._looked = self._looked, time.monotonic()
+        return tuple(self._pending) if self._looked - looked > _TOLD_S and self.team.peer_failed() else ()
+
+    def _hold_to_bound(self, call: Pending) -> None:
+        bound_s = max(self.team.timeout_s, _FIRST_S) if call.rehearses else self.team.timeout_s
+        call.deadline = min(call.deadline, time.monotonic() + bound_s)
+        if time.monotonic() > call.deadline and not self.done(call.ticket):
+            raise self.team.fail(WaitTimeout(f"{self._stuck(call)} after {bound_s:g} s"))
+
+    def _fail(self, error: WeftError, first: Pending | None, doubtful: Sequence[Pending] = ()) -> None:
+        """Raise in the threads that wait, then let the streams drain: they wake into the error, not into results."""
+        self.team.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
-            error = type(error)(f"{error}; meanwhile {first.stuck()}")
-        print(f"weft: {error}", file=sys.stderr, flush=True)
-        thread = self._captured_by if first is None else first.thread
-        if thread is not None:
-            raised = type(type(error).__name__, (type(error),), {"__str__": lambda _: str(error), "__module__": "weft.errors"})
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(raised))
+            error = type(error)(f"{error}; meanwhile {self._stuck(first)}")
+        waiting = [call.thread for call in (*doubtful, *self._under_way_or_queued())]
+        if self.team.tell(addressed({*waiting, *self._holders}, self._callers), partial(raise_in, error)) and waiting:
+            self.cut_short = error
         self._told.set()
+        _say(str(error))
         self.team.told(_TOLD_S)
-        self._release_all()
         if self.wire:
             self.wire.abort()
 
+    def _stuck(self, call: Pending) -> str:
+        """What a call waits for, in words, as far as that can be told: its program may be closed by now, its device lost."""
+        said: list[str] = []
+
+        def ask() -> None:
+            try:
+                self.driver.relax_captures()
+                said.append(call.stuck())
+            except Exception as error:
+                said.append(f"what a call waits for cannot be told: {error!r}")
+
+        asking = threading.Thread(target=ask, name=f"weft-asks-{self.team.rank}", daemon=True)
+        asking.start()
+        asking.join(_ASKS_S)
+        return said[0] if said else "what a call waits for cannot be told: the driver does not answer"
+
+    def _under_way_or_queued(self) -> list[Pending]:
+        """The calls that have not ended; if the device is lost, those that are not known to have."""
+        calls = tuple(self._pending)
+        try:
+            return [call for call in calls if not self.done(call.ticket)]
+        except RuntimeError:
+            return list(calls)
+
     def _release_all(self) -> None:
+        """Let all that waits go on, unless what was enqueued for that last time is still under way."""
         with self._releasing:
-            for release in self._releases.values():
-                release()
+            if self.rescue.query():
+                for release in self._releases.values():
+                    release()
 
     def close(self) -> None:
         self._stop.set()
         if self._watch is not threading.current_thread():
             self._watch.join()
         if self._abort:
-            self._abort.join(_ABORTED_S)
+            self._abort.ended()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
         for stream in (self.rescue, *self._streams.values()):
@@ -293,3 +402,8 @@ class CudaSpace:
                 dist.destroy_process_group(self._near)
         self.__dict__.pop("_near", None)
         self.wire = None
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody may be there to read it
+        print(f"weft: {text}", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -48,6 +49,7 @@ class Closes(Protocol):
 
 
 A = TypeVar("A", bound=Closes)
+T = TypeVar("T")
 _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
@@ -118,7 +120,9 @@ class GroupState:
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if site is None:
                 site = self._meet(call, kept)
-            elif not capturing:
+            elif capturing:
+                self.team.check_usable()
+            else:
                 self.team.repeat(site.number)
             if not capturing and call.tried and self._unproved.due(site.program):
                 site = self._proved(call, site)
@@ -143,7 +147,9 @@ class GroupState:
                 program.check_room(call)
             except ValueError as error:
                 raise self._failed(error) from None
-            if not capturing:
+            if capturing:
+                self.team.check_usable()
+            else:
                 self.team.repeat(number)
             return program.run(call)
 
@@ -306,6 +312,14 @@ class GroupState:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             return self.reachable.take(self._space(device), nbytes)
 
+    def watched(self, what: str, device: torch.device, work: Callable[[], T]) -> T:
+        """Run what uses the vendor's collectives beside no schedule: bounded as a first call is, where there are GPUs."""
+        space = self._spaces.get(device)
+        if not isinstance(space, CudaSpace):
+            return work()
+        with self.lock:
+            return space.watched(what, work)
+
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
         that callers have without asking for one."""
@@ -334,20 +348,27 @@ class GroupState:
         return list(self._choices.values())
 
     def close(self) -> None:
-        for attached in self._attached.values():
-            attached.close()
-        for program in self._programs:
-            program.close()
+        """Give everything back, whatever is raised on the way. Raises what cut a call of this thread's short meanwhile."""
+        spaces = [space.close for space in self._spaces.values()]
+        first = [closes.close for closes in (*self._attached.values(), *self._programs)]
+        with ExitStack() as rest:
+            for close in reversed(
+                (*first, *spaces, self._close_side_streams, self.reachable.close, self._close_peers, self.team.close)
+            ):
+                rest.callback(close)
         for space in self._spaces.values():
-            space.close()
+            if isinstance(space, CudaSpace) and space.cut_short is not None:
+                raise space.cut_short
+
+    def _close_side_streams(self) -> None:
         while self._side:
             give_back(self._side.popitem()[1])
-        self.reachable.close()
+
+    def _close_peers(self) -> None:
         if self._peers is not None:
             if self._peers.device.type == "cuda":
                 torch.cuda.synchronize(self._peers.device)
             self._peers.close()
-        self.team.close()
 
 
 class Groups:
@@ -361,7 +382,12 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        return self.state(name).run(call, self._kept)
+        grad = torch.is_grad_enabled()
+        try:
+            return self.state(name).run(call, self._kept)
+        finally:
+            # Once more: what another thread raises in this one may cut short what puts modes back.
+            torch._C._set_grad_enabled(grad)
 
     def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
         return self.state(name).run_ragged(call)
@@ -373,7 +399,7 @@ class Groups:
             known = self._states.get(name)
             if known is not None and known[0] is not group:
                 # The process group was destroyed and another one got its name.
-                known[1].close()
+                self.close(name)
                 known = None
             if known is None:
                 known = self._states[name] = (group, GroupState(group))
@@ -383,6 +409,11 @@ class Groups:
         """The group's state, if it has been used. Not collective."""
         known = self._states.get(name)
         return known[1] if known else None
+
+    def watched(self, name: str, what: str, device: torch.device, work: Callable[[], T]) -> T:
+        """As GroupState.watched; as it is in a group that has been closed."""
+        known = self.known(name)
+        return known.watched(what, device, work) if known else work()
 
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
@@ -402,12 +433,16 @@ class Groups:
         return spec
 
     def close_all(self) -> None:
-        for name in list(self._states):
-            self.close(name)
+        with ExitStack() as all_of_them:
+            for name in reversed(self._states):
+                all_of_them.callback(self.close, name)
 
     def close(self, name: str) -> None:
-        known = self._states.pop(name, None)
+        known = self._states.get(name)
         if known is not None:
+            # From here on no failure is raised in this thread: nothing is left half closed.
+            known[1].team.closing()
+            self._states.pop(name, None)
             known[1].close()
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from weft.execute.vendor import Abort
 from weft.team import Team
 
 SMS = 16
@@ -70,6 +71,7 @@ class CudaWire:
         options.group_name = f"weft-{team.topic}"
         made: Any = dist.ProcessGroupNCCL(team.store("wire"), team.rank, team.world_size, options)
         self._backend: Any = made
+        self._abort: Abort | None = None
         self._backend._set_sequence_number_for_group()
         # The communicator is made by all ranks at once, whoever exchanges what with whom later.
         self._backend.allreduce([torch.zeros(1, device=device)]).wait()
@@ -86,9 +88,10 @@ class CudaWire:
 
     def abort(self) -> None:
         """End what waits for messages that will not come. For the end of a team: nothing can be exchanged after it."""
-        self._backend.abort()
+        self._abort = self._abort or Abort(self._backend.abort, "wire")
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # aborted
-            self._backend.shutdown()
+        if self._abort is None or self._abort.ended():
+            with suppress(RuntimeError):  # aborted
+                self._backend.shutdown()
         self._backend = None

@@ -6,7 +6,8 @@ host functions, and memory is asked of it directly; torch's memory stays what it
 
 NVSHMEM starts once a process, for one set of ranks, and its memory is taken and freed by all of them at once. So a heap stays
 until the process ends, whatever teams come and go, and keeps what is given back, by size: programs come and go in the same
-order on all ranks.
+order on all ranks. But where a team fails, one may have memory that another has not come to: so it is numbered, and taken again
+only if all ranks would take the same.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Heap:
         self._device, self._library = device, _library()
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._number: dict[int, int] = {}
         self._start(team)
         self._prove(team)
 
@@ -195,14 +197,24 @@ class Heap:
 
         Whoever used it last has ended everywhere, and what it sent has arrived.
         """
-        size = rounded(nbytes)
-        kept = self._free.get(size)
-        memory = kept.pop() if kept else self._made(size, team)
+        memory = self._kept(rounded(nbytes), team)
         torch.cuda.synchronize(self._device)
         self._library.nvshmem_quiet()
         settle()
         memory.zero_()
         settle()
+        return memory
+
+    def _kept(self, size: int, team: Team) -> torch.Tensor:
+        """What was given back last of a size, if that is the same on all ranks; else new memory, and none of it ever again."""
+        free = self._free.setdefault(size, [])
+        offered = team.enter(f"messages between nodes: {size} bytes", self._number[free[-1].data_ptr()] if free else 0)
+        if len(set(offered)) == 1 and free:
+            return free.pop()
+        free.clear()
+        newest = max(team.enter("messages between nodes: new memory", max(self._number.values(), default=0)))
+        memory = self._made(size, team)
+        self._number[memory.data_ptr()] = newest + 1
         return memory
 
     def give(self, memory: torch.Tensor) -> None:

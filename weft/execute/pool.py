@@ -81,6 +81,8 @@ class Pool:
         self.__dict__.pop("_group", None)
 
     def _made(self, nbytes: int) -> Piece:
+        """New memory. Ranks meet first: the rendezvous keeps Python's lock while it waits for them, and watches nobody."""
+        self._settle()
         return Piece(*gpu_symmetric(nbytes, self._group, self._device))
 
     def _prove(self, piece: Piece) -> None:

@@ -42,6 +42,7 @@ class Reachable:
             self._segments += segments
             piece = tuple(segment.matrix(0, 1, nbytes, torch.uint8)[0] for segment in segments)
         else:
+            space.held()
             memory, handle = gpu_symmetric(nbytes, space.team.group, space.device)
             space.settle()
             others = [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(space.team.world_size)]

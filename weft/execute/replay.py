@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,14 +74,17 @@ class Replays:
         return Kept(self._capture(inputs, outputs), tuple(memory))
 
     def _capture(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph:
-        """Capturing runs nothing. Other threads may go on using CUDA meanwhile."""
+        """Capturing runs nothing. Other threads may go on using CUDA meanwhile. What is raised on the way is the reason."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(capture_error_mode="thread_local")
             try:
+                graph.capture_begin(capture_error_mode="thread_local")
                 self._enqueue(inputs, outputs)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ out of one last; an all-gather's result and the product that is reduced are weft
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -63,8 +64,10 @@ class Window:
             self._matrix = self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
         return self._matrix
 
-    def close(self) -> None:
-        if self._pool is not None:
+    def close(self, *, broken: bool = False) -> None:
+        """broken: the communicator may be aborted at any time. It gives up its registrations by itself then, before all else,
+        and who asks for one of them after that reads past the end of its list, or waits as long as NCCL aborts."""
+        if self._pool is not None and not broken:
             # A group that has been destroyed took its registrations with it.
             with suppress(RuntimeError):
                 self._backend.deregister_mem_pool(self._pool)
@@ -75,6 +78,22 @@ class Window:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What runs a group's collectives on a device."""
     return group._get_backend(device)
+
+
+class Abort:
+    """The end of a communicator in which this rank waits for others in vain, on a thread of its own: kernels end at once, but
+    while a CUDA graph holds collectives of it, NCCL does not return."""
+
+    _WAITS_S = 5.0
+
+    def __init__(self, abort: Callable[[], object], name: str) -> None:
+        self._thread = threading.Thread(target=abort, name=f"weft-abort-{name}", daemon=True)
+        self._thread.start()
+
+    def ended(self) -> bool:
+        """Whether NCCL is through with it, after a while."""
+        self._thread.join(self._WAITS_S)
+        return not self._thread.is_alive()
 
 
 class Vendor:
@@ -161,10 +180,10 @@ class Vendor:
         end.synchronize()
         return round(float(begin.elapsed_time(end)) * 1e6 / _RUNS)
 
-    def close(self) -> None:
-        """Give the windows back. Collective."""
+    def close(self, *, broken: bool = False) -> None:
+        """Give the windows back. Collective, unless `broken`: then peers are lost, and perhaps the communicator."""
         for window in self.windows or ():
-            window.close()
+            window.close(broken=broken)
         self.windows = None
 
     def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:

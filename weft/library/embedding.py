@@ -27,6 +27,7 @@ from weft.problem import DType, LookupProblem, split
 # Not `mode`: a name that torch keeps for itself where an operator changes its arguments.
 SITE = "str group, int rank, int[] counts, int[] dims, SymInt batch, str how"
 Tables = Sequence[torch.Tensor]
+_WAY_HOME = "all-to-all of the gradient of embedding_bag_all_to_all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,8 @@ def _gradients(
     *site, sparse, of_tables, of_weights = rest
     with torch.no_grad():
         backward = _site(*site).backward(grad.dtype, indices, offsets, weights)
-        rows, factors = backward.gradients(grad, tables, sparse=sparse, of_tables=of_tables, of_weights=of_weights)
+        flags = {"sparse": sparse, "of_tables": of_tables, "of_weights": of_weights}
+        rows, factors = GROUPS.watched(site[0], _WAY_HOME, grad.device, lambda: backward.gradients(grad, tables, **flags))
     return rows if factors is None else [*rows, factors]
 
 
@@ -223,7 +225,8 @@ def _update(
     *site, kind, lr, eps = rest
     with torch.no_grad():
         backward = _site(*site).backward(grad.dtype, indices, offsets, weights)
-        backward.apply(grad, tables, Optimizer(kind=kind, lr=lr, eps=eps, states=states))
+        optimizer = Optimizer(kind=kind, lr=lr, eps=eps, states=states)
+        GROUPS.watched(site[0], _WAY_HOME, grad.device, lambda: backward.apply(grad, tables, optimizer))
 
 
 register(

@@ -40,7 +40,8 @@ __all__ = [
 def close(group: dist.ProcessGroup | None = None) -> None:
     """Give back what weft holds for a group: segments, threads, programs. The next call starts anew. Not collective.
 
-    After an error, every rank of the group calls this before the group is used again.
+    After an error, every rank of the group calls this before the group is used again. Raises PeerLost or WaitTimeout, once all
+    is given back, if a call that was still under way on a GPU could not end: what it returned is worthless.
     """
     GROUPS.close(group_of(group)[0])
 

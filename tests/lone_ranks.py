@@ -1,0 +1,124 @@
+"""Ranks of one process, for what needs no more than their words: teams without a process group, and a GPU that tests drive."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from weft.execute import cuda_space
+from weft.execute.cuda_space import CudaSpace
+from weft.execute.driver import Word
+from weft.memory import process_start
+from weft.team import _BOARD, _LOG_AT, _LOGGED, Team
+
+
+def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
+    """The team of each rank, all on one node."""
+    boards = [_BOARD.private() for _ in range(world_size)]
+    made = []
+    for rank in range(world_size):
+        team = Team.__new__(Team)
+        team.timeout_s, team.rank, team.world_size = timeout_s, rank, world_size
+        team.calls = team._meetings = team._compared = team._rounds = 0
+        team._known, team._aware, team._closing = {}, set(), set()
+        team.broken, team._relay, team._lock = None, None, threading.Lock()
+        team.nodes, team.near = (), range(world_size)
+        team.pids = [os.getpid()] * world_size
+        team._starts = [process_start(os.getpid()) or 0] * world_size
+        team._control = boards
+        team._words = [board.words(0, 6) for board in boards]
+        team._logs = [board.words(_LOG_AT, _LOGGED) for board in boards]
+        team.topic = "lone"
+        team.group = cast(Any, None)
+        made.append(team)
+    return made
+
+
+class Event:
+    """reached: whether the device has come to where it was recorded last."""
+
+    def __init__(self) -> None:
+        self.reached = True
+
+
+class FakeDriver:
+    """A device that comes to an event when a test says so. log: what was done with streams."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.lost = False
+
+    def event(self) -> Event:
+        return Event()
+
+    def forget(self, event: Event) -> None:
+        pass
+
+    def record(self, event: Event, stream: int) -> None:
+        event.reached = False
+
+    def reached(self, event: Event) -> bool:
+        if self.lost:
+            raise RuntimeError("the device is lost")
+        return event.reached
+
+    def after(self, later: int, earlier: int, event: object) -> None:
+        self.log.append(("after", later, earlier))
+
+    def words(self, words: Sequence[Word]) -> Callable[[int], None]:
+        return lambda stream: self.log.append(("words", stream))
+
+    def relax_captures(self) -> None:
+        pass
+
+
+class FakeStream:
+    """idle: whether all that was enqueued has been done."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream, self.idle = number, True
+
+    def query(self) -> bool:
+        return self.idle
+
+
+class FakeSpace(CudaSpace):
+    """A space without a GPU, whose watch runs."""
+
+    driver: Any
+    rescue: Any
+
+    def begun(self, ticket: int) -> None:
+        """The device comes to a call."""
+        self._begun[ticket % cuda_space._TICKETS].reached = True
+
+    def ended(self, ticket: int) -> None:
+        """The device has done a call."""
+        self._done[ticket % cuda_space._TICKETS].reached = True
+
+
+def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
+    """The space of a team. `close` it."""
+    monkeypatch.setattr(cuda_space, "Driver", FakeDriver)
+    monkeypatch.setattr(cuda_space, "current_lane_priority", lambda: -1)
+    monkeypatch.setattr(cuda_space, "comm_stream", lambda **_: FakeStream(7))
+    monkeypatch.setattr(cuda_space, "give_back", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return FakeSpace(team, torch.device("cuda", 0))
+
+
+def wait_for(ready: Callable[[], object], within_s: float = 5.0) -> bool:
+    """Whether something comes true in time. Errors of another thread's are raised in here."""
+    deadline = time.monotonic() + within_s
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return bool(ready())

@@ -1,0 +1,499 @@
+"""How failures end on GPUs, without one: who is told, what is released, what is given back, also if more goes wrong meanwhile.
+
+The team is that of two ranks in one process; the device is one that a test drives (tests/lone_ranks.py).
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
+
+from weft.beside.cuda import CudaDevice
+from weft.collectives import work
+from weft.errors import PeerLost, WaitTimeout, WeftError
+from weft.execute import cuda_space, vendor
+from weft.execute.calls import MatmulCall
+from weft.execute.cuda import CudaProgram
+from weft.execute.cuda_space import Pending
+from weft.execute.groups import GROUPS, GroupState, Site
+from weft.execute.network import CudaWire
+from weft.execute.vendor import Window
+from weft.team import _STATE, _TOLD, Team
+
+STREAM = 3
+
+
+class Ranks:
+    """Rank 0, with a space, and its peer."""
+
+    def __init__(self, space: FakeSpace, peer: Team) -> None:
+        self.space, self.team, self.peer = space, space.team, peer
+
+    def call(self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False) -> int:
+        """One that is enqueued, and waits on the device."""
+        ticket = self.space.begin(STREAM, lambda: stuck, rehearses=rehearses)
+        if begun:
+            self.space.begun(ticket)
+        self.space.end(STREAM, ticket)
+        self.space.raise_if_failed()
+        return ticket
+
+    def peer_fails(self) -> None:
+        self.peer.fail(MemoryError("planted"))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(cuda_space, "_TOLD_S", 0.05)
+    mine, peer = teams()
+    space = space_of(mine, monkeypatch)
+    yield Ranks(space, peer)
+    space.close()
+
+
+def _waits_after(strike: Callable[[], object]) -> None:
+    strike()
+    wait_for(lambda: False)
+
+
+def _nothing_for(seconds: float) -> None:
+    """Whatever another thread raises in this one is raised in here."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_waits_is_told_whether_the_device_has_come_to_the_call_or_not(ranks: Ranks, begun: bool) -> None:
+    """A call behind other work of the caller's would begin later, find all flags raised, and give rubbish."""
+    ranks.call(begun=begun)
+    with pytest.raises(PeerLost, match="rank 1 failed: planted"):
+        _waits_after(ranks.peer_fails)
+
+
+def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its peer did afterwards."""
+    monkeypatch.setattr(cuda_space, "_TOLD_S", 5.0)
+    ticket = ranks.call()
+    ranks.space.ended(ticket)
+    ranks.peer_fails()
+    ranks.peer.told(0.0)
+    assert wait_for(ranks.space._told.is_set)
+    _nothing_for(0.1)
+
+
+def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that was stopped: its peers let go of their streams meanwhile, and send what is no result."""
+    held, look = threading.Event(), FakeSpace._look
+    monkeypatch.setattr(FakeSpace, "_look", lambda self: held.is_set() or look(self))
+    held.set()
+    ticket = ranks.call()
+    ranks.peer_fails()
+    time.sleep(2 * cuda_space._TOLD_S)
+    ranks.space.ended(ticket)
+    (call,) = ranks.space._pending
+    assert ranks.space._ended_rightly(call, ())
+    assert not ranks.space._ended_rightly(call, (call,))
+    with pytest.raises(PeerLost, match="planted"):
+        _waits_after(held.clear)
+
+
+def test_a_call_that_is_enqueued_after_the_watch_has_looked_raises_by_itself(ranks: Ranks) -> None:
+    """Also where no peer says that it has failed: it may be dead, or merely late."""
+    ranks.team.pids[1] = 0
+    assert wait_for(ranks.space._told.is_set)
+    assert not ranks.team.peer_failed()
+    with pytest.raises(PeerLost, match="died"):
+        ranks.call()
+
+
+def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> None:
+    ranks.team.timeout_s = 0.05
+    with pytest.raises(WaitTimeout, match=r"arrived\[1\]@0 after 0.05 s"):
+        _waits_after(lambda: ranks.call(stuck="arrived[1]@0"))
+
+
+def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.team.timeout_s = 0.05
+    call = Pending(ticket=ranks.call(rehearses=True), thread=0, stuck=lambda: "a collective", rehearses=True)
+    ranks.space._hold_to_bound(call)
+    assert 500 < call.deadline - time.monotonic() <= cuda_space._FIRST_S
+    call.deadline = time.monotonic() - 1
+    with pytest.raises(WaitTimeout, match="a collective after 600 s"):
+        ranks.space._hold_to_bound(call)
+
+
+def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = threading.Thread(target=lambda: ranks.peer.enter("call: settle"))
+    other.start()
+    ranks.space.settle()
+    other.join()
+    monkeypatch.setattr(cuda_space, "_FIRST_S", 0.1)
+    ranks.team.timeout_s = 0.05
+    with pytest.raises(WaitTimeout, match=r"entered\[1\]@1.* after 0.1 s"):
+        ranks.space.settle()
+
+
+def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way home of a gradient: a peer that is lost in it is told, and the communicator is aborted."""
+    aborted = threading.Event()
+    monkeypatch.setattr(cuda_space, "_RELEASED_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_space, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
+    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
+    assert state.watched("a gradient", torch.device("cuda", 0), lambda: 7) == 7
+    ranks.space.begun(1)
+    with pytest.raises(PeerLost, match="meanwhile rank 0: a gradient: perhaps not all ranks have begun it"):
+        _waits_after(ranks.peer_fails)
+    assert aborted.wait(5)
+    with pytest.raises(WeftError, match="broken"):
+        state.watched("a gradient", torch.device("cuda", 0), lambda: 7)
+    assert state.watched("a gradient", torch.device("cpu"), lambda: 7) == 7
+
+
+def test_a_bound_that_kernels_do_not_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 1800; on GPUs it can be 1000 at most"):
+        space_of(teams(timeout_s=1800.0)[0], monkeypatch)
+
+
+def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lanes write on, on a stream for which the allocator of the caller's does not wait."""
+    kept: list[tuple[str, object]] = []
+    a, out = (SimpleNamespace(record_stream=lambda stream, n=name: kept.append((n, stream))) for name in ("a", "out"))
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+
+    def run(group: str, call: object) -> None:
+        raise PeerLost("rank 1 died")
+
+    monkeypatch.setattr(GROUPS, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(PeerLost):
+        work._beside("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
+    assert kept == [("a", stream), ("out", stream)]
+
+
+def test_a_thread_that_has_an_error_of_its_own_gets_no_second_one(ranks: Ranks) -> None:
+    ranks.call()
+    released = threading.Event()
+    ranks.space.keep_releasable(0, released.set)
+    with pytest.raises(MemoryError, match="planted"):
+        raise ranks.team.fail(MemoryError("planted"))
+    assert wait_for(released.is_set)
+    _nothing_for(0.1)
+
+
+def test_a_thread_that_closes_is_left_alone_and_hears_of_it_afterwards(ranks: Ranks) -> None:
+    ranks.call()
+    ranks.team.closing()
+    ranks.peer_fails()
+    assert wait_for(ranks.space._told.is_set)
+    _nothing_for(0.1)
+    assert str(ranks.space.cut_short).startswith("rank 1 failed: planted; meanwhile a flag")
+
+
+def test_a_thread_that_python_has_not_started_works_for_others(ranks: Ranks) -> None:
+    """autograd's threads make the calls of a backward pass; what they compute is read elsewhere."""
+    done = threading.Event()
+
+    def backward() -> None:
+        ranks.call()
+        done.set()
+
+    _thread.start_new_thread(backward, ())
+    assert done.wait(5)
+    with pytest.raises(PeerLost, match="planted"):
+        _waits_after(ranks.peer_fails)
+
+
+def test_who_has_a_graph_is_told_whenever_it_comes(ranks: Ranks) -> None:
+    ranks.space.captured()
+    with pytest.raises(PeerLost, match="planted"):
+        _waits_after(ranks.peer_fails)
+    with pytest.raises(PeerLost):
+        ranks.space.captured()
+
+
+def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ranks) -> None:
+    """Not those alone for which the stream happens to be idle."""
+    passes: list[list[int]] = [[], []]
+
+    def release(number: int) -> None:
+        passes[number].append(number)
+        ranks.space.rescue.idle = False
+
+    for number in range(2):
+        ranks.space.keep_releasable(number, lambda n=number: release(n))  # type: ignore[misc]
+    ranks.team.fail(MemoryError("planted"))
+    assert wait_for(lambda: passes[1])
+    _nothing_for(0.1)
+    assert passes == [[0], [1]]
+    ranks.space.rescue.idle = True
+    assert wait_for(lambda: passes == [[0, 0], [1, 1]])
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost: bool) -> None:
+    """The device is lost; or what is stuck cannot be told, since its program is closed."""
+    released = threading.Event()
+
+    def closed() -> str:
+        raise AttributeError("_words")
+
+    ticket = ranks.space.begin(STREAM, closed, rehearses=False)
+    ranks.space.begun(ticket)
+    ranks.space.end(STREAM, ticket)
+    ranks.space.keep_releasable(0, released.set)
+    with pytest.raises(WeftError, match="the device is lost" if lost else "cannot be told: AttributeError"):
+        _waits_after(partial(setattr, ranks.space.driver, "lost", True) if lost else ranks.peer_fails)
+    ranks.space.driver.lost = False
+    assert wait_for(released.is_set)
+    assert ranks.team.broken
+
+
+def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream is full, a launch waits, and other threads' calls of the driver behind it."""
+    monkeypatch.setattr(cuda_space, "_ASKS_S", 0.05)
+    answers = threading.Event()
+    ticket = ranks.space.begin(STREAM, lambda: str(answers.wait(20)), rehearses=False)
+    ranks.space.begun(ticket)
+    with pytest.raises(PeerLost, match=r"planted; meanwhile .* the driver does not answer"):
+        _waits_after(ranks.peer_fails)
+    answers.set()
+
+
+def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = [ranks.call() for _ in range(cuda_space._TICKETS - 1)]
+    ended = threading.Timer(0.1, lambda: ranks.space.ended(tickets[0]))
+    ended.start()
+    began = time.monotonic()
+    ranks.call()
+    assert time.monotonic() - began > 0.05
+    waited: list[object] = []
+    monkeypatch.setattr(ranks.space.driver, "wait", lambda stream, event: waited.append(event), raising=False)
+    ranks.space.after(STREAM, 0)
+    assert waited == [], "its event is another call's by now"
+    ranks.space.after(STREAM, 1)
+    assert len(waited) == 1
+    with pytest.raises(PeerLost, match="planted"):
+        _waits_after(ranks.peer_fails)
+
+
+def _lost_with(ranks: Ranks) -> None:
+    ranks.team.pids[1] = 0
+    ranks.space.driver.lost = True
+
+
+def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
+    """What CUDA says of memory of a process that is gone tells nobody which one."""
+    ranks.call()
+    with pytest.raises(PeerLost, match=r"rank 1 \(process 0\) died"):
+        _waits_after(partial(_lost_with, ranks))
+    ranks.space.driver.lost = False
+
+
+def _program(space: FakeSpace, **attributes: Any) -> Any:
+    """Of a schedule, no more than a test needs."""
+    program = CudaProgram.__new__(CudaProgram)
+    empty: dict[str, Any] = {"_vendors": {}, "_mail": None, "_forks": {}, "_mailboxes": [], "exchanges": {}, "_replays": None}
+    empty |= {"_words": None, "_words_piece": None, "_area": None, "spans": None}
+    for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "team": space.team}.items():
+        setattr(program, name, value)
+    return program
+
+
+def test_a_program_that_closes_is_released_until_its_streams_have_drained(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call waits for a peer that is lost, or was enqueued in part: nothing else would end that wait."""
+    released, given = threading.Event(), list[Any]()
+    ranks.space.pool = cast(Any, SimpleNamespace(give=given.append, close=lambda: None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: released.wait(5) or pytest.fail("nobody released it"))
+    program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None))
+    ranks.space.keep_releasable(id(program), released.set)
+    with pytest.raises(MemoryError):
+        raise ranks.team.fail(MemoryError("planted"))
+    program.close()
+    assert len(given) == 2
+    assert ranks.space._releases == {}
+
+
+@pytest.mark.parametrize("at", ["copy", "compute"])
+def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> None:
+    """What a lane has yet to write would be other tensors' memory by then."""
+    lanes = [(SimpleNamespace(name=kind, kind=kind), [kind]) for kind in ("copy", "blocks", "compute")]
+    streams = {"copy": FakeStream(11), "blocks": FakeStream(12)}
+    program = _program(ranks.space, _forks=dict.fromkeys(streams, (None, None)))
+    ranks.space._streams = cast(Any, streams)
+    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    program._tape = lambda bindings: SimpleNamespace(merged=lanes)
+
+    def enqueue(items: list[str], bindings: object, stream: int) -> None:
+        if at in items:
+            raise KeyError(at)
+
+    program._enqueue = enqueue
+    with pytest.raises(KeyError, match=at):
+        program._fork_and_join(None)
+    forks = [(streams[name].cuda_stream, STREAM) for name in (("copy",) if at == "copy" else ("copy", "blocks"))]
+    assert ranks.space.driver.log == [*(("after", *fork) for fork in forks), *(("after", *fork[::-1]) for fork in forks)]
+
+
+def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ranks) -> None:
+    program = _program(ranks.space, _last_stream=None, _silent=False, _stuck=lambda: "")
+    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+
+    def raises() -> None:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        program._submit(raises)
+    assert not ranks.space.done(1)
+    ranks.space.ended(1)
+    assert ranks.space.done(1)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_windows_of_a_communicator_that_may_be_aborted_are_left_to_it(broken: bool) -> None:
+    """torch looks for them in a list from which the abort has taken the communicator, and dereferences its end."""
+    asked: list[object] = []
+    window = Window.__new__(Window)
+    window._backend, window._pool = SimpleNamespace(deregister_mem_pool=asked.append), "pool"
+    window.memory, window._matrix = torch.zeros(8, dtype=torch.uint8), None
+    window.close(broken=broken)
+    assert asked == ([] if broken else ["pool"])
+    assert window._pool is None
+
+
+class Graphs:
+    """A communicator whose abort waits for graphs that hold it."""
+
+    def __init__(self) -> None:
+        self.dropped, self.done, self.shut = threading.Event(), threading.Event(), False
+
+    def abort(self, group: object = None) -> None:
+        assert self.dropped.wait(5)
+        self.done.set()
+
+    def shutdown(self) -> None:
+        self.shut = True
+
+
+def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor.Abort, "_WAITS_S", 0.05)
+    held, free = Graphs(), Graphs()
+    free.dropped.set()
+    for graphs in (held, free):
+        wire = CudaWire.__new__(CudaWire)
+        wire._backend, wire._abort = graphs, None
+        wire.abort()
+        wire.close()
+        assert graphs.shut == graphs.dropped.is_set() == graphs.done.is_set()
+    monkeypatch.setattr("weft.beside.cuda._abort_process_group", lambda group: group.abort())
+    device = CudaDevice(torch.device("cuda", 0))
+    device._groups = {("world", 8): (cast(Any, None), cast(Any, held))}
+    device.close(broken=True)
+    assert not held.done.is_set()
+    held.dropped.set()
+    assert held.done.wait(5)
+
+
+def _state(team: Team, **attributes: Any) -> GroupState:
+    state = GroupState.__new__(GroupState)
+    empty: dict[str, Any] = {"_attached": {}, "_programs": {}, "_spaces": {}, "_side": {}, "_peers": None, "_sites": {}}
+    empty |= {"reachable": SimpleNamespace(close=lambda: None), "lock": threading.Lock()}
+    for name, value in {**empty, **attributes, "team": team}.items():
+        setattr(state, name, value)
+    return state
+
+
+class Closes:
+    def __init__(self, closed: list[Any], *, raises: bool = False) -> None:
+        self._closed, self._raises = closed, raises
+
+    def close(self) -> None:
+        self._closed.append(self)
+        if self._raises:
+            raise RuntimeError("the device is lost")
+
+
+def test_a_group_gives_back_all_it_has_whatever_is_raised(ranks: Ranks) -> None:
+    closed: list[Any] = []
+    attached, program, other = (Closes(closed, raises=raises) for raises in (False, True, False))
+    state = _state(ranks.team, _attached={int: attached}, _programs={program: None, other: None})
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        state.close()
+    assert closed == [attached, program, other]
+    assert ranks.team.broken is not None, "the team is closed, too"
+
+
+def test_a_call_cut_short_while_its_group_closes_is_told_at_the_end(ranks: Ranks) -> None:
+    closed: list[Any] = []
+    ranks.space.cut_short = PeerLost("rank 1 died")
+    ranks.space.close = lambda: closed.append(1)  # type: ignore[method-assign]
+    state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
+    with pytest.raises(PeerLost, match="rank 1 died"):
+        state.close()
+    del ranks.space.close
+    assert closed == [1]
+
+
+def test_nothing_is_captured_in_a_team_that_has_failed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replays would find all flags raised, and nobody would be told."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(MatmulCall, "key", "known")
+    monkeypatch.setattr(MatmulCall, "device", torch.device("cuda", 0))
+    call = MatmulCall(op="all_gather_matmul", a=torch.ones(1, 1), bs=[], rows=1, row_multiple=1, schedule="auto")
+    state = _state(ranks.team, _sites={"known": Site(number=2, program=cast(Any, None))})
+    ranks.team.fail(PeerLost("rank 1 died"))
+    with pytest.raises(WeftError, match=r"broken \(rank 1 died\)"):
+        state.run(call, {})
+
+
+def test_a_rank_of_another_node_is_waited_for_too() -> None:
+    """What is sent to it counts as much. Its process cannot be looked at: the same number is another one here."""
+    mine, far = teams()
+    mine.near, mine._starts[1], heard = range(1), 0, []
+    mine._relay = cast(Any, SimpleNamespace(publish=lambda: None, refresh=lambda: heard.append(1), silent_s=lambda peer: 0.0))
+    mine.fail(MemoryError("planted"))
+    began = time.monotonic()
+    mine.told(0.2)
+    assert time.monotonic() - began >= 0.2
+    assert heard
+    far.fail(PeerLost("rank 0 failed"))
+    far.told(0.0)
+    mine.told(20.0)
+    assert time.monotonic() - began < 15
+
+
+def test_modes_are_put_back_whatever_cuts_that_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(call: object, kept: object) -> None:
+        torch.set_grad_enabled(False)
+        raise PeerLost("raised where modes are put back")
+
+    monkeypatch.setattr(GROUPS, "state", lambda name: SimpleNamespace(run=cut_short))
+    with torch.enable_grad():
+        with pytest.raises(PeerLost):
+            GROUPS.run("world", cast(Any, None))
+        assert torch.is_grad_enabled()
+
+
+def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -> None:
+    ranks.peer_fails()
+    began = time.monotonic()
+    ranks.peer.close()
+    assert ranks.team._words[1].load(_STATE) == _TOLD
+    ranks.team.told(5.0)
+    assert time.monotonic() - began < 1
