@@ -1,15 +1,15 @@
 """FiCCO's sixteen GEMMs (arXiv 2512.10236): which schedule is chosen, how much is gained, and how near is the ideal?
 
     python benchmarks/ficco_gemms.py --machine mi300x8 --machine h200x8
-    torchrun --nproc-per-node 4 benchmarks/ficco_gemms.py --run --json benchmarks/results/ficco_gemms.jsonl
+    torchrun --nproc-per-node 4 benchmarks/ficco_gemms.py --collect --json benchmarks/results/ficco_gemms.jsonl
     python benchmarks/ficco_gemms.py --table --json benchmarks/results/ficco_gemms.jsonl
 
-The first simulates all of them on profiles, with as many ranks as those have. --run measures those that fit on the GPUs there
-are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on where the
-file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that was tried,
-and what the heuristic picks among each; speed-up over the sequential program; the share of the ideal, which is the longer
-half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as global,
-with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
+The first simulates all of them on profiles, with as many ranks as those have. --collect measures those that fit on the GPUs
+there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
+where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
+was tried, and what the heuristic picks among each; speed-up over the sequential program; the share of the ideal, which is the
+longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as
+global, with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
 from __future__ import annotations
@@ -95,17 +95,19 @@ def fitting(world_size: int) -> list[tuple[str, Problem]]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--run", action="store_true", help="measure on GPUs (torchrun)")
+    options.add_argument("--collect", action="store_true", help="measure on GPUs (torchrun)")
     options.add_argument("--table", action="store_true", help="what was measured, from the lines")
     options.add_argument("--machine", action="append", help="profiles to simulate on (mi300x8 and h200x8)")
     options.add_argument("--json", type=Path, help="the lines: appended to, or read")
     options.add_argument("--budget-s", type=float, default=70.0, help="no GEMM is begun after that (%(default)s)")
-    options.add_argument("--first", type=int, default=0, help="GEMMs that fit to leave out before --run begins, quickest first")
+    options.add_argument(
+        "--first", type=int, default=0, help="GEMMs that fit to leave out before --collect begins, quickest first"
+    )
     options.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each candidate (%(default)s)")
     options.add_argument("--commit", default="", help="what the tree is, for the lines")
     options.set_defaults(set="ficco")
     arguments = options.parse_args()
-    if arguments.run:
+    if arguments.collect:
         collect(arguments, fitting, tried, lambda problem: 1)
     elif arguments.table:
         rows = [json.loads(text) for text in arguments.json.read_text(encoding="utf-8").splitlines()]

@@ -39,7 +39,8 @@ AS_FAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """us: each candidate's time; none of a problem that could not be measured at all, and `failed` says why."""
+    """us: each candidate's time; none of a problem that could not be measured at all, and `failed` says why. commit: the
+    tree that was measured."""
 
     case: str
     problem: Problem | LookupProblem
@@ -47,6 +48,7 @@ class Line:
     machine: str
     simulated: bool
     failed: str = ""
+    commit: str = ""
 
     @property
     def best_us(self) -> float:
@@ -93,6 +95,7 @@ def _line(row: Mapping[str, Any]) -> Line:
         machine=machine,
         simulated=machine.startswith("simulated"),
         failed=row.get("failed", ""),
+        commit=row.get("commit", ""),
     )
 
 

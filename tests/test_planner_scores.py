@@ -141,6 +141,34 @@ def test_weights_come_back_from_times_that_have_them() -> None:
         fitted([dataclasses.replace(lines[0], problem=unseen)], H200)
 
 
+def test_one_schedules_weights_are_fitted_again() -> None:
+    """The others stay as they are. What was measured of a program that has changed since is left out."""
+    from fit_heuristic import current, fitted_again
+    from problems import drawn
+
+    from weft.rules import estimates, terms
+
+    op, text = "matmul_reduce_scatter", "sequential_stores"
+    problems = [problem for _, problem in drawn("fit", 4, 240) if problem.op == op]
+    times = [2.0 * terms(problem, H200, text, 1)[0] for problem in problems]
+    lines = [dataclasses.replace(line({text: us}), problem=one) for one, us in zip(problems, times, strict=True)]
+    before = estimates("switch")
+    found = fitted_again(before, op, text, lines, H200)
+    rows = dict(zip((row.spec for row in found.weights[op]), found.weights[op], strict=True))
+    again = [sum(a * b for a, b in zip(rows[text].weights, terms(one, H200, text, 1), strict=True)) for one in problems]
+    assert again == pytest.approx(times, rel=0.02)
+    assert {row.spec for row in before.weights[op] if rows[row.spec] != row} == {text}
+    assert all(found.weights[other] == before.weights[other] for other in before.weights if other != op)
+    assert found.source == f"{before.source}; {text} of {op}: {len(lines)} problems on by hand"
+    for bad in ("one_shot", "shard_p2p"):
+        with pytest.raises(ValueError, match=f"only is {op}:{bad}; give one of sequential"):
+            fitted_again(before, op, bad, lines, H200)
+    few = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=8192, world_size=4)
+    for m, commit, kept in ((512, "39e2814", False), (512, "63856ba", True), (8192, "39e2814", True)):
+        one = dataclasses.replace(line({text: 1.0, "sequential": 1.0}), problem=dataclasses.replace(few, m=m), commit=commit)
+        assert (text in current(one).us) is kept
+
+
 def test_choices_among_ficcos_and_the_quick_tuners() -> None:
     from scores import by_sizes, ficco_specs, quick
 
@@ -152,6 +180,19 @@ def test_choices_among_ficcos_and_the_quick_tuners() -> None:
     # What is predicted to be more than twice as slow as the best is not measured.
     predicted = {"sequential": 100.0, "uniform_fused_1d:4": 90.0, "shard_p2p": 60.0, "hetero_fused_1d:2": 500.0}
     assert quick(one, predicted, H200) == "shard_p2p"
+
+
+def test_ficcos_gemms_that_fit_begin_with_the_quickest() -> None:
+    """On two H200: each is an all-gather of the sixteen, each program is tried once, and a call takes some 60 ms at most."""
+    from ficco_gemms import MOST_FLOPS, fitting, tried
+
+    found = fitting(2)
+    assert [case.partition(":")[0] for case, _ in found] == ["g4", "g14", "g5", "g6", "g1", "g2"]
+    flops = [problem.flops for _, problem in found]
+    assert flops == sorted(flops)
+    assert flops[-1] <= MOST_FLOPS
+    assert "hetero_unfused_1d:2" not in tried(found[0][1])
+    assert len(fitting(8)) > len(found)
 
 
 def test_known_problems_are_read() -> None:
