@@ -10,8 +10,8 @@ Problems of the sets `unseen` and `fresh` are refused: they are there to hold we
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl
 
 A mesh's are those of `planner.py --simulate mi300x8 --world-size 8`, --set fit and --set large.
-Each line is taken with the profile that it was simulated on, measured ones with --machine. --only fits one schedule's weights
-again, into a file that has the others, after its program has changed. Times of programs that weft no longer runs are left out.
+Each line is taken with the profile that it was simulated on, measured ones with --machine. --only fits one operator's or
+schedule's weights again, into a file that has the others. Times of programs that weft no longer runs are left out.
 """
 
 from __future__ import annotations
@@ -161,19 +161,23 @@ def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
     return Estimates(source=f"benchmarks/fit_heuristic.py: {_words(lines)}", weights=found)
 
 
-def fitted_again(before: Estimates, op: Op, text: str, lines: Sequence[Line], machine: Machine) -> Estimates:
-    """The weights with those of one schedule fitted anew. Raises ValueError as `checked` does, for a schedule that has no
-    weights, and where no line has its time."""
-    some = [
-        line for line in checked(lines) if line.problem.op == op and spec(*counted(text, line.problem.world_size)) in line.us
-    ]
-    rows, made = before.weights.get(op, ()), weights(text, some, machine)
-    if made is None or text not in [row.spec for row in rows]:
-        raise ValueError(
-            f"only is {op}:{text}; give one of {', '.join(row.spec for row in rows)}, and lines that have its time"
-        )
-    changed = dict(before.weights) | {op: tuple(made if row.spec == text else row for row in rows)}
-    return Estimates(source=f"{before.source}; {text} of {op}: {_words(some)}", weights=changed)
+def fitted_again(before: Estimates, only: str, lines: Sequence[Line], machine: Machine) -> Estimates:
+    """The weights with those of one operator, or of one schedule of it, fitted anew. only: OP or OP:SCHEDULE.
+
+    Raises ValueError as `checked` does, for what has no weights, and where no line has a schedule's time."""
+    op, _, text = only.partition(":")
+    rows = before.weights.get(op, ())  # type: ignore[call-overload]
+    some = [line for line in checked(lines) if line.problem.op == op and (not text or _timed(text, line))]
+    made = {row.spec: weights(row.spec, some, machine) for row in rows if text in ("", row.spec)}
+    if not made or None in made.values():
+        known = ", ".join(row.spec for row in rows) or f"an operator of {', '.join(before.weights)}"
+        raise ValueError(f"only is {only}; give one of {known}, and lines that have its time")
+    changed = tuple(made.get(row.spec) or row for row in rows)
+    return Estimates(source=f"{before.source}; {only}: {_words(some)}", weights=dict(before.weights) | {op: changed})
+
+
+def _timed(text: str, line: Line) -> bool:
+    return spec(*counted(text, line.problem.world_size)) in line.us
 
 
 def _words(lines: Sequence[Line]) -> str:
@@ -197,7 +201,7 @@ def main() -> None:
     options.add_argument("--known", action="store_true", help="add the cases of the other benchmarks")
     options.add_argument("--machine", default="h200x8", help="the profile of what was measured (%(default)s)")
     options.add_argument("--out", type=Path, help="where the weights go; else they are printed alone")
-    options.add_argument("--only", metavar="OP:SCHEDULE", help="of this schedule alone; --out has the others")
+    options.add_argument("--only", metavar="OP[:SCHEDULE]", help="of this alone; --out has the others")
     arguments = options.parse_args()
     if arguments.only and not arguments.out:
         options.error("--only changes the file that --out names; give both")
@@ -205,8 +209,7 @@ def main() -> None:
     lines += known() if arguments.known else ()
     machine = load(arguments.machine)
     if arguments.only:
-        op, _, text = arguments.only.partition(":")
-        found = fitted_again(codec.read(Estimates, arguments.out), op, text, lines, machine)
+        found = fitted_again(codec.read(Estimates, arguments.out), arguments.only, lines, machine)
     else:
         found = fitted(lines, machine)
     for op, rows in found.weights.items():

@@ -141,7 +141,7 @@ def test_weights_come_back_from_times_that_have_them() -> None:
         fitted([dataclasses.replace(lines[0], problem=unseen)], H200)
 
 
-def test_one_schedules_weights_are_fitted_again() -> None:
+def test_weights_of_one_schedule_or_operator_are_fitted_again() -> None:
     """The others stay as they are. What was measured of a program that has changed since is left out."""
     from fit_heuristic import current, fitted_again
     from problems import drawn
@@ -153,16 +153,16 @@ def test_one_schedules_weights_are_fitted_again() -> None:
     times = [2.0 * terms(problem, H200, text, 1)[0] for problem in problems]
     lines = [dataclasses.replace(line({text: us}), problem=one) for one, us in zip(problems, times, strict=True)]
     before = estimates("switch")
-    found = fitted_again(before, op, text, lines, H200)
+    found = fitted_again(before, f"{op}:{text}", lines, H200)
     rows = dict(zip((row.spec for row in found.weights[op]), found.weights[op], strict=True))
     again = [sum(a * b for a, b in zip(rows[text].weights, terms(one, H200, text, 1), strict=True)) for one in problems]
     assert again == pytest.approx(times, rel=0.02)
     assert {row.spec for row in before.weights[op] if rows[row.spec] != row} == {text}
     assert all(found.weights[other] == before.weights[other] for other in before.weights if other != op)
-    assert found.source == f"{before.source}; {text} of {op}: {len(lines)} problems on by hand"
-    for bad in ("one_shot", "shard_p2p"):
-        with pytest.raises(ValueError, match=f"only is {op}:{bad}; give one of sequential"):
-            fitted_again(before, op, bad, lines, H200)
+    assert found.source == f"{before.source}; {op}:{text}: {len(lines)} problems on by hand"
+    for bad in (f"{op}:one_shot", f"{op}:shard_p2p", op):
+        with pytest.raises(ValueError, match=f"only is {bad}; give one of sequential"):
+            fitted_again(before, bad, lines, H200)
     few = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=8192, world_size=4)
     for m, commit, kept in ((512, "39e2814", False), (512, "63856ba", True), (8192, "39e2814", True)):
         one = dataclasses.replace(line({text: 1.0, "sequential": 1.0}), problem=dataclasses.replace(few, m=m), commit=commit)
