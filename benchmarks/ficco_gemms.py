@@ -1,33 +1,31 @@
 """FiCCO's sixteen GEMMs (arXiv 2512.10236): which schedule is chosen, how much is gained, and how near is the ideal?
 
     python benchmarks/ficco_gemms.py --machine mi300x8 --machine h200x8
-    torchrun --nproc-per-node 4 benchmarks/ficco_gemms.py --run --json benchmarks/results/ficco_gemms.jsonl
+    torchrun --nproc-per-node 4 benchmarks/ficco_gemms.py --collect --json benchmarks/results/ficco_gemms.jsonl
     python benchmarks/ficco_gemms.py --table --json benchmarks/results/ficco_gemms.jsonl
 
-The first simulates all of them on profiles, with as many ranks as those have. --run measures those that fit on the GPUs there
-are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on where the
-file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that was tried,
-and what the heuristic picks among each; speed-up over the sequential program; the share of the ideal, which is the longer
-half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as global,
-with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
+The first simulates all of them on profiles, with as many ranks as those have. --collect measures those that fit on the GPUs
+there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
+where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
+was tried, and what the heuristic picks among each; speed-up over the sequential program; the share of the ideal, which is the
+longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as
+global, with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import time
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from planner import ALARM_S, TIMEOUT_S, line_of
+from planner import collect
 from scores import FICCO, Line, by_sizes, ficco_specs, read_lines
 
-from weft import codec
 from weft.machine import Machine, load
 from weft.models.gemms import FICCO_GEMMS, GemmCase
 from weft.problem import Problem
-from weft.schedules import build, parse
+from weft.schedules import build, parse, programs
 
 OTHERS = ("sequential_stores", "shard_p2p", "flag_gated:1", "flag_gated:2", "track_and_trigger:1", "direct_store:1")
 """What is tried beside FiCCO's."""
@@ -38,7 +36,7 @@ ROUNDS = 3
 
 
 def tried(problem: Problem) -> tuple[str, ...]:
-    return (*ficco_specs(problem), *OTHERS)
+    return programs(problem, (*ficco_specs(problem), *OTHERS))
 
 
 def simulated(case: GemmCase, machine: Machine) -> Line:
@@ -89,77 +87,29 @@ def fits(problem: Problem) -> bool:
     return held <= MOST_BYTES and problem.flops <= MOST_FLOPS
 
 
-def collect(arguments: argparse.Namespace) -> None:
-    """Measure what fits and the budget allows, a JSON line each."""
-    import measure
-    import torch.distributed as dist
-
-    begun_s = time.monotonic()
-    measure.ALARM_S = ALARM_S
-    os.environ.setdefault("WEFT_TIMEOUT_S", TIMEOUT_S)
-    done = {line.problem for line in read_lines(arguments.json)} if arguments.json and arguments.json.exists() else set()
-    measure.start()
-    cases = [(case, case.problem(dist.get_world_size())) for case in FICCO_GEMMS]
-    for case, problem in sorted(cases, key=lambda one: one[1].flops):
-        spent = [time.monotonic() - begun_s] * dist.get_world_size()
-        dist.all_gather_object(spent, spent[0])
-        if problem in done or not fits(problem) or max(spent) > arguments.budget_s:
-            continue
-        _collected(case, problem, arguments)
-    measure.stop()
-
-
-def _collected(case: GemmCase, problem: Problem, arguments: argparse.Namespace) -> None:
-    import measure
-    import torch
-
-    start = measure.row(bench="planner", op=problem.op, case=str(case), dtype=problem.dtype, mode="graph", arguments=arguments)
-    try:
-        with torch.no_grad():
-            us, missing = _measured(problem, arguments.rounds)
-    except measure.Failed as failed:
-        measure.say(f"LEFT OUT {case}: {failed}")
-        measure.append(arguments.json, start | {"candidates": {}, "failed": str(failed), "problem": codec.dump(problem)})
-    else:
-        line = line_of("ficco", str(case), problem, us, missing)
-        gain = line["sequential_us"] / line["overlapped_us"]
-        measure.say(f"{case}: {line['schedule']} {line['overlapped_us']:.0f} us, {gain:.2f}x; {len(missing)} missing")
-        measure.append(arguments.json, start | line)
-    measure.release()
-
-
-def _measured(problem: Problem, rounds: int) -> tuple[dict[str, float], dict[str, str]]:
-    """As benchmarks/planner.py's, one call a sample."""
-    import measure
-    import torch
-    import torch.distributed as dist
-    from sites import Site, checked_against
-
-    torch.manual_seed(dist.get_rank())
-    site = measure.together("tensors", lambda: Site(problem))
-    works = measure.together("halves", site.halves)
-    works |= {text: site.call(text) for text in tried(problem)}
-    expected = measure.together("sequential", works["sequential"])
-    check = checked_against(expected)  # type: ignore[arg-type]
-    times, missing = measure.trial(works, ("graph",), check=check, needed=("sequential",), rounds=rounds, repeat=1)
-    return {name: found.us for name, found in times["graph"].items()}, missing
+def fitting(world_size: int) -> list[tuple[str, Problem]]:
+    """(case, problem) of those that fit, the quickest first."""
+    cases = [(str(case), case.problem(world_size)) for case in FICCO_GEMMS]
+    return sorted(((case, problem) for case, problem in cases if fits(problem)), key=lambda one: one[1].flops)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--run", action="store_true", help="measure on GPUs (torchrun)")
+    options.add_argument("--collect", action="store_true", help="measure on GPUs (torchrun)")
     options.add_argument("--table", action="store_true", help="what was measured, from the lines")
     options.add_argument("--machine", action="append", help="profiles to simulate on (mi300x8 and h200x8)")
     options.add_argument("--json", type=Path, help="the lines: appended to, or read")
     options.add_argument("--budget-s", type=float, default=70.0, help="no GEMM is begun after that (%(default)s)")
+    options.add_argument(
+        "--first", type=int, default=0, help="GEMMs that fit to leave out before --collect begins, quickest first"
+    )
     options.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each candidate (%(default)s)")
     options.add_argument("--commit", default="", help="what the tree is, for the lines")
+    options.set_defaults(set="ficco")
     arguments = options.parse_args()
-    if arguments.run:
-        collect(arguments)
+    if arguments.collect:
+        collect(arguments, fitting, tried, lambda problem: 1)
     elif arguments.table:
-        import json
-
         rows = [json.loads(text) for text in arguments.json.read_text(encoding="utf-8").splitlines()]
         known = [(line, times) for line, times in zip(read_lines(arguments.json), rows, strict=True) if line.us]
         show([line for line, _ in known], load("h200x8"), [times for _, times in known])

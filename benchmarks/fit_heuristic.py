@@ -10,7 +10,8 @@ Problems of the sets `unseen` and `fresh` are refused: they are there to hold we
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl
 
 A mesh's are those of `planner.py --simulate mi300x8 --world-size 8`, --set fit and --set large.
-Each line is taken with the profile that it was simulated on, measured ones with --machine.
+Each line is taken with the profile that it was simulated on, measured ones with --machine. --only fits one operator's or
+schedule's weights again, into a file that has the others. Times of programs that weft no longer runs are left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +34,15 @@ from weft.machine import Machine, load
 from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
 from weft.rules import TERMS, Estimates, Weights, terms
 from weft.schedules import FAMILIES, parse, spec
+from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
 RESULTS = Path(__file__).with_name("results")
 SIMULATED = 0.1
 """Weight of a simulated line beside a measured one."""
 BENCHES = ("tp", "all_to_all", "all_reduce", "embedding", "tp_2gpus", "all_to_all_2gpus", "all_reduce_2gpus")
 """Those whose lines `known` reads; each line's case begins with one."""
+BEFORE_ONE_KERNEL = ("39e2814", "705df5a")
+"""Commits at which sequential_stores of matmul_reduce_scatter exchanged few bytes by two kernels, not by one (docs/log.md)."""
 USEFUL = 0.03
 """Schedules that are the fastest of no larger share of an operator's lines get no weights."""
 ROUNDS = 2000
@@ -104,7 +109,7 @@ def known() -> Iterator[Line]:
             if row["mode"] == "graph" and problem is not None:
                 us = {"sequential": row["peers"].get("weft_sequential", row["sequential_us"])} | row["candidates"]
                 case = f"{bench} {row['case']}"
-                yield Line(case=case, problem=problem, us=us, machine=row["machine"], simulated=False)
+                yield Line(case=case, problem=problem, us=us, machine=row["machine"], simulated=False, commit=row["commit"])
 
 
 def _known_problem(bench: str, op: Op, case: str, size: int) -> Problem | None:
@@ -121,16 +126,31 @@ def _known_problem(bench: str, op: Op, case: str, size: int) -> Problem | None:
     return None if experts else Problem(op=op, m=int(m), n=int(n), k=int(k), world_size=size)
 
 
-def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
-    """Weights of each operator's schedules, in the order of TRIED, with a few words about what they come from.
+def current(line: Line) -> Line:
+    """The line without the time of a program that weft runs otherwise since."""
+    problem = line.problem
+    few = problem.op == "matmul_reduce_scatter" and problem.m * problem.n * problem.itemsize <= ONE_KERNEL_BYTES
+    if not few or line.commit not in BEFORE_ONE_KERNEL:
+        return line
+    return replace(line, us={name: us for name, us in line.us.items() if name != "sequential_stores"})
 
-    Raises ValueError for a problem of the sets that weights are held to, and where an operator has no problem.
-    """
+
+def checked(lines: Sequence[Line]) -> list[Line]:
+    """What weights may be fitted to. Raises ValueError for a problem of the sets that they are held to."""
     sizes = {line.problem.world_size for line in lines}
     unseen = {problem for size in sizes for name in HELD for _, problem in drawn(name, size)}
     for line in lines:
         if line.problem in unseen and not line.case.startswith(BENCHES):
             raise ValueError(f"{line.case} is of a set that weights are held to; give lines of --set fit")
+    return [current(line) for line in lines]
+
+
+def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
+    """Weights of each operator's schedules, in the order of TRIED, with a few words about what they come from.
+
+    Raises ValueError as `checked` does, and where an operator has no problem.
+    """
+    lines = checked(lines)
     found: dict[str, tuple[Weights, ...]] = {}
     for op in TRIED:
         some = [line for line in lines if line.problem.op == op]
@@ -138,9 +158,32 @@ def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
             raise ValueError(f"files have no problem of {op}; every operator needs some")
         rows = (weights(text, some, machine) for text in TRIED[op] if _useful(text, some))
         found[op] = tuple(row for row in rows if row is not None)
+    return Estimates(source=f"benchmarks/fit_heuristic.py: {_words(lines)}", weights=found)
+
+
+def fitted_again(before: Estimates, only: str, lines: Sequence[Line], machine: Machine) -> Estimates:
+    """The weights with those of one operator, or of one schedule of it, fitted anew. only: OP or OP:SCHEDULE.
+
+    Raises ValueError as `checked` does, for what has no weights, and where no line has a schedule's time."""
+    op, _, text = only.partition(":")
+    rows = before.weights.get(op, ())  # type: ignore[call-overload]
+    some = [line for line in checked(lines) if line.problem.op == op and (not text or _timed(text, line))]
+    made = {row.spec: weights(row.spec, some, machine) for row in rows if text in ("", row.spec)}
+    if not made or None in made.values():
+        known = ", ".join(row.spec for row in rows) or f"an operator of {', '.join(before.weights)}"
+        raise ValueError(f"only is {only}; give one of {known}, and lines that have its time")
+    changed = tuple(made.get(row.spec) or row for row in rows)
+    return Estimates(source=f"{before.source}; {only}: {_words(some)}", weights=dict(before.weights) | {op: changed})
+
+
+def _timed(text: str, line: Line) -> bool:
+    return spec(*counted(text, line.problem.world_size)) in line.us
+
+
+def _words(lines: Sequence[Line]) -> str:
+    """How many problems of each machine."""
     counts = {name: sum(line.machine == name for line in lines) for name in dict.fromkeys(line.machine for line in lines)}
-    words = ", ".join(f"{count} problems on {name}" for name, count in counts.items())
-    return Estimates(source=f"benchmarks/fit_heuristic.py: {words}", weights=found)
+    return ", ".join(f"{count} problems on {name}" for name, count in counts.items())
 
 
 def _useful(text: str, lines: Sequence[Line]) -> bool:
@@ -158,9 +201,17 @@ def main() -> None:
     options.add_argument("--known", action="store_true", help="add the cases of the other benchmarks")
     options.add_argument("--machine", default="h200x8", help="the profile of what was measured (%(default)s)")
     options.add_argument("--out", type=Path, help="where the weights go; else they are printed alone")
+    options.add_argument("--only", metavar="OP[:SCHEDULE]", help="of this alone; --out has the others")
     arguments = options.parse_args()
+    if arguments.only and not arguments.out:
+        options.error("--only changes the file that --out names; give both")
     lines = [line for path in arguments.files for line in read_lines(path) if not line.failed]
-    found = fitted([*lines, *(known() if arguments.known else ())], load(arguments.machine))
+    lines += known() if arguments.known else ()
+    machine = load(arguments.machine)
+    if arguments.only:
+        found = fitted_again(codec.read(Estimates, arguments.out), arguments.only, lines, machine)
+    else:
+        found = fitted(lines, machine)
     for op, rows in found.weights.items():
         print(op, *TERMS)
         for row in rows:

@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -71,8 +72,14 @@ def line_of(set_name: str, case: str, problem: Problem, us: dict[str, float], mi
     }
 
 
-def collect(arguments: argparse.Namespace) -> None:
-    """Measure what the budget allows, a line each."""
+def collect(
+    arguments: argparse.Namespace,
+    cases: Callable[[int], Sequence[tuple[str, Problem]]],
+    specs: Callable[[Problem], tuple[str, ...]],
+    calls: Callable[[Problem], int],
+) -> None:
+    """Measure what the budget allows of cases(world_size), from --first on, a line each as soon as it is known; what the file
+    holds already is left out. specs: candidates of a problem. calls: of a sample."""
     import measure  # here, since --score and --simulate need no torch
     import torch.distributed as dist
 
@@ -82,44 +89,45 @@ def collect(arguments: argparse.Namespace) -> None:
     done = {line.problem for line in read_lines(arguments.json)} if arguments.json and arguments.json.exists() else set()
     measure.start()
     count = 0
-    for case, problem in drawn(arguments.set, dist.get_world_size())[arguments.first :]:
+    for case, problem in cases(dist.get_world_size())[arguments.first :]:
         if problem in done:
             continue
         spent = [time.monotonic() - begun_s] * dist.get_world_size()
         dist.all_gather_object(spent, spent[0])
         if max(spent) > arguments.budget_s:
             break
-        count += _collected(case, problem, arguments)
+        count += _collected(case, problem, specs(problem), calls(problem), arguments)
     measure.say(f"{count} problems in {time.monotonic() - begun_s:.0f} s, {len(done)} were there")
     measure.stop()
 
 
-def _collected(case: str, problem: Problem, arguments: argparse.Namespace) -> bool:
+def _collected(case: str, problem: Problem, specs: Sequence[str], calls: int, arguments: argparse.Namespace) -> bool:
     """Whether one problem could be measured. Its memory is given back either way."""
     import measure
     import torch
 
-    begun_s, calls = time.monotonic(), arguments.repeats or repeats(problem)
+    begun_s, us, missing, reason = time.monotonic(), dict[str, float](), dict[str, str](), ""
     start = measure.row(bench="planner", op=problem.op, case=case, dtype=problem.dtype, mode="graph", arguments=arguments)
     try:
         with torch.no_grad():
-            us, missing = _measured(problem, arguments.rounds, calls)
+            us, missing = _measured(problem, specs, arguments.rounds, calls)
     except measure.Failed as failed:
-        measure.say(f"LEFT OUT {case}: {failed}", file=sys.stderr)
-        nothing = {"set": arguments.set, "candidates": {}, "failed": str(failed), "problem": codec.dump(problem)}
-        measure.append(arguments.json, start | nothing)
-        measure.release()
-        return False
-    line = line_of(arguments.set, case, problem, us, missing) | {"repeats": calls}
-    figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
-    left_out = f", {len(missing)} missing" if missing else ""
-    measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
+        reason = str(failed)
+    # Behind the except: what failed would hold the problem's tensors.
+    if reason:
+        measure.say(f"LEFT OUT {case}: {reason}", file=sys.stderr)
+        line = {"set": arguments.set, "candidates": {}, "failed": reason, "problem": codec.dump(problem)}
+    else:
+        line = line_of(arguments.set, case, problem, us, missing) | {"repeats": calls}
+        figures = f"{line['schedule']} {line['overlapped_us']:.0f} us, sequential {line['sequential_us']:.0f}"
+        left_out = f", {len(missing)} missing" if missing else ""
+        measure.say(f"{problem.op} {case}: {figures}{left_out} ({time.monotonic() - begun_s:.1f} s)")
     measure.append(arguments.json, start | line)
     measure.release()
-    return True
+    return not reason
 
 
-def _measured(problem: Problem, rounds: int, calls: int) -> tuple[dict[str, float], dict[str, str]]:
+def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -> tuple[dict[str, float], dict[str, str]]:
     """(us by candidate and half, why others are missing). calls: of a sample."""
     import measure
     import torch
@@ -129,16 +137,9 @@ def _measured(problem: Problem, rounds: int, calls: int) -> tuple[dict[str, floa
     torch.manual_seed(dist.get_rank())
     site = measure.together("tensors", partial(Site, problem))
     works = measure.together("halves", site.halves)
-    works |= {spec: site.call(spec) for spec in tried(problem)}
-    expected = measure.together("sequential", works["sequential"])
-    times, missing = measure.trial(
-        works,
-        ("graph",),
-        check=checked_against(expected),  # type: ignore[arg-type]
-        needed=("sequential",),
-        rounds=rounds,
-        repeat=calls,
-    )
+    works |= {spec: site.call(spec) for spec in specs}
+    check = checked_against(measure.together("sequential", works["sequential"]))  # type: ignore[arg-type]
+    times, missing = measure.trial(works, ("graph",), check=check, needed=("sequential",), rounds=rounds, repeat=calls)
     return {name: t.us for name, t in times["graph"].items()}, missing
 
 
@@ -184,7 +185,12 @@ def main() -> None:
     options.add_argument("--no-model", action="store_true", help="--score the heuristic alone: no simulation")
     arguments = options.parse_args()
     if arguments.collect:
-        collect(arguments)
+        collect(
+            arguments,
+            partial(drawn, arguments.set),
+            tried,
+            lambda problem: arguments.repeats or repeats(problem),
+        )
     elif arguments.simulate:
         simulate(arguments)
     else:

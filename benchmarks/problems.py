@@ -18,7 +18,7 @@ from typing import Literal
 
 from weft.models import Model, Site, decode_sites, load_model, sites
 from weft.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
-from weft.schedules import parse, spec
+from weft.schedules import parse, programs, spec
 
 SetName = Literal["fit", "unseen", "fresh", "large"]
 SEEDS: dict[SetName, int] = {"fit": 20261121, "unseen": 2512, "fresh": 16679, "large": 20261122}
@@ -41,7 +41,7 @@ TRIED: dict[Op, tuple[str, ...]] = {
         *("sequential", "sequential_stores", "shard_p2p"),
         *("uniform_fused_1d:2", "uniform_fused_1d", "hetero_fused_1d:1", "hetero_fused_1d", "hetero_unfused_1d:2"),
         *("hetero_unfused_1d", "uniform_fused_2d:2", "uniform_fused_2d", "flag_gated:1", "flag_gated:2"),
-        *("track_and_trigger:1", "track_and_trigger:2", "track_and_trigger:4", "direct_store:1", "direct_store:2"),
+        *("track_and_trigger:1", "track_and_trigger:2", "track_and_trigger:4", "direct_store:1", "direct_store:2", "one_shot"),
     ),
     "matmul_all_to_all": (
         *("sequential", "sequential_stores", "shard_p2p", "hetero_unfused_1d:2", "hetero_unfused_1d"),
@@ -182,10 +182,10 @@ def _bearable(problem: Problem) -> bool:
 
 
 def tried(problem: Problem) -> tuple[str, ...]:
-    """The specs of TRIED for this problem, each with its count, none twice.
+    """The specs of TRIED for this problem, each with its count, and each program once, by its simplest name.
 
     >>> tried(Problem(op="matmul_all_reduce", m=8, n=8, k=8, world_size=2))[-2:]
     ('one_shot', 'two_shot')
     """
     named = (parse(text) for text in TRIED[problem.op])
-    return tuple(dict.fromkeys(spec(name, chunks or problem.world_size) for name, chunks in named))
+    return programs(problem, [spec(name, chunks or problem.world_size) for name, chunks in named])

@@ -2,9 +2,10 @@
 
 A pick's loss is its time over the fastest one's, less one. It is *exact* if no measured candidate was faster, within 2% (TIE)
 and 5% (NEAR) if none was by more. Medians of repeated runs of one schedule differ by some 2%, so that of candidates which are
-closer it is luck which one is exact: both are said. Candidates that run the same steps under two names, as some of FiCCO's do
-on 2 ranks, have the mean of their times. A pick that was not measured (it failed, or was not tried) is counted by
-itself, and as none of these. Choices are among
+closer it is luck which one is exact: both are said. Candidates that are one program under several names, as some are on 2
+ranks (weft.schedules.alike), are one: its name is the simplest, its time the mean of theirs, and a pick by any of the names is
+a pick of it. A pick that was not measured (it failed, or was not tried) is counted by itself, and as none of these. Choices are
+among
 
     FiCCO's     its four schedules, in world_size chunks a shard as the paper has them, and the sequential program
     all         whatever a line has: the full space
@@ -20,7 +21,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ from weft import codec
 from weft.machine import Machine
 from weft.problem import LookupProblem, Problem
 from weft.rules import choice, estimates, heuristic
-from weft.schedule import Flag, Region
-from weft.schedules import FAMILIES, build, parse, spec
+from weft.schedules import FAMILIES, build, parse, programs, spec, synonym
 
 NEAR, TIE = 0.05, 0.02
 FICCO = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
@@ -39,7 +39,8 @@ AS_FAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """us: each candidate's time; none of a problem that could not be measured at all, and `failed` says why."""
+    """us: each candidate's time; none of a problem that could not be measured at all, and `failed` says why. commit: the
+    tree that was measured."""
 
     case: str
     problem: Problem | LookupProblem
@@ -47,36 +48,24 @@ class Line:
     machine: str
     simulated: bool
     failed: str = ""
+    commit: str = ""
 
     @property
     def best_us(self) -> float:
         return min(self.us.values())
 
     def among(self, specs: Collection[str]) -> Line:
-        """The line of these candidates alone."""
-        return replace(self, us={spec: us for spec, us in self.us.items() if spec in specs})
+        """The line of these candidates alone, by whatever names."""
+        names = {synonym(self.problem, spec, self.us) for spec in specs}
+        return replace(self, us={spec: us for spec, us in self.us.items() if spec in names})
 
 
-def as_one(line: Line) -> Line:
-    """The line with the mean of their times for candidates that run the same steps."""
-    alike: dict[object, list[float]] = {}
-    steps = {name: _steps(build(line.problem, *parse(name)).ranks) for name in line.us}
+def pooled(line: Line) -> Line:
+    """The line with each program once, by its simplest name, with the mean of its times."""
+    times: dict[str, list[float]] = {name: [] for name in programs(line.problem, line.us)}
     for name, us in line.us.items():
-        alike.setdefault(steps[name], []).append(us)
-    return replace(line, us={name: statistics.fmean(alike[steps[name]]) for name in line.us})
-
-
-def _steps(value: object) -> object:
-    """A part of a schedule without what says where in its buffers rows lie, and which flag is which."""
-    if isinstance(value, Flag):
-        return value.rank
-    if isinstance(value, Region):
-        return value.buffer, value.rank, value.shape
-    if isinstance(value, tuple):
-        return tuple(map(_steps, value))
-    if is_dataclass(value):
-        return type(value).__name__, *(_steps(getattr(value, part.name)) for part in fields(value))
-    return value
+        times[synonym(line.problem, name, times) or name].append(us)
+    return replace(line, us={name: statistics.fmean(known) for name, known in times.items()})
 
 
 def ficco_specs(problem: Problem) -> tuple[str, ...]:
@@ -106,6 +95,7 @@ def _line(row: Mapping[str, Any]) -> Line:
         machine=machine,
         simulated=machine.startswith("simulated"),
         failed=row.get("failed", ""),
+        commit=row.get("commit", ""),
     )
 
 
@@ -153,9 +143,9 @@ def _share(part: int, whole: int) -> str:
 
 
 def verdict(lines: Sequence[Line], pick: Callable[[Line], str]) -> Verdict:
-    """What comes of these choices."""
-    picked = [(line, pick(line)) for line in lines]
-    known = [(line, line.us[spec]) for line, spec in picked if spec in line.us]
+    """What comes of these choices, by whatever names."""
+    picked = [(line, synonym(line.problem, pick(line), line.us)) for line in lines]
+    known = [(line, line.us[spec]) for line, spec in picked if spec is not None]
     return Verdict(
         losses=tuple(us / line.best_us - 1 for line, us in known),
         slower=sum(us > (1 + AS_FAST) * line.us["sequential"] for line, us in known),
@@ -166,7 +156,11 @@ def verdict(lines: Sequence[Line], pick: Callable[[Line], str]) -> Verdict:
 def by_sizes(line: Line, machine: Machine) -> str:
     """The heuristic's choice among a line's candidates."""
     us = estimates(machine.links.topology).us(line.problem, machine)
-    return choice({spec: us[spec] for spec in line.us if spec in us})
+    found: dict[str, float] = {}
+    for named, estimate in us.items():
+        if (name := synonym(line.problem, named, line.us)) is not None:
+            found[name] = min(estimate, found.get(name, math.inf))
+    return choice(found)
 
 
 def quick(line: Line, predicted: Mapping[str, float], machine: Machine) -> str:
@@ -185,7 +179,7 @@ def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tup
     found = tuple(Candidate(schedule=name, chunks=chunks or 1, **times | {"predicted_us": us}) for us, name, chunks in rising)
     halves = {"sequential_us": predicted["sequential"], "computation_us": 0.0, "communication_us": 0.0}
     plan = Plan(problem=line.problem, machine=machine.name, candidates=found, why="", **halves)
-    return joined(shortlist(plan), by_sizes(line, machine))
+    return joined(line.problem, shortlist(plan), by_sizes(line, machine))
 
 
 def predictions(line: Line, machine: Machine) -> dict[str, float]:
@@ -214,7 +208,7 @@ def _least(us: Mapping[str, float]) -> str:
 
 def report(lines: Sequence[Line], machine: Machine, *, model: bool) -> str:
     """All figures, a line each, by operator and together. model: simulate, too."""
-    failed, lines = [line for line in lines if line.failed], [line for line in lines if not line.failed]
+    failed, lines = [line for line in lines if line.failed], [pooled(line) for line in lines if not line.failed]
     predicted = {line.problem: predictions(line, machine) for line in lines} if model else {}
     rows = [f"{len(lines)} problems of {', '.join(sorted({line.machine for line in lines}))}; profile {machine.name}"]
     rows += [f"NOT MEASURED {line.problem}: {line.failed}" for line in failed]
@@ -225,7 +219,7 @@ def report(lines: Sequence[Line], machine: Machine, *, model: bool) -> str:
 
 
 def _figures(some: Sequence[Line], predicted: Mapping[Problem, Mapping[str, float]], machine: Machine) -> Iterator[str]:
-    paper = [as_one(line.among(ficco_specs(line.problem))) for line in some]
+    paper = [line.among(ficco_specs(line.problem)) for line in some]
     paper = [line for line in paper if len(line.us) > 1]
     if paper:
         yield f"heuristic among FiCCO's {verdict(paper, lambda line: by_sizes(line, machine))}"

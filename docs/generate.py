@@ -134,7 +134,7 @@ def decisions(topology: Topology) -> str:
     """The heuristic's weights for a kind of topology, what they were fitted to, and what it chooses for some sizes."""
     found = estimates(topology)
     weights = [_table([(op, *TERMS, "error"), *map(_weighed, rows)]) for op, rows in found.weights.items()]
-    return "\n\n".join([_chosen(machine.load(RULES[topology])), *weights, found.source])
+    return "\n\n".join([_chosen(machine.load(RULES[topology])), *weights, found.source.replace("; ", "\n")])
 
 
 def _weighed(row: Weights) -> tuple[str, ...]:

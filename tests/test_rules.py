@@ -170,12 +170,12 @@ def test_an_estimate_is_a_sum_and_the_least_one_wins_by_a_margin() -> None:
 
 @pytest.mark.parametrize("on", [H200, MI300X], ids=["h200x8", "mi300x8"])
 def test_pieces_take_what_the_simulator_says(on: machine.Machine) -> None:
-    """Of all-gathered rows, in whole tiles, where the fastest shape is one of few; and by hand, what is cut and copied."""
+    """Of all-gathered rows, in listed tiles, where the fastest shape is one of few; and by hand, what is cut and copied."""
     problem = Problem(op="all_gather_matmul", m=65536, n=28672, k=8192, world_size=8)
     pieces = Pieces(problem, on, rows=65536, cols=3584, inner=8192, links_us=100.0)
 
     def gemm_us(rows: int, k: int = 8192, **sums: Any) -> float:
-        cost = gemm_cost(on, rows=(rows,), n=3584, k=k, dtype="bfloat16", **sums)
+        cost = gemm_cost(on, rows=(rows,), n=3584, k=k, dtype="bfloat16", tiles=on.gpu.tiles, **sums)
         return on.launch_us + cost.busy_us
 
     expected = {

@@ -16,6 +16,7 @@ Topologies, for ranks 0 .. world_size-1:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +42,23 @@ class Tile:
     efficiency: float
 
 
+_TILE_SIDES = (64, 128, 192, 256)
+_TILE_AREA = 128 * 256
+_IN_BETWEEN = 0.97
+"""Rate of tiles that a profile does not list, over that of those around: a vendor does not always find the best one. Fitted to
+cuBLAS alone (tp, all_to_all, all_reduce, gemm, planner_fit.jsonl)."""
+
+
+def _between(known: Mapping[int, float], at: int) -> float:
+    """On the straight line between the neighbours of an area; the first or the last value outside."""
+    below, above = (
+        max((x for x in known if x <= at), default=min(known)),
+        min((x for x in known if x >= at), default=max(known)),
+    )
+    share = (at - below) / (above - below) if above > below else 0.0
+    return known[below] + share * (known[above] - known[below])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype. tiles: what its GEMMs may use.
@@ -49,7 +67,8 @@ class Gpu:
     stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU; smem_bytes:
     of one SM. burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
     rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
-    may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known.
+    may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known. tile_step: its vendor's
+    tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see `vendor_tiles`.
     """
 
     sms: int
@@ -64,6 +83,7 @@ class Gpu:
     sustained: float | None = None
     kernel_tiles: tuple[Tile, ...] = ()
     l2_gbps: float | None = None
+    tile_step: int | None = None
 
     def __post_init__(self) -> None:
         if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
@@ -77,6 +97,21 @@ class Gpu:
         high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
         kept = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
         return tuple((tile.rows, tile.cols, area / tile.efficiency) for area, tile in kept.items())
+
+    @cached_property
+    def vendor_tiles(self) -> tuple[Tile, ...]:
+        """`tiles`, and where there is a tile_step those in between: one side 64, 128, 192 or 256, the other a multiple of the
+        step from 64 to 256, no larger than 128 x 256. Their efficiency is nearly between those of the areas around."""
+        if not self.tile_step:
+            return self.tiles
+        best: dict[int, float] = {}
+        for tile in self.tiles:
+            best[tile.rows * tile.cols] = max(tile.efficiency, best.get(tile.rows * tile.cols, 0.0))
+        known = {(tile.rows, tile.cols) for tile in self.tiles}
+        sides = [(wide, other) for wide in _TILE_SIDES for other in range(_TILE_SIDES[0], _TILE_SIDES[-1] + 1, self.tile_step)]
+        shapes = dict.fromkeys(shape for side in sides for shape in (side, side[::-1]) if math.prod(side) <= _TILE_AREA)
+        more = (Tile(rows=r, cols=c, efficiency=_IN_BETWEEN * _between(best, r * c)) for r, c in shapes if (r, c) not in known)
+        return (*self.tiles, *more)
 
     def paced_us(self, busy_us: float) -> float:
         """What matmuls take that would take `busy_us` at full rate, one after the other.

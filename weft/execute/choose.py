@@ -79,8 +79,8 @@ def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
     named = by_sizes(problem, device)
     if effort() == "full":
         specs = ["sequential", *(candidate.spec for candidate in found.candidates)]
-        return joined(tuple(dict.fromkeys(specs))[:FULL_AT_MOST], named, FULL_AT_MOST)
-    return joined(shortlist(found), named)
+        return joined(problem, tuple(dict.fromkeys(specs))[:FULL_AT_MOST], named, FULL_AT_MOST)
+    return joined(problem, shortlist(found), named)
 
 
 def _plan(problem: Problem, device: torch.device) -> Plan | None:

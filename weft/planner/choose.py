@@ -14,7 +14,7 @@ from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
 from weft.problem import CollectiveProblem, Problem
 from weft.schedule import Schedule
-from weft.schedules import FAMILIES, NAMES, build, candidates, check_op
+from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, simplicity
 from weft.sim import Outcome, run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
@@ -106,5 +106,4 @@ def _candidate(schedule: Schedule, outcome: Outcome, ideal_us: float) -> Candida
 
 def _order(option: Option) -> tuple[float, int, int]:
     """Fastest first, then simplest."""
-    name = option.schedule.name
-    return option.predicted_us, NAMES.index(name) if name in NAMES else len(NAMES), option.schedule.chunks
+    return option.predicted_us, *simplicity(option.schedule.name, option.schedule.chunks)

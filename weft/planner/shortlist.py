@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.planner.values import Candidate, Plan
+from weft.problem import Problem
+from weft.schedules import synonym
 
 AT_MOST = 8
 """Candidates, the sequential program among them."""
@@ -32,9 +34,10 @@ def shortlist(found: Plan) -> tuple[str, ...]:
     return ("sequential", *(rival.spec for rival in rivals[: AT_MOST - 1]))
 
 
-def joined(listed: Sequence[str], named: str, at_most: int = AT_MOST) -> tuple[str, ...]:
-    """A list with the heuristic's choice, in the place of the last one if there are too many."""
-    return tuple(listed) if named in listed else (*listed[: at_most - 1], named)
+def joined(problem: Problem, listed: Sequence[str], named: str, at_most: int = AT_MOST) -> tuple[str, ...]:
+    """A list with the heuristic's choice, in the place of the last one if there are too many; as it is where that program is
+    listed by another name."""
+    return tuple(listed) if synonym(problem, named, listed) else (*listed[: at_most - 1], named)
 
 
 def _simplest(family: Sequence[Candidate]) -> Candidate:

@@ -6,9 +6,9 @@ computation-collectives (arXiv 2305.06942) for direct-store; PyTorch's asynchron
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
 from weft.schedule import Schedule
@@ -20,6 +20,7 @@ from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
+from weft.schedules.alike import alike
 
 Build = Callable[..., Schedule]
 """(problem, name, chunks, fan_out=) -> Schedule."""
@@ -269,6 +270,15 @@ def names(op: Op) -> tuple[str, ...]:
     return tuple(name for name, family in FAMILIES.items() if op in family.builders)
 
 
+def simplicity(name: str, chunks: int) -> tuple[int, int]:
+    """What orders schedules, the simplest first: as NAMES has them, those of other names last; then fewer chunks.
+
+    >>> simplicity("sequential", 1) < simplicity("flag_gated", 1) < simplicity("flag_gated", 2)
+    True
+    """
+    return NAMES.index(name) if name in NAMES else len(NAMES), chunks
+
+
 def check_op(name: str, op: Op) -> None:
     """Raises ValueError where `op` has no such family, naming those that it has."""
     if name in FAMILIES and op not in FAMILIES[name].builders:
@@ -332,9 +342,36 @@ def spec(name: str, chunks: int) -> str:
     return f"{name}:{chunks}" if chunked else name
 
 
+def synonym(problem: Problem, spec: str, among: Iterable[str]) -> str | None:
+    """The one of the specs `among` that is the program of `spec`: itself, or else the first that is `alike`; None if there is
+    none. Raises ValueError as `parse` and `build` do."""
+    listed = tuple(among)
+    return spec if spec in listed else next((one for one in listed if alike(_of(problem, one), _of(problem, spec))), None)
+
+
+def programs(problem: Problem, specs: Iterable[str]) -> tuple[str, ...]:
+    """The specs, in their order, less those that are the program of a simpler one among them."""
+    listed = tuple(dict.fromkeys(specs))
+    kept: list[str] = []
+    for spec in sorted(listed, key=_simplicity):
+        if synonym(problem, spec, kept) is None:
+            kept.append(spec)
+    return tuple(spec for spec in listed if spec in kept)
+
+
+def _simplicity(spec: str) -> tuple[int, int]:
+    name, chunks = parse(spec)
+    return simplicity(name, chunks or 1)
+
+
+@lru_cache(maxsize=32)
+def _of(problem: Problem, spec: str) -> Schedule:
+    return build(problem, *parse(spec))
+
+
 def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = None) -> list[Schedule]:
     """Every schedule that a planner should consider: each family of the operator, cut into 1, 2, and half, one and two times
-    world_size chunks a shard, without those whose steps another one has, too.
+    world_size chunks a shard, each program once, by its simplest name: none is `alike` an earlier one.
 
     Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
     8 x H200, where an eighth of a shard may take 3). only: those of this family.
@@ -345,6 +382,6 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
         counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)
-            if all(schedule.ranks != other.ranks for other in found):
+            if not any(alike(schedule, other) for other in found):
                 found.append(schedule)
     return found

@@ -109,7 +109,7 @@ def gemm_cost(
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
     splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
-    tiles = tiles or (gpu.kernel_tiles if flags else ()) or gpu.tiles
+    tiles = tiles or ((gpu.kernel_tiles or gpu.tiles) if flags else gpu.vendor_tiles)
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
         counts = tuple(-(-r // tile.rows) * -(-n // tile.cols) * cuts for r in rows)

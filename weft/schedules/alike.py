@@ -1,0 +1,68 @@
+"""When are two schedules one program? When they are equal, but for which flag is which and where in scratch memory rows lie.
+
+Families have names of their own, but on few ranks they may come to the same: with one peer, each step of hetero_fused_1d has
+one piece, as hetero_unfused_1d's always have; in one piece a shard, both are shard_p2p. One lays what arrives out by step, the
+other by shard. Such schedules take the same time; which of two measurements of them was shorter is luck, so one name stands
+for all: the simplest, the first of `weft.schedules.NAMES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+
+from weft.schedule import Flag, Gemm, Region, Schedule
+
+
+def alike(one: Schedule, other: Schedule) -> bool:
+    """Whether both are the same steps on the same buffers, if flags and places in local and symmetric buffers are renamed,
+    one for one, and what a matmul takes together lies together in both or in neither. Schedules that differ are told apart at
+    the first step that does."""
+    return (one.problem, one.buffers) == (other.problem, other.buffers) and _Renaming(one).same(one.ranks, other.ranks)
+
+
+class _Renaming:
+    """What of one schedule stands for what of the other, as far as they have been compared."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._scratch = {buffer.name for buffer in schedule.buffers if buffer.kind in ("local", "symmetric")}
+        self._there: dict[object, object] = {}
+        self._back: dict[object, object] = {}
+
+    def same(self, one: object, other: object) -> bool:
+        """Whether two parts of the schedules are, renamed."""
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, tuple):
+            assert isinstance(other, tuple)
+            return len(one) == len(other) and all(map(self.same, one, other))
+        if isinstance(one, Flag):
+            return _where(one) == _where(other) and self._renamed(one, other)
+        if isinstance(one, Region) and one.buffer in self._scratch:
+            return _where(one) == _where(other) and self._renamed(one, other)
+        if isinstance(one, Gemm) and _joints(one) != _joints(other):
+            return False
+        names = _fields(one)
+        return all(self.same(getattr(one, name), getattr(other, name)) for name in names) if names else one == other
+
+    def _renamed(self, one: object, other: object) -> bool:
+        return self._there.setdefault(one, other) == other and self._back.setdefault(other, one) == one
+
+
+def _where(part: object) -> object:
+    """What renaming leaves."""
+    if isinstance(part, Region):
+        return part.buffer, part.rank, part.shape
+    return part.rank if isinstance(part, Flag) else None
+
+
+def _joints(step: object) -> list[tuple[bool, bool]]:
+    """Of each two parts in a row, whether their rows of a, and of the product, lie together: else a vendor's matmul needs them
+    gathered, or scattered."""
+    assert isinstance(step, Gemm)
+    return [(a.a.rows[1] == b.a.rows[0], a.out.rows[1] == b.out.rows[0]) for a, b in pairwise(step.parts)]
+
+
+def _fields(part: object) -> tuple[str, ...]:
+    """Names of a value's parts; none where it has none."""
+    return tuple(field.name for field in fields(part)) if is_dataclass(part) else ()
