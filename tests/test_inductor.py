@@ -161,6 +161,28 @@ def test_scaled_matmuls_are_left_alone(ranks: RankFixture) -> None:
     ]
 
 
+def _marked() -> list[list[str]]:
+    """What is said of places whose weights have one extent that is not known: columns, and rows that are summed over."""
+    gathered, reduced = (lambda x, w: inductor_work.gather(x) @ w), (lambda x, w: inductor_work.reduced(x @ w))
+    told = []
+    for work, extents in ((gathered, (None, 1)), (reduced, (1, 0))):
+        given = torch.randn(4, 8), torch.randn(8, 6)
+        for one, extent in zip(given, extents, strict=True):
+            if extent is not None:
+                torch._dynamo.mark_dynamic(one, extent)
+        torch._dynamo.reset()
+        overlap = weft.CompilePass()
+        torch.testing.assert_close(torch.compile(work, backend=overlap.backend)(*given), work(*given))
+        told.append([site.reason.partition(";")[0] for site in overlap.sites])
+    return told
+
+
+def test_symbolic_extents_of_weights_are_left_alone(ranks: RankFixture) -> None:
+    for gathered, reduced in ranks(2).run(_marked):
+        assert gathered == ["all_gather_into_tensor: shapes are symbolic"]
+        assert reduced == ["all_reduce: shapes are symbolic"]
+
+
 def _identities() -> list[str]:
     return [weft.CompilePass().uuid(), weft.CompilePass().uuid(), weft.CompilePass(schedule="sequential").uuid()]
 

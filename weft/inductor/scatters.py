@@ -222,6 +222,7 @@ def _term(root: Node, extents: Sequence[int]) -> Term:
     *bias, a, b = root.args[:3] if root.target is aten.addmm.default else root.args[:2]
     assert isinstance(a, Node)
     assert isinstance(b, Node)
+    value(a)  # Refused where its extents are not known, those that are summed over
     if shape(root)[-1] != extents[-1]:
         raise Refused(f"the product {shape(root)} is reduced as {list(extents)}, with other columns")
     if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1) and bias:
