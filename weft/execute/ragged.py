@@ -231,7 +231,11 @@ def _by_other(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(rows: torch.Tensor, b: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    return torch.cat([part @ one for part, one in zip(torch.split(rows, counts), b, strict=True)])
+    """Into memory of its own, which autocast leaves in its dtype."""
+    out = rows.new_empty(rows.shape[0], b.shape[2])
+    for part, one, place in zip(torch.split(rows, counts), b, torch.split(out, counts), strict=True):
+        torch.mm(part, one, out=place)
+    return out
 
 
 def _filled(rows: torch.Tensor, height: int) -> torch.Tensor:
