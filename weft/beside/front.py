@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -109,7 +110,9 @@ def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Settled]:
 class Concurrent:
     """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes, once entered.
 
-    kernels: what to launch for the kernels that were named."""
+    kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
+
+    _left_out = False
 
     def __init__(self, collectives: Sequence[Collective], how: Site | Way, sites: Sites, kernels: Kernels) -> None:
         self._collectives, self._known = tuple(collectives), kernels
@@ -118,6 +121,12 @@ class Concurrent:
         self._device = sites.device(collectives[0].device)
         self._stack: ExitStack | None = None
         self.kernels: tuple[Any, ...] = kernels.of(0)
+        self._left_out = True
+
+    def __del__(self) -> None:
+        if self._left_out:
+            what = ", ".join(collective.describe() for collective in self._collectives)
+            warnings.warn(f"a weft.concurrent was never entered, so that {what} did not run; use `with`", RuntimeWarning)  # noqa: B028 - nobody's line
 
     @property
     def way(self) -> str:
@@ -127,6 +136,7 @@ class Concurrent:
     def __enter__(self) -> Concurrent:
         if self._stack is not None:
             raise ValueError("this context has been entered before; make one for each use")
+        self._left_out = False
         with ExitStack() as stack:
             if self._site is None:
                 self._device.prepare(self._way, self._collectives)
@@ -145,6 +155,7 @@ class Concurrent:
 
     def run(self, compute: Callable[..., T], *, repeatable: bool) -> T:
         """compute's result, with the collectives beside it. repeatable: compute may run many times, to choose a way now."""
+        self._left_out = False
         if repeatable and self._site is not None and not self._site.settled and not self._device.capturing:
             self._choose(self._site, compute)
         with self:
