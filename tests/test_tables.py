@@ -182,6 +182,14 @@ def test_saved_and_loaded(ranks: RankFixture, tmp_path: Path) -> None:
     ranks(2).run(_saved, str(tmp_path))
 
 
+def _reported() -> str:
+    return weft.overlap_report(ShardedEmbeddingBags([(4, 2)])).headline
+
+
+def test_a_rank_without_tables_reports_too(ranks: RankFixture) -> None:
+    assert ranks(2).run(_reported) == ["ShardedEmbeddingBags: overlapped 1 of 1 places that communicate"] * 2
+
+
 def _mistakes() -> None:
     with pytest.raises(ValueError, match="sizes has 1 tables, pooling 2"):
         ShardedEmbeddingBags([(3, 4)], pooling=[1, 2])
