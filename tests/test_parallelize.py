@@ -232,6 +232,16 @@ def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
     ranks(4).run(_two_dimensions)
 
 
+class Around(nn.Module):
+    """A model inside of another one that goes by its configuration, as adapters' are."""
+
+    base_model_prefix = "inside"
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside, self.config = inside, inside.config
+
+
 def _refused() -> list[str]:
     import transformers
 
@@ -246,6 +256,7 @@ def _refused() -> list[str]:
         lambda: weft.parallelize(sharded(tiny("llama")), mesh()),
         lambda: weft.parallelize(uneven, mesh()),
         lambda: weft.parallelize(tiny("llama"), mesh(), few_tokens=-1),
+        lambda: weft.parallelize(Around(tiny("llama")), mesh()),
     ):
         try:
             attempt()
@@ -263,6 +274,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model has DTensors already; call weft.parallelize once",
         "model: no block can be sharded over 2 ranks; the first runs whole on every rank: num_key_value_heads is 1",
         "few_tokens is -1; use 0 or more",
+        "model is Around around LlamaForCausalLM, which has no layers of its own; pass the model of transformers",
     ]
     for told in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told

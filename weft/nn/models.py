@@ -96,7 +96,13 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
         raise ValueError(f"mesh is {mesh}; use a DeviceMesh of one dimension, of a larger one a part: mesh['tp']")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("model has DTensors already; call weft.parallelize once, before fully_shard")
-    return getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
+    found = getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
+    if not isinstance(getattr(found, "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"model is {type(model).__name__} around {type(found).__name__}, which has no layers of its own; pass the model of "
+            "transformers itself, and wrap it (adapters, DistributedDataParallel) afterwards"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,7 @@ class _Within:
         style._apply(child, self.mesh)
         for each in child.modules():
             replicate_alone(each, self.distribute, always)
+        note(child, Site(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"))
         child.__class__ = evenly(cast(Any, type(child)))
         child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
