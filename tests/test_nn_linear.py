@@ -19,6 +19,12 @@ def test_weights_that_are_made_at_each_call_are_left_alone() -> None:
     assert why_not_linear(pruned).startswith("its weight is made of bias, weight_orig at each call")
 
 
+def test_weights_that_are_no_floats_are_left_alone() -> None:
+    quantised = nn.Linear(2, 2, bias=False)
+    quantised.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
+    assert why_not_linear(quantised).startswith("its weight is a Parameter of torch.int8; weft multiplies float32")
+
+
 def test_the_input_is_found_by_name_or_comes_first() -> None:
     doubled = OnInput("x", lambda x: 2 * x)
     one, module = torch.ones(1), nn.Identity()

@@ -11,7 +11,7 @@ import model_work
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole
+from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole, written
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -52,10 +52,12 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
 
 
 def _some_calls_of_few_tokens() -> None:
-    """Calls on both sides of few_tokens, in training too, give one process' results."""
+    """Calls on both sides of few_tokens, in training too, give one process' results; so do other ways to generate."""
     alone = tiny("qwen3")
     model = sharded(alone, few_tokens=18)
     alike(trained(model, (9, 10, 4)), trained(alone, (9, 10, 4)))
+    for options in ({"cache_implementation": "static"}, {"num_beams": 2}):
+        assert torch.equal(written(model, text(2, 9), 3, **options), written(alone, text(2, 9), 3, **options))
     ran = str(weft.overlap_report(model))
     assert "matmul_all_reduce M=18" in ran
     assert "matmul_reduce_scatter M=20" in ran

@@ -272,6 +272,41 @@ def test_compiled_checkpointed_copied_and_under_autocast(ranks: RankFixture) -> 
         assert 0 < difference < 0.05
 
 
+def _accumulated() -> list[bool]:
+    """Two batches into the same gradients, of inputs without gradients, with weights that are frozen, with and without
+    autocast, and a pass without gradients between: as one process has them. Which parameters have gradients."""
+    found = []
+    for autocast in (False, True):
+        alone = block().inner
+        for parameter in (alone.up.weight, alone.gate.bias):
+            parameter.requires_grad_(False)
+        model = parallelize_module(
+            copy.deepcopy(alone), mesh(), {k.partition(".")[2]: s for k, s in wefts().items() if "." in k}
+        )
+        parallelize_module(model, mesh(), {"": wefts()["inner"]})
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for seed in (1, 2):
+                x = drawn(3, 12, 6, seed=seed)
+                outs = model(mine(x).detach()), alone(x)
+                assert outs[0].dtype == outs[1].dtype == (torch.bfloat16 if autocast else torch.float32)
+                outs[0].float().square().sum().backward()
+                outs[1].float().square().sum().backward()
+                with torch.no_grad():
+                    torch.testing.assert_close(model(mine(x)), mine(outs[1]), rtol=3e-2, atol=3e-2)
+        wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        tolerance = 2e-2 if autocast else 1e-5
+        for name, grad in gradients(model).items():
+            assert float((grad - wanted[name]).norm() / wanted[name].norm()) < tolerance, name
+            assert grad.dtype == torch.float32
+        found += [p.grad is not None for p in model.parameters()]
+        assert found[-5:] == [p.grad is not None for p in alone.parameters()]
+    return found
+
+
+def test_gradients_accumulate_and_frozen_weights_have_none(ranks: RankFixture) -> None:
+    assert ranks(2).run(_accumulated) == [[True, False, False, True, True] * 2] * 2
+
+
 def _misuse() -> list[str]:
     told = []
     here = mesh()
