@@ -42,6 +42,21 @@ def test_a_trial_keeps_no_tensor_of_a_use_that_is_over(ranks: RankFixture) -> No
     assert ranks(2).run(_held) == [[]] * 2
 
 
+def _changing_nothing() -> list[str]:
+    told = []
+    ours, sends = weft.AllReduce(torch.zeros(4)), weft.SendReceive(send=torch.zeros(4), to=1 - torch.distributed.get_rank())
+    for collective, way in ((ours, "vendor+resident=2"), (sends, "vendor+priority"), (sends, "vendor+ctas=4")):
+        with pytest.raises(ValueError, match="way is") as error:
+            weft.concurrent(lambda: None, collective, way=way)
+        told.append(str(error.value).partition("; ")[2].partition(":")[0])
+    return told
+
+
+def test_ways_that_would_change_nothing_are_refused(ranks: RankFixture) -> None:
+    sends = "sends and receives keep to a stream and blocks of NCCL's"
+    assert ranks(2).run(_changing_nothing) == [["resident is for kernels that are named", sends, sends]] * 2
+
+
 def _never_entered() -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

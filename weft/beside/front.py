@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from weft.beside.collectives import Collective
+from weft.beside.collectives import Collective, SendReceive
 from weft.beside.kernels import Kernels
 from weft.beside.sites import Site, Sites, Use, sites_of
 from weft.beside.trials import Settled
@@ -95,7 +95,7 @@ def concurrent(
         named = _key_of(compute) if key is None else key
         context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
     else:
-        context = Concurrent(mine, _way(way), sites, known)
+        context = Concurrent(mine, _way(way, mine, kernels), sites, known)
     return context if run is None else context.run(run, repeatable=repeatable)
 
 
@@ -184,9 +184,15 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
     return mine
 
 
-def _way(way: str | Way) -> Way:
-    """The value. Raises ValueError for one about sharded parameters."""
+def _way(way: str | Way, collectives: Sequence[Collective], kernels: Sequence[Any]) -> Way:
+    """The value. Raises ValueError for one about sharded parameters, and for what would change nothing here."""
     found = way if isinstance(way, Way) else parse(way)
+    if found.resident and not kernels:
+        raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")
+    if (found.priority or found.ctas) and any(isinstance(collective, SendReceive) for collective in collectives):
+        raise ValueError(
+            f"way is '{found}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
+        )
     for name in SHARDED:
         if getattr(found, name):
             raise ValueError(f"way is '{found}'; {name} is for weft.hooks.fsdp, leave it out")
