@@ -272,6 +272,19 @@ def test_compiled_checkpointed_copied_and_under_autocast(ranks: RankFixture) -> 
         assert 0 < difference < 0.05
 
 
+def _on_one_rank() -> None:
+    """Nothing is gathered: what a module is given is what its linears take, as often as they like."""
+    for make in (Inner, Twice):
+        torch.manual_seed(0)
+        alone: Any = make()
+        model = parallelize_module(copy.deepcopy(alone), mesh(), {"": weft.SharedInput(["gate", "up"])})
+        alike(model(drawn(3, 12, 6, seed=1)), alone(drawn(3, 12, 6, seed=1)))
+
+
+def test_on_one_rank(ranks: RankFixture) -> None:
+    ranks(1).run(_on_one_rank)
+
+
 def _accumulated() -> list[bool]:
     """Two batches into the same gradients, of inputs without gradients, with weights that are frozen, with and without
     autocast, and a pass without gradients between: as one process has them. Which parameters have gradients."""
