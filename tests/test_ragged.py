@@ -239,6 +239,7 @@ def _changing() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.parametrize("interpreted", [2], indirect=True)
 def test_numbers_of_rows_that_change_take_no_more_memory(interpreted: Ranks) -> None:
     assert set(map(tuple, interpreted.run(_changing))) == {((1, 4), (2, 8), (2, 8), (2, 8), (2, 8))}
 

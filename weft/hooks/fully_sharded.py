@@ -91,7 +91,7 @@ def _computing(kept: torch.device, kind: str) -> torch.device:
 def _why_no_copies(sharded: Sequence[FSDPModule]) -> str:
     """Why copy engines cannot sum what these modules scatter; empty if they can."""
     groups = [group for group in (module._get_fsdp_state()._fsdp_param_group for module in sharded) if group is not None]
-    if any(group.gradient_divide_factor is not None for group in groups):
+    if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
         return "gradients are divided by set_gradient_divide_factor's number; copy engines take sums and means"
     return why_not_summed(dtype for group in groups for dtype in _scattered(group))
 
@@ -99,8 +99,9 @@ def _why_no_copies(sharded: Sequence[FSDPModule]) -> str:
 def _scattered(group: Any) -> Iterator[torch.dtype]:
     """The dtypes in which fully_shard scatters a group's gradients."""
     policy = group.mp_policy
-    for each in group.fsdp_params:
-        yield policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype
+    for parameter in (each.sharded_param for each in group.fsdp_params):
+        if parameter.requires_grad:
+            yield policy.reduce_dtype or policy.param_dtype or parameter.dtype
 
 
 class _Steps:

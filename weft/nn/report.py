@@ -122,7 +122,9 @@ def overlap_report(model: nn.Module) -> OverlapReport:
         )
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    places = [Place(site=site, count=count, calls=tuple(_calls(site, device))) for site, count in found.items()]
+    # Problems that differ in nothing that is told, in their dtype say, are one line.
+    calls = {site: tuple(dict.fromkeys(_calls(site, device))) for site in found}
+    places = [Place(site=site, count=count, calls=calls[site]) for site, count in found.items()]
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 
 
