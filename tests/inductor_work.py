@@ -116,6 +116,20 @@ SCATTERS = [
         ("all_gather_matmul", "matmul_reduce_scatter"),
     ),
 ]
+CAST_AFTER = [
+    Case("cast, then scattered", lambda x, w, b: scatter((x.bfloat16() @ w.bfloat16()).float(), 1), ("matmul_reduce_scatter",)),
+    Case(
+        "a sum of products that are cast, reduced",
+        lambda x, w, b: reduced((x.bfloat16() @ w.bfloat16()).float() + (x.bfloat16() @ (w * 2).bfloat16()).float()),
+        ("matmul_all_reduce",),
+    ),
+    Case(
+        "cast, then scattered and added",
+        lambda x, w, b: scatter((x.bfloat16() @ w.bfloat16()).float(), 1) + scatter((x * 2) @ w, 1),
+        ("matmul_reduce_scatter",),
+    ),
+]
+"""With cast_after; else each says that there is such a thing."""
 ALONE = [
     Case("last gathered", lambda x, w, b: gather(x, 2) @ torch.cat([w, w]), reason="the last: weft overlaps a gather of rows"),
     Case("no matmul", lambda x, w, b: gather(x).sin(), reason=r"no matmul takes what is gathered \[8, 6, 8\]"),
@@ -136,14 +150,14 @@ ALONE = [
 ]
 
 
-def check(case: Case) -> None:
+def check(case: Case, *, cast_after: bool = False) -> None:
     """Trace, rewrite, run: the same numbers, by the operators that are expected, and no collective beside them."""
     rank = dist.get_rank()
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(rank))
     w, b = whole(8, 5, 8, torch.float32, 7 + rank)[1], torch.randn(5, generator=torch.Generator().manual_seed(3))
     wanted = case.work(x, w, b)
     traced = make_fx(case.work, tracing_mode="fake")(x, w, b)
-    overlap = CompilePass()
+    overlap = CompilePass(cast_after=cast_after)
     overlap(traced.graph)
     traced.recompile()
     got = traced(x, w, b)
@@ -153,7 +167,8 @@ def check(case: Case) -> None:
         left = [node.name for node in traced.graph.nodes if "_c10d_functional" in str(node.target)]
         assert left == [], (case.name, traced.code)
     for one, other in zip(_listed(got), _listed(wanted), strict=True):
-        tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 else {}
+        assert one.dtype == other.dtype
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 or cast_after else {}
         torch.testing.assert_close(one, other, **tolerance)
 
 

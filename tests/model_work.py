@@ -80,9 +80,10 @@ def trained(model: Any, lengths: tuple[int, ...]) -> list[Any]:
     return [*found, {name: whole(p).detach() for name, p in model.named_parameters()}]
 
 
-def written(model: Any, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+def written(model: Any, ids: torch.Tensor, tokens: int, **options: Any) -> torch.Tensor:
     """What the model goes on with, greedily."""
-    found: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False, **options}
+    found: torch.Tensor = model.generate(ids, **asked)
     return found
 
 

@@ -30,6 +30,16 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: b
     out.copy_(a.to(out.dtype) @ b.to(out.dtype))
 
 
+def test_matrices_without_columns_lie_side_by_side_as_one() -> None:
+    """A rank of a column-sharded weight of few columns has none, of every linear that shares its input."""
+    bindings = Bindings()
+    bindings.bind("a", 0, torch.ones(2, 0), torch.ones(2, 0))
+    assert [(view.shape, cols) for view, cols in bindings.pieces(region("a", (1, 2), (0, 0)))] == [((1, 0), (0, 0))]
+    bindings.bind("b", 0, torch.ones(2, 0), torch.ones(2, 3))
+    assert bindings.view(region("b", (0, 2), (0, 3))).shape == (2, 3)
+    assert bindings.view(region("b", (0, 2), (1, 1))).shape == (2, 0)
+
+
 def test_the_product_is_added_unrounded_and_the_sum_is_rounded_once() -> None:
     """1 + 2^-8 is 1 in bfloat16: rounded before it is added to, the product would lose what the sources bring back."""
     step = Gemm(

@@ -54,6 +54,32 @@ def test_backward_of_all_gather_matmul(ranks: RankFixture, schedule: str, return
         ranks(3).run(_gather_gradients, m, schedule, return_gathered)
 
 
+def _under_autocast() -> None:
+    """Results and gradients have the bits that they have without autocast, also where backward is called within."""
+    a, b, splits = _leaf(4, 8, seed=dist.get_rank()), _leaf(8, 6, seed=9), torch.tensor([1, 3])
+    for call in (
+        lambda: weft.all_gather_matmul(a, b),
+        lambda: weft.matmul_reduce_scatter(a, b),
+        lambda: weft.matmul_all_reduce(a, b),
+        lambda: weft.all_to_all_matmul(a, b, splits=splits, max_rows=8)[0],
+        lambda: weft.matmul_all_to_all(a, b, splits=splits, max_rows=8)[0],
+    ):
+        found = []
+        for autocast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.no_grad():
+                    alone = call()
+                out = call()
+                found.append([alone, out.detach(), *torch.autograd.grad(out.square().sum(), [a, b])])
+        for one, other in zip(*found, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+def test_autocast_changes_nothing(ranks: RankFixture) -> None:
+    ranks(2).run(_under_autocast)
+
+
 def _gathers_in_backward(keep: bool) -> int:
     """How often the backward gathers a."""
     from weft.library import tensor_parallel

@@ -172,6 +172,26 @@ def test_experts_without_rows(ranks: RankFixture) -> None:
     ranks(3).run(_empty)
 
 
+def _under_autocast() -> None:
+    """Weights in float32 are multiplied as one rank's are, and their gradients are float32."""
+    torch.manual_seed(0)
+    alone = MoE(HIDDEN, WIDTH, EXPERTS)
+    shared = copy.deepcopy(alone)
+    parallelize_module(shared, dist.init_device_mesh("cpu", (2,)), weft.ExpertParallel())
+    x = torch.randn(TOKENS, HIDDEN)
+    for given in (x, x.bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = alone(given), shared(given)
+        assert outs[0].dtype == outs[1].dtype == torch.bfloat16
+        torch.testing.assert_close(outs[1], outs[0], rtol=2e-2, atol=2e-2)
+        outs[1].float().sum().backward()
+    assert shared.experts.gate_up_proj.grad.dtype == torch.float32
+
+
+def test_under_autocast(ranks: RankFixture) -> None:
+    ranks(2).run(_under_autocast)
+
+
 def _compiled() -> None:
     torch.manual_seed(0)
     shared = MoE(HIDDEN, WIDTH, EXPERTS)
@@ -202,6 +222,7 @@ def _mistakes() -> None:
     weft.close()
     for module, message in (
         (Experts(3, HIDDEN, WIDTH), "Experts has 3 experts; 2 ranks do not divide them"),
+        (small, "Experts lie over ranks already"),
         (nn.Linear(2, 2), "Linear has parameters bias, weight; ExpertParallel takes experts with gate_up_proj"),
         (nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), "list of experts that are not Mixtral's"),
     ):

@@ -26,6 +26,26 @@ def test_patterns_are_found_and_give_the_same_numbers(ranks: RankFixture, kind: 
     ranks(2).run(_found, kind)
 
 
+def _cast_after() -> list[list[str]]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    told = []
+    for case in inductor_work.CAST_AFTER:
+        inductor_work.check(case, cast_after=True)
+        overlap = weft.CompilePass()
+        overlap(make_fx(case.work, tracing_mode="fake")(torch.ones(4, 6, 8), torch.ones(8, 5), torch.ones(5)).graph)
+        told.append([site.reason for site in overlap.sites if not site.overlapped])
+    return told
+
+
+def test_casts_come_after_the_reduction_if_asked_for(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_cast_after):
+        for (reason,) in told:
+            assert reason.endswith(
+                "weft reduces what it multiplies; with cast_after=True the sum is rounded to torch.bfloat16 first"
+            )
+
+
 def _alone() -> list[tuple[str, str, list[str]]]:
     return [(case.name, case.reason, inductor_work.reasons(case)) for case in inductor_work.ALONE]
 
@@ -161,14 +181,37 @@ def test_scaled_matmuls_are_left_alone(ranks: RankFixture) -> None:
     ]
 
 
+def _marked() -> list[list[str]]:
+    """What is said of places whose weights have one extent that is not known: columns, and rows that are summed over."""
+    gathered, reduced = (lambda x, w: inductor_work.gather(x) @ w), (lambda x, w: inductor_work.reduced(x @ w))
+    told = []
+    for work, extents in ((gathered, (None, 1)), (reduced, (1, 0))):
+        given = torch.randn(4, 8), torch.randn(8, 6)
+        for one, extent in zip(given, extents, strict=True):
+            if extent is not None:
+                torch._dynamo.mark_dynamic(one, extent)
+        torch._dynamo.reset()
+        overlap = weft.CompilePass()
+        torch.testing.assert_close(torch.compile(work, backend=overlap.backend)(*given), work(*given))
+        told.append([site.reason.partition(";")[0] for site in overlap.sites])
+    return told
+
+
+def test_symbolic_extents_of_weights_are_left_alone(ranks: RankFixture) -> None:
+    for gathered, reduced in ranks(2).run(_marked):
+        assert gathered == ["all_gather_into_tensor: shapes are symbolic"]
+        assert reduced == ["all_reduce: shapes are symbolic"]
+
+
 def _identities() -> list[str]:
-    return [weft.CompilePass().uuid(), weft.CompilePass().uuid(), weft.CompilePass(schedule="sequential").uuid()]
+    changed = weft.CompilePass(schedule="sequential"), weft.CompilePass(cast_after=True)
+    return [one.uuid() for one in (weft.CompilePass(), weft.CompilePass(), *changed)]
 
 
 def test_caches_tell_ranks_and_schedules_apart(ranks: RankFixture) -> None:
-    (first, again, other), (far, *_) = ranks(2).run(_identities)
+    (first, again, *others), (far, *_) = ranks(2).run(_identities)
     assert first == again
-    assert len({first, other, far}) == 3
+    assert len({first, *others, far}) == 4
 
 
 def _asked() -> list[str]:

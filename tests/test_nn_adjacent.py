@@ -52,6 +52,15 @@ def test_other_memory_ends_it(change: str) -> None:
     assert adjacent.whole_of(parts) is None
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_whole_goes_with_the_first_of_its_parts(lost: int) -> None:
+    adjacent, parts = _laid()
+    adjacent.live_with(parts)
+    assert adjacent.whole_of(parts) is not None
+    del parts[lost]
+    assert adjacent._whole is None
+
+
 def test_what_does_not_fit() -> None:
     one = torch.ones(2, 4)
     assert fits([one, torch.ones(3, 4)])
@@ -101,6 +110,26 @@ def _decoded() -> tuple[list[int], list[int]]:
 @pytest.mark.ranks
 def test_a_step_of_decoding_reads_weights_by_one_matmul(ranks: RankFixture) -> None:
     assert ranks(2).run(_decoded) == [([10], [6, 2, 2])] * 2
+
+
+def _kept() -> list[bool]:
+    """Whether memory of weights is kept that lay side by side: while they do, and once they lie elsewhere, before any call."""
+    mesh, found = dist.init_device_mesh("cpu", (2,)), []
+    for change in (None, torch.nn.Module.bfloat16, _assigned):
+        model: Any = parallelize_module(Attention(), mesh, {"": weft.SharedInput(["q", "k", "v"], argument="x")})
+        if change is not None:
+            change(model)
+        found.append(model.q._weft_shared.adjacent._whole is not None)
+    return found
+
+
+def _assigned(model: Any) -> None:
+    model.load_state_dict({name: parameter.detach().clone() for name, parameter in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.ranks
+def test_weights_that_lie_elsewhere_leave_no_copy(ranks: RankFixture) -> None:
+    assert ranks(2).run(_kept) == [[True, False, False]] * 2
 
 
 def _trained() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

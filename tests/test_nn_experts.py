@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from weft.execute.ranks import Ranks
+from weft.library.ragged import room
 from weft.nn.expert_parallel import _activation
 from weft.nn.experts import Experts, Routing, swiglu
 from weft.ops.ragged import ragged_gated
@@ -59,6 +60,13 @@ def test_sorted_by_expert_for_many_experts() -> None:
     routing = Routing(index, 300)
     assert index.flatten()[routing.order].tolist() == sorted(index.flatten().tolist())
     assert routing.order[routing.place.flatten()].tolist() == list(range(40))
+
+
+def test_room_is_of_few_sizes() -> None:
+    assert [room(rows) for rows in (0, 7, 16, 17, 1000, 16384)] == [1, 7, 16, 18, 1024, 16384]
+    sizes = {room(rows) for rows in range(1, 4097)}
+    assert len(sizes) == 16 + 8 * 8
+    assert all(rows <= room(rows) <= 1.125 * rows for rows in range(1, 4097))
 
 
 def _sides(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -28,7 +28,7 @@ def _runs(dtype: str) -> tuple[dict[str, Losses], dict[str, Any]]:
 
 def test_as_torchs_within_what_bfloat16_rounds(ranks: RankFixture) -> None:
     for runs, told in ranks(2).run(_runs, "bfloat16"):
-        assert told["report"] == "LlamaForCausalLM: overlapped 5 of 7 places that communicate"
+        assert told["report"] == "LlamaForCausalLM: overlapped 5 of 9 places that communicate"
         assert told["floor"] < runs["weft"][-1] < runs["weft"][0] - 0.5
         apart = told["distance"]
         assert apart["weft from torch"] <= 2 * apart["torch from alone"], apart

@@ -29,12 +29,12 @@ def _place(count: int, *calls: Called, reason: str = "") -> Place:
 def report() -> OverlapReport:
     fast, measured = _called("shard_p2p", 1000.0, sequential_us=1250.0, ideal_us=940.0), _called("flag_gated:1", 42.0)
     slow = _called("sequential", 3000.0, sequential_us=3000.0)
-    places = (_place(2, fast, measured), _place(3, slow), _place(1, reason="an <i> of the user's"))
+    places = (_place(2, fast, measured), _place(3, slow), _place(1, reason="an <i> of the user's"), _place(4))
     return OverlapReport(model="Llama<1>", places=places)
 
 
 def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> None:
-    assert report.headline == "Llama<1>: overlapped 2 of 6 places that communicate"
+    assert report.headline == "Llama<1>: overlapped 6 of 10 places that communicate, 4 of them not called yet"
 
 
 def test_text_has_time_gain_and_share(report: OverlapReport) -> None:
@@ -42,12 +42,15 @@ def test_text_has_time_gain_and_share(report: OverlapReport) -> None:
     assert "shard_p2p 1000 us, 1.25x sequential, 0.94 of the predicted ideal (fastest of 8 <b>)" in told[2]
     assert told[3].endswith("flag_gated:1 42 us (fastest of 8 <b>)")
     assert told[-1].strip() == "not called yet"
+    assert sum(line.strip() == "not called yet" for line in told) == 1
 
 
 def test_page_has_the_same_and_no_markup_of_names(report: OverlapReport) -> None:
     page = report.html()
-    assert "<title>Llama&lt;1&gt;: overlapped 2 of 6 places that communicate</title>" in page
-    assert re.findall(r"class='state'>([^<]*)<", page) == ["overlapped", "sequential was the fastest", "not overlapped"]
+    assert "<title>Llama&lt;1&gt;: overlapped 6 of 10 places that communicate, 4 of them not called yet</title>" in page
+    states = ["overlapped", "sequential was the fastest", "not overlapped", "overlapped"]
+    assert re.findall(r"class='state'>([^<]*)<", page) == states
+    assert page.count("; not called yet<") == 1
     cells = re.findall(r"<td(?: class='number')?>([^<]*)</td>", page)
     assert [cell for cell in cells if cell in ("1,000", "1,250 (1.25x)", "42.0")] == ["1,000", "1,250 (1.25x)", "42.0"]
     assert "94 %" in page

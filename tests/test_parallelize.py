@@ -11,7 +11,7 @@ import model_work
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole
+from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole, written
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -37,21 +37,27 @@ def places(report: str) -> dict[str, str]:
 def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind: str, others: dict[str, Any]) -> None:
     report, other = ranks(2).run(as_alone, kind, others)
     assert report == other
-    assert report.startswith(f"{model_work.KINDS[kind]}ForCausalLM: overlapped 9 of 11 places that communicate\n")
+    assert report.startswith(f"{model_work.KINDS[kind]}ForCausalLM: overlapped 9 of 13 places that communicate\n")
     told = places(report)
     assert {name.partition(": ")[2]: said for name, said in told.items() if "_proj" in name} == dict(
         zip(BLOCKS, ["all_gather_matmul", "matmul_reduce_scatter, matmul_all_reduce"] * 2, strict=True)
     )
     lookup = "an embedding with padding_idx" if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
+    assert (
+        told["model.layers.*"] == "not overlapped; its output is gathered for the final norm: no matmul follows in every call"
+    )
+    assert told["lm_head"] == "not overlapped; its logits are gathered, so that every rank has all"
     assert told["model.embed_tokens"].startswith(f"not overlapped; {lookup}")
     assert "all_gather_matmul M=22 shard_p2p time not measured (asked for)" in report
 
 
 def _some_calls_of_few_tokens() -> None:
-    """Calls on both sides of few_tokens, in training too, give one process' results."""
+    """Calls on both sides of few_tokens, in training too, give one process' results; so do other ways to generate."""
     alone = tiny("qwen3")
     model = sharded(alone, few_tokens=18)
     alike(trained(model, (9, 10, 4)), trained(alone, (9, 10, 4)))
+    for options in ({"cache_implementation": "static"}, {"num_beams": 2}):
+        assert torch.equal(written(model, text(2, 9), 3, **options), written(alone, text(2, 9), 3, **options))
     ran = str(weft.overlap_report(model))
     assert "matmul_all_reduce M=18" in ran
     assert "matmul_reduce_scatter M=20" in ran
@@ -155,12 +161,13 @@ def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
 
 
 def _reported() -> str:
+    weft.close(mesh().get_group())
     model = sharded(tiny("llama"), few_tokens=0)
     weft.nn.sites.note(model.model.layers[0], weft.nn.sites.Site(reason="a <b> of the user's"))
     with torch.no_grad():
         model(text(2, 9))
     report = weft.overlap_report(model)
-    assert (report.overlapped, report.total) == (9, 12)
+    assert (report.overlapped, report.total) == (9, 14)
     weft.close(mesh().get_group())  # what it has run is listed for every model of the group
     sequential = sharded(tiny("llama"), few_tokens=0, schedule="sequential")
     with torch.no_grad():
@@ -171,7 +178,7 @@ def _reported() -> str:
 
 def test_the_report_as_a_page(ranks: RankFixture) -> None:
     for page in ranks(2).run(_reported):
-        assert "<title>LlamaForCausalLM: overlapped 9 of 12 places that communicate</title>" in page
+        assert "<title>LlamaForCausalLM: overlapped 9 of 14 places that communicate, 1 of them not called yet</title>" in page
         assert '<th scope="row">model.layers.*.self_attn: q_proj, k_proj, v_proj</th>' in page
         assert (
             "<td>all_gather_matmul</td><td class='number'>18</td><td>shard_p2p</td><td class='number'>not measured</td>" in page
@@ -227,6 +234,16 @@ def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
     ranks(4).run(_two_dimensions)
 
 
+class Around(nn.Module):
+    """A model inside of another one that goes by its configuration, as adapters' are."""
+
+    base_model_prefix = "inside"
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside, self.config = inside, inside.config
+
+
 def _refused() -> list[str]:
     import transformers
 
@@ -241,6 +258,7 @@ def _refused() -> list[str]:
         lambda: weft.parallelize(sharded(tiny("llama")), mesh()),
         lambda: weft.parallelize(uneven, mesh()),
         lambda: weft.parallelize(tiny("llama"), mesh(), few_tokens=-1),
+        lambda: weft.parallelize(Around(tiny("llama")), mesh()),
     ):
         try:
             attempt()
@@ -258,6 +276,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model has DTensors already; call weft.parallelize once",
         "model: no block can be sharded over 2 ranks; the first runs whole on every rank: num_key_value_heads is 1",
         "few_tokens is -1; use 0 or more",
+        "model is Around around LlamaForCausalLM, which has no layers of its own; pass the model of transformers",
     ]
     for told in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told

@@ -215,6 +215,35 @@ def test_products_have_the_room_of_the_first_call(interpreted: Ranks) -> None:
     interpreted.run(_no_room)
 
 
+def _changing() -> list[tuple[int, int]]:
+    """Calls with other numbers of rows each, of which few are kept, and their memory: (programs, symmetric tensors)."""
+    from weft.execute import groups
+
+    weft.close()
+    before = groups.RAGGED_KEPT, groups.RAGGED_BYTES
+    groups.RAGGED_KEPT, groups.RAGGED_BYTES = 2, 0
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    splits, eye = torch.ones(size, dtype=torch.int32), torch.eye(8, dtype=torch.float16)
+    try:
+        for step, most in enumerate((8, 16, 24, 8, 8)):
+            a = torch.full((size, 8), 10.0 * rank + step, dtype=torch.float16)
+            out, _ = weft.all_to_all_matmul(a, eye, splits=splits, max_rows=most)
+            wanted = 10.0 * torch.arange(size) + step
+            assert torch.equal(out[:size], wanted.half()[:, None].expand(size, 8))
+            state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            assert state._peers is not None
+            found.append((len(state._ragged), len(state._peers._tensors)))
+    finally:
+        groups.RAGGED_KEPT, groups.RAGGED_BYTES = before
+        weft.close()
+    return found
+
+
+@pytest.mark.parametrize("interpreted", [2], indirect=True)
+def test_numbers_of_rows_that_change_take_no_more_memory(interpreted: Ranks) -> None:
+    assert set(map(tuple, interpreted.run(_changing))) == {((1, 4), (2, 8), (2, 8), (2, 8), (2, 8))}
+
+
 def _mistakes() -> None:
     size = dist.get_world_size()
     a, b, splits = torch.ones(6, 4), torch.ones(2, 4, 3), torch.zeros(size, 2, dtype=torch.int64)

@@ -159,18 +159,24 @@ def _every_layout() -> list[str]:
             found.append((local.detach(), part.grad, gradients(linear)))
         if found[0][0].numel():
             alike(found[1], found[0])
-        (place,) = weft.overlap_report(linear).places
-        ran.append(f"{style.__name__} {given} {wanted}: {', '.join(place.site.operators) or place.site.reason}")
+        place, *others = weft.overlap_report(linear).places
+        told = "".join(f" and {other.site.reason}" for other in others)
+        ran.append(f"{style.__name__} {given} {wanted}: {', '.join(place.site.operators) or place.site.reason}{told}")
     return ran
 
 
 def test_every_layout_is_as_torchs(ranks: RankFixture) -> None:
     lines = ranks(2).run(_every_layout)[0]
     assert len(lines) == 2 * 4 * 4 * 2
-    assert {line.split(": ")[1] for line in lines if line.startswith("ColwiseParallel S(0)")} == {"all_gather_matmul"}
-    assert {line.split(": ")[1] for line in lines if line.startswith("ColwiseParallel R")} == {"matmul_all_reduce"}
-    assert {line.split(": ")[1] for line in lines if line.startswith("RowwiseParallel S(-1) R")} == {"matmul_all_reduce"}
-    assert {line.split(": ")[1] for line in lines if line.startswith("RowwiseParallel R S(1)")} == {"matmul_reduce_scatter"}
+    for start, wanted in (
+        ("ColwiseParallel S(0) S(-1)", "all_gather_matmul"),
+        ("ColwiseParallel S(1) R", "all_gather_matmul and torch brings the output to Replicate() after the matmul"),
+        ("ColwiseParallel R S(-1)", "matmul_all_reduce"),
+        ("RowwiseParallel S(-1) R", "matmul_all_reduce"),
+        ("RowwiseParallel R S(1)", "matmul_reduce_scatter and torch brings the input from Replicate() before the matmul"),
+        ("RowwiseParallel S(0) R", "matmul_all_reduce and torch brings the input from Shard(dim=0) before the matmul"),
+    ):
+        assert {line.split(": ", 1)[1] for line in lines if line.startswith(f"{start}:")} == {wanted}
     odd = "RowwiseParallel S(0) S(-1): torch's RowwiseParallel: output_layouts is Shard(dim=-1)"
     assert any(line.startswith(odd) for line in lines)
 
@@ -180,6 +186,13 @@ class Peeking(Inner):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gate(x) + x.mean()
+
+
+class Twice(Inner):
+    """It calls one of its linears twice with one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x) + self.gate(x)
 
 
 class Wrapped(nn.Linear):
@@ -259,6 +272,54 @@ def test_compiled_checkpointed_copied_and_under_autocast(ranks: RankFixture) -> 
         assert 0 < difference < 0.05
 
 
+def _on_one_rank() -> None:
+    """Nothing is gathered: what a module is given is what its linears take, as often as they like."""
+    for make in (Inner, Twice):
+        torch.manual_seed(0)
+        alone: Any = make()
+        model = parallelize_module(copy.deepcopy(alone), mesh(), {"": weft.SharedInput(["gate", "up"])})
+        alike(model(drawn(3, 12, 6, seed=1)), alone(drawn(3, 12, 6, seed=1)))
+
+
+def test_on_one_rank(ranks: RankFixture) -> None:
+    ranks(1).run(_on_one_rank)
+
+
+def _accumulated() -> list[bool]:
+    """Two batches into the same gradients, of inputs without gradients, with weights that are frozen, with and without
+    autocast, and a pass without gradients between: as one process has them. Which parameters have gradients."""
+    found = []
+    for autocast in (False, True):
+        alone = block().inner
+        for parameter in (alone.up.weight, alone.gate.bias):
+            parameter.requires_grad_(False)
+        model = parallelize_module(
+            copy.deepcopy(alone), mesh(), {k.partition(".")[2]: s for k, s in wefts().items() if "." in k}
+        )
+        parallelize_module(model, mesh(), {"": wefts()["inner"]})
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for seed in (1, 2):
+                x = drawn(3, 12, 6, seed=seed)
+                outs = model(mine(x).detach()), alone(x)
+                assert outs[0].dtype == outs[1].dtype == (torch.bfloat16 if autocast else torch.float32)
+                outs[0].float().square().sum().backward()
+                outs[1].float().square().sum().backward()
+                with torch.no_grad():
+                    torch.testing.assert_close(model(mine(x)), mine(outs[1]), rtol=3e-2, atol=3e-2)
+        wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        tolerance = 2e-2 if autocast else 1e-5
+        for name, grad in gradients(model).items():
+            assert float((grad - wanted[name]).norm() / wanted[name].norm()) < tolerance, name
+            assert grad.dtype == torch.float32
+        found += [p.grad is not None for p in model.parameters()]
+        assert found[-5:] == [p.grad is not None for p in alone.parameters()]
+    return found
+
+
+def test_gradients_accumulate_and_frozen_weights_have_none(ranks: RankFixture) -> None:
+    assert ranks(2).run(_accumulated) == [[True, False, False, True, True] * 2] * 2
+
+
 def _misuse() -> list[str]:
     told = []
     here = mesh()
@@ -270,6 +331,8 @@ def _misuse() -> list[str]:
         lambda: weft.RowwiseParallel(schedule=3),  # type: ignore[arg-type]
         lambda: parallelize_module(nn.Linear(4, 4), here, weft.ColwiseParallel(input_layouts=Shard(2)))(torch.ones(1, 2, 4)),
         lambda: weft.overlap_report(block()),
+        lambda: parallelize_module(Inner(), here, {"": weft.SharedInput(["gate"])})(states=torch.ones(1, 2, 6)),
+        lambda: parallelize_module(Twice(), here, {"": weft.SharedInput(["gate"])})(torch.ones(1, 2, 6)),
         lambda: parallelize_module(
             parallelize_module(block(), here, wefts()), here, {"inner.gate": weft.ColwiseParallel(input_layouts=Shard(1))}
         ),
@@ -283,6 +346,7 @@ def _misuse() -> list[str]:
     x = mine(drawn(3, 12, 6, seed=1)).detach()
     assert outside.gate(x).isfinite().all(), "called directly, it has its own gather"
     assert outside(x).isnan().all(), "what is computed from the stand-in shows"
+    assert outside.gate(input=x).equal(outside.gate(x)), "the argument has the name that nn.Linear gives it"
     return told
 
 
@@ -295,6 +359,8 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "schedule is a int; a module's calls differ in size",
         "the layout Shard(dim=2) shards the last of a tensor's 3 dimensions",
         "model is a Block in which weft runs nothing",
+        "Inner is called with states; weft changes its first positional argument, or 'hidden_states' by name",
+        "a linear that shares a gathered input is called with all 4 tokens of it, not as the module was given them, or",
         "a linear is sharded by weft already",
     ]
     for told in ranks(2).run(_misuse):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.nn.dlrm import DLRM, ShardedEmbeddingBags, even_ranges
@@ -135,6 +136,30 @@ def test_trains_as_on_one_rank(ranks: RankFixture, adagrad: bool) -> None:
     assert ranks(3).run(_training, adagrad) == [[[0], [1], [2, 3, 4]]] * 3
 
 
+def _wrapped() -> None:
+    """DistributedDataParallel of the whole model averages its MLPs, and leaves each rank its own tables: as by hand."""
+    rank, size, lr = dist.get_rank(), dist.get_world_size(), 0.3
+    model = _model(weft.RowwiseAdagrad(lr=lr))
+    by_hand = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model)
+    for seed in range(2):
+        dense, _, indices, lengths, clicks = _draw(seed)
+        wanted = _step(by_hand, lr, (dense, indices, lengths, clicks))
+        got = wrapped(dense.chunk(size)[rank], *model.bags.own_bags(indices, lengths))
+        binary_cross_entropy_with_logits(got, clicks.chunk(size)[rank]).backward()
+        torch.testing.assert_close(got.detach(), wanted)
+        with torch.no_grad():
+            for parameter in (*model.bottom.parameters(), *model.top.parameters()):
+                parameter -= lr * parameter.grad  # type: ignore[operator]
+                parameter.grad = None
+    for one, other in zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_data_parallelism_of_the_whole_leaves_tables_alone(ranks: RankFixture) -> None:
+    ranks(2).run(_wrapped)
+
+
 def _dense_gradients() -> None:
     model = _model(None)
     dense, _, indices, lengths, _ = _draw(0)
@@ -180,6 +205,14 @@ def _loaded_from_all(model: DLRM) -> DLRM:
 
 def test_saved_and_loaded(ranks: RankFixture, tmp_path: Path) -> None:
     ranks(2).run(_saved, str(tmp_path))
+
+
+def _reported() -> str:
+    return weft.overlap_report(ShardedEmbeddingBags([(4, 2)])).headline
+
+
+def test_a_rank_without_tables_reports_too(ranks: RankFixture) -> None:
+    assert ranks(2).run(_reported) == ["ShardedEmbeddingBags: overlapped 1 of 1 places that communicate"] * 2
 
 
 def _mistakes() -> None:

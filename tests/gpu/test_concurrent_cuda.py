@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from concurrent_work import OPS, Exchange, Products
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -338,6 +338,44 @@ def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
         optimizer.step()
         seen.append(float(loss))
     return seen, str(trial.way) if trial else ""
+
+
+def _offloaded(way: str | None) -> tuple[list[float], str]:
+    """Losses with parameters on CPUs, gathered on GPUs; the device of whoever times them."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    trial = weft.hooks.fsdp(model, way=way, key=f"offloaded {way}") if way else None
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(6):
+        x = torch.randn(64, 512, generator=draw).cuda()
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(float(loss))
+    return seen, trial.device.device.type if trial else "cuda"
+
+
+def _all_offloaded() -> None:
+    _alarm()
+    weft.close()
+    plain, _ = _offloaded(None)
+    for way in ("vendor+ahead=1", "copy_engine+ctas=8"):
+        _alarm()
+        mine, device = _offloaded(way)
+        assert device == "cuda"
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-4, atol=1e-5)
+    torch.cuda.synchronize()
+    dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_offloaded_parameters_train_as_pytorch_does(pool: Ranks) -> None:
+    pool.run(_all_offloaded, timeout_s=90)
 
 
 def _trained(kind: str, ways: list[str]) -> Told:

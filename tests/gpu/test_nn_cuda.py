@@ -109,6 +109,45 @@ def _experts() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
+def _changing() -> list[float]:
+    """Experts in float32 under autocast, with another number of tokens in each call: as on one rank. MiB that are free after
+    each round of sizes, of which fewer programs are kept than there are."""
+    from weft.execute import groups
+
+    weft.close()
+    before = groups.RAGGED_KEPT, groups.RAGGED_BYTES
+    groups.RAGGED_KEPT, groups.RAGGED_BYTES = 4, 0
+    rank, size, free = dist.get_rank(), dist.get_world_size(), []
+    torch.manual_seed(0)
+    alone = Experts(2 * size, 256, 512).cuda()
+    shared = copy.deepcopy(alone)
+    parallelize_module(shared, dist.init_device_mesh("cuda", (size,)), weft.ExpertParallel())
+    for round_ in range(4):
+        faulthandler.dump_traceback_later(40, exit=True)
+        for tokens in (96, 33, 64):
+            x, index, weights = (part[rank, :tokens] for part in _routed(size, round_))
+            with torch.autocast("cuda", torch.bfloat16):
+                got, wanted = shared(x.float(), index, weights), alone(x.float(), index, weights)
+            assert got.dtype == wanted.dtype == torch.bfloat16
+            _alike(got, wanted)
+            got.float().sum().backward()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.empty_cache()
+        free.append(torch.cuda.mem_get_info()[0] / 2**20)
+    assert shared.gate_up_proj.grad.dtype == torch.float32  # type: ignore[union-attr]
+    groups.RAGGED_KEPT, groups.RAGGED_BYTES = before
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return free
+
+
+def test_numbers_of_tokens_that_change_take_no_more_memory(pool: Ranks) -> None:
+    """A round binds some twelve programs of four symmetric tensors, each of 2 MiB at least: 100 MiB a round, were they kept."""
+    for free in pool.run(_changing, timeout_s=100):
+        assert free[1] - free[-1] < 64, free
+
+
 def _alike(got: torch.Tensor, wanted: torch.Tensor) -> None:
     difference = (got.float() - wanted.float()).abs().max() / wanted.float().abs().max()
     assert difference < 0.03, difference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from weft.beside.collectives import Collective
+from weft.beside.collectives import Collective, SendReceive
 from weft.beside.kernels import Kernels
 from weft.beside.sites import Site, Sites, Use, sites_of
 from weft.beside.trials import Settled
@@ -94,7 +95,7 @@ def concurrent(
         named = _key_of(compute) if key is None else key
         context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
     else:
-        context = Concurrent(mine, _way(way), sites, known)
+        context = Concurrent(mine, _way(way, mine, kernels), sites, known)
     return context if run is None else context.run(run, repeatable=repeatable)
 
 
@@ -109,7 +110,9 @@ def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Settled]:
 class Concurrent:
     """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes, once entered.
 
-    kernels: what to launch for the kernels that were named."""
+    kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
+
+    _left_out = False
 
     def __init__(self, collectives: Sequence[Collective], how: Site | Way, sites: Sites, kernels: Kernels) -> None:
         self._collectives, self._known = tuple(collectives), kernels
@@ -118,6 +121,12 @@ class Concurrent:
         self._device = sites.device(collectives[0].device)
         self._stack: ExitStack | None = None
         self.kernels: tuple[Any, ...] = kernels.of(0)
+        self._left_out = True
+
+    def __del__(self) -> None:
+        if self._left_out:
+            what = ", ".join(collective.describe() for collective in self._collectives)
+            warnings.warn(f"a weft.concurrent was never entered, so that {what} did not run; use `with`", RuntimeWarning)  # noqa: B028 - nobody's line
 
     @property
     def way(self) -> str:
@@ -127,6 +136,7 @@ class Concurrent:
     def __enter__(self) -> Concurrent:
         if self._stack is not None:
             raise ValueError("this context has been entered before; make one for each use")
+        self._left_out = False
         with ExitStack() as stack:
             if self._site is None:
                 self._device.prepare(self._way, self._collectives)
@@ -145,6 +155,7 @@ class Concurrent:
 
     def run(self, compute: Callable[..., T], *, repeatable: bool) -> T:
         """compute's result, with the collectives beside it. repeatable: compute may run many times, to choose a way now."""
+        self._left_out = False
         if repeatable and self._site is not None and not self._site.settled and not self._device.capturing:
             self._choose(self._site, compute)
         with self:
@@ -173,9 +184,15 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
     return mine
 
 
-def _way(way: str | Way) -> Way:
-    """The value. Raises ValueError for one about sharded parameters."""
+def _way(way: str | Way, collectives: Sequence[Collective], kernels: Sequence[Any]) -> Way:
+    """The value. Raises ValueError for one about sharded parameters, and for what would change nothing here."""
     found = way if isinstance(way, Way) else parse(way)
+    if found.resident and not kernels:
+        raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")
+    if (found.priority or found.ctas) and any(isinstance(collective, SendReceive) for collective in collectives):
+        raise ValueError(
+            f"way is '{found}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
+        )
     for name in SHARDED:
         if getattr(found, name):
             raise ValueError(f"way is '{found}'; {name} is for weft.hooks.fsdp, leave it out")

@@ -86,7 +86,7 @@ class Site:
         """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
         try:
             if self._steps is None:
-                self._steps = self.judge.rotation(collectives)
+                self._steps = self.judge.rotation()
                 return parse(next(self._steps))
             return parse(self._steps.send(Turn(self._last, collectives)))
         except StopIteration as end:

@@ -6,7 +6,8 @@ is timed is whole steps, from the first collective of one to that of another, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from weft.beside.device import Device
 from weft.beside.sites import Sites, sites_of
 from weft.beside.trials import Judge, Settled
 from weft.execute.groups import GROUPS
-from weft.ops.checks import group_of
+from weft.ops.checks import DTYPES, group_of
 from weft.planner.ways import Way, parse, possible
 
 WARM_UP = 2
@@ -26,17 +27,28 @@ PROBE = 1024
 """Elements of the collective by which ways are rehearsed."""
 
 
-def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str]) -> tuple[str, ...]:
-    """What `way` stands for: auto for those that are tried. without: what a framework's steps cannot have.
+def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str], no_copies: str = "") -> tuple[str, ...]:
+    """What `way` stands for: auto for those that are tried. without: what a framework's steps cannot have. no_copies: why copy
+    engines cannot sum a model's gradients, if so; then auto does not try them, with a warning.
 
-    Raises ValueError for a way that has it.
+    Raises ValueError for a way that has what cannot be.
     """
     if way == "auto":
-        return tuple(tried)
+        if no_copies:
+            warnings.warn(f"copy_engine is not tried: {no_copies}", stacklevel=3)
+        return tuple(spec for spec in tried if not (no_copies and parse(spec).transport == "copy_engine"))
+    if no_copies and parse(way).transport == "copy_engine":
+        raise ValueError(f"way is {way!r}, but {no_copies}; use vendor")
     for name in without:
         if getattr(parse(way), name):
             raise ValueError(f"way is {way!r}; {name} is not to be had here: use auto, or one like {', '.join(tried)}")
     return (way,)
+
+
+def why_not_summed(dtypes: Iterable[torch.dtype]) -> str:
+    """Why copy engines cannot sum gradients of these; empty if they can."""
+    others = sorted({str(dtype) for dtype in dtypes if dtype not in DTYPES})
+    return f"gradients are {', '.join(others)}; copy engines sum {', '.join(DTYPES.values())}" if others else ""
 
 
 class StepTrial:

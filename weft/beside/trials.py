@@ -153,14 +153,18 @@ class Judge:
                 times[str(way)].append(max(self._meet(f"{way} in turns: {turn}", mine)))
         return {spec: statistics.median(some) / 1e3 for spec, some in times.items()}
 
-    def rotation(self, collectives: Sequence[Collective]) -> Steps:
-        """Find the way a use at a time, from what each part takes alone on."""
-        sounded = []
-        for use in range(SOUNDINGS):
-            turn = yield BASE
-            collectives = turn.collectives
-            if use and turn.last is not None:
-                sounded.append(turn.last)
+    def rotation(self) -> Steps:
+        """Find the way a use at a time, from what each part takes alone on. Between uses it holds none of their tensors."""
+        before = []
+        for _ in range(SOUNDINGS - 1):
+            before.append((yield BASE).last)
+        tried, found = self._sounded(before, (yield BASE))
+        return (yield from self.turns(tried, found))
+
+    def _sounded(self, before: Sequence[Sample | None], turn: Turn) -> tuple[tuple[str, ...], Load]:
+        """(the ways that uses take in turn, what each part takes alone), by all soundings but the first. turn: the use that
+        begins now, whose collectives are rehearsed."""
+        sounded, collectives = [sample for sample in (*before[1:], turn.last) if sample is not None], turn.collectives
         found = Load(
             compute_us=self.slowest_us("computation", [(s.enqueued, s.end) for s in sounded]),
             communication_us=self.slowest_us("collectives", [(s.begin, s.enqueued) for s in sounded]),
@@ -168,8 +172,7 @@ class Judge:
         )
         specs = shortlist(self._abilities(collectives), found, self._machine, IN_ROTATION)
         with ExitStack() as stack:
-            tried = self.ready(specs, [stack.enter_context(collective.rehearsed()) for collective in collectives])
-        return (yield from self.turns(tried, found))
+            return self.ready(specs, [stack.enter_context(collective.rehearsed()) for collective in collectives]), found
 
     def turns(self, specs: Sequence[str], found: Load | None = None) -> Steps:
         """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties."""
@@ -178,9 +181,9 @@ class Judge:
         samples: dict[str, list[Sample]] = {spec: [] for spec in specs}
         for round_ in range(1 + ROUNDS):
             for spec in specs:
-                turn = yield spec
-                if round_ and turn.last is not None:
-                    samples[spec].append(turn.last)
+                last = (yield spec).last
+                if round_ and last is not None:
+                    samples[spec].append(last)
         spans = {spec: [(s.begin, s.end) for s in some] for spec, some in samples.items()}
         trials = tuple(Trial(spec=spec, us=self.slowest_us(spec, some)) for spec, some in spans.items())
         return Settled(key=self.key, way=leader(trials).spec, load=found, trials=trials)

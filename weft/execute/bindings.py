@@ -59,5 +59,7 @@ class Bindings:
             if whole.shape == (rows.stop, high) and rows.start == low == 0:
                 return columns
             return [(whole[rows, low:high], (0, high - low))]
+        if low == high:
+            return [(columns[0][0][rows, :0], (0, 0))]
         cut = [(t, first, max(low, first), min(high, last)) for t, (first, last) in columns]
-        return [(t[rows, lo - first : hi - first], (lo - low, hi - low)) for t, first, lo, hi in cut if hi > lo or low == high]
+        return [(t[rows, lo - first : hi - first], (lo - low, hi - low)) for t, first, lo, hi in cut if hi > lo]

@@ -55,6 +55,11 @@ PROGRAMS_PER_GROUP = 128
 """Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
 
 
+RAGGED_KEPT, RAGGED_BYTES = 8, 2 << 30
+"""Programs of calls with splits: so many are kept whatever they take, others only while all take no more than these bytes.
+Each has room for as many rows as may arrive, and numbers of tokens may change at every step."""
+
+
 class _PlainMode(threading.local):
     """A context in which tensors are plain ones and nothing is recorded for a backward pass. torch's own contexts take some
     20 us of a call, so that of inference mode is entered only from within inference mode."""
@@ -106,7 +111,7 @@ class GroupState:
         self._unproved = Unproved()
         self._peers: Peers | None = None
         self._attached: dict[type, Any] = {}
-        self._ragged: dict[tuple[object, ...], tuple[int, RaggedProgram]] = {}
+        self._ragged: OrderedDict[tuple[object, ...], tuple[int, RaggedProgram]] = OrderedDict()
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
 
@@ -143,6 +148,8 @@ class GroupState:
                 return on_host(self.team, call)
             capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
             number, program = self._ragged.get(call.key) or self._bind_ragged(call, capturing=capturing)
+            self._ragged.move_to_end(call.key)
+            program.captured |= capturing
             try:
                 program.check_room(call)
             except ValueError as error:
@@ -162,9 +169,21 @@ class GroupState:
             raise ValueError("splits: call the operator once with these sizes before capturing a graph")
         heights = self.team.enter(call.describe(), call.a.shape[0])
         self._peers = self._peers or Peers(self.team.group)
+        self._make_room()
         bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call, a_rows=max(heights))
         self._ragged[call.key] = bound
         return bound
+
+    def _make_room(self) -> None:
+        """Free programs with splits that were not used for the longest, the same on every rank. Those in graphs stay."""
+        idle = [key for key, (_, program) in self._ragged.items() if not program.captured]
+        for key in idle[: max(0, len(self._ragged) + 1 - RAGGED_KEPT)]:
+            if sum(program.nbytes for _, program in self._ragged.values()) <= RAGGED_BYTES:
+                return
+            try:
+                self._ragged.pop(key)[1].close()
+            except ValueError as error:
+                raise self._failed(error) from None
 
     def _failed(self, error: BaseException) -> BaseException:
         """Peers wait for this rank: whatever ends its call must end theirs, with the reason."""

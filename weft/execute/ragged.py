@@ -79,17 +79,29 @@ class Arrived:
 
 class RaggedProgram:
     """The kernels of one kind of call. Collective: every rank constructs it for the same. a_rows: the most that an a of a rank
-    has in its first call."""
+    has in its first call. captured: whether a graph may run it again."""
+
+    captured = False
 
     def __init__(self, peers: Peers, call: RaggedCall, *, a_rows: int) -> None:
         self.peers = peers
         self.shape = _shape(call, peers.rank, peers.world_size, a_rows)
         _check_kernels(call, peers.world_size)
-        symmetric = {
+        self._symmetric = {
             name: peers.tensor(extents, dtype, name=name) for name, (extents, dtype) in symmetric_shapes(self.shape).items()
         }
-        self.exchange = Exchange(self.shape, symmetric, sms=peers.resident_blocks, tries=peers.tries)
+        self.exchange = Exchange(self.shape, self._symmetric, sms=peers.resident_blocks, tries=peers.tries)
         self._last: torch.cuda.Stream | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of its symmetric memory; the same on every rank."""
+        return sum(tensor.local.nbytes for tensor in self._symmetric.values())
+
+    def close(self) -> None:
+        """Free its memory. Collective; waits for every rank's device. Raises what its last calls have noted."""
+        self.peers.drop(self._symmetric.values())
+        self._raise_noted()
 
     def run(self, call: RaggedCall) -> Arrived:
         """One call, on torch's current stream. Raises what an earlier one has noted."""
@@ -231,7 +243,11 @@ def _by_other(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(rows: torch.Tensor, b: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    return torch.cat([part @ one for part, one in zip(torch.split(rows, counts), b, strict=True)])
+    """Into memory of its own, which autocast leaves in its dtype."""
+    out = rows.new_empty(rows.shape[0], b.shape[2])
+    for part, one, place in zip(torch.split(rows, counts), b, torch.split(out, counts), strict=True):
+        torch.mm(part, one, out=place)
+    return out
 
 
 def _filled(rows: torch.Tensor, height: int) -> torch.Tensor:

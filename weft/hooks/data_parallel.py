@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.beside.collectives import AllReduce
-from weft.beside.steps import StepTrial, ways_of
+from weft.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.planner.ways import PLAIN, Way
 
 WAYS = (
@@ -44,7 +44,9 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
-    trial = StepTrial(key, ways_of(way, WAYS, without=_DDP_DECIDES), next(model.parameters()).device, model.process_group)
+    no_copies = why_not_summed(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    specs = ways_of(way, WAYS, without=_DDP_DECIDES, no_copies=no_copies)
+    trial = StepTrial(key, specs, next(model.parameters()).device, model.process_group)
     model.register_comm_hook(_Steps(trial, model.process_group), _average)
     return trial
 

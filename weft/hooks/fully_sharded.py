@@ -6,7 +6,7 @@ the layers that need them, and how often a step. `vendor` alone is what fully_sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from weft import collectives
 from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
-from weft.beside.steps import StepTrial, ways_of
+from weft.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.controls import comm_stream
 from weft.hooks.gathered import Gathered
 from weft.planner.ways import PLAIN
@@ -50,17 +50,20 @@ def fsdp(
     group: the ranks that agree on it; default: the default group. key: names this model in weft.concurrent_choices.
     spare_bytes: what gathered parameters may take more of this device's memory than fully_shard has them take: auto tries KEPT
     where all of them fit into it; the same on every rank. What is returned has the way that steps take now.
+    Any mixed precision, reshard_after_forward and offloading to CPUs may be fully_shard's; what it sums has to be of a dtype
+    that copy engines sum, and not of set_gradient_divide_factor's, for ways that have them.
     Raises ValueError for a model without such a module, or on no device yet, and for another way.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not sharded:
+    parameter = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
+    if not sharded or parameter is None:
         raise ValueError("model has no module of fully_shard's; call torch.distributed.fsdp.fully_shard on it first")
-    device = next(model.parameters()).device
-    if device.type == "meta":
+    if parameter.device.type == "meta":
         raise ValueError("model is on the meta device; materialise it first")
-    specs = ways_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES)
+    specs = ways_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES, no_copies=_why_no_copies(sharded))
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
+    device = _computing(parameter.device, parameter.device_mesh.device_type)
     steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded))
     model.register_forward_pre_hook(steps.forward, prepend=True)
     gather, scatter = _AllGather(steps), _ReduceScatter(steps)
@@ -78,6 +81,27 @@ def _tried(model: nn.Module, spare_bytes: int) -> tuple[str, ...]:
     whole = all(mesh.ndim == 1 and mesh.size() == dist.get_world_size() for mesh in meshes)
     kept = KEPT if sum(parameter.numel() * parameter.element_size() for parameter in sharded) <= spare_bytes else ()
     return tuple(spec for spec in WAYS + kept if whole or not spec.startswith("vendor+ctas"))
+
+
+def _computing(kept: torch.device, kind: str) -> torch.device:
+    """The device that parameters are gathered on, of the mesh's kind. kept: where their shards are: offloaded, on a CPU."""
+    return kept if kept.type == kind else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _why_no_copies(sharded: Sequence[FSDPModule]) -> str:
+    """Why copy engines cannot sum what these modules scatter; empty if they can."""
+    groups = [group for group in (module._get_fsdp_state()._fsdp_param_group for module in sharded) if group is not None]
+    if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
+        return "gradients are divided by set_gradient_divide_factor's number; copy engines take sums and means"
+    return why_not_summed(dtype for group in groups for dtype in _scattered(group))
+
+
+def _scattered(group: Any) -> Iterator[torch.dtype]:
+    """The dtypes in which fully_shard scatters a group's gradients."""
+    policy = group.mp_policy
+    for parameter in (each.sharded_param for each in group.fsdp_params):
+        if parameter.requires_grad:
+            yield policy.reduce_dtype or policy.param_dtype or parameter.dtype
 
 
 class _Steps:

@@ -53,6 +53,8 @@ class CompilePass(CustomGraphPass):
         a matmul, then all_reduce                       matmul_all_reduce
 
     schedule: as the operators take it, a name or "auto"; or one for each operator, by its name. operators: the ones to put in.
+    cast_after: a product that is cast to more bits before its reduction, as in autocast's backward, is cast after it instead:
+    half the bytes travel, and the sum, made in float32, is rounded to the product's dtype before it is cast.
 
     What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, scaled_mm and
     bmm, symbolic shapes, a product that is needed before its reduction. A linear's bias is added after the product, which
@@ -63,8 +65,10 @@ class CompilePass(CustomGraphPass):
     Sources: as the operators'; PyTorch has such a pass for its own async tensor parallelism.
     """
 
-    def __init__(self, *, schedule: str | Mapping[str, str] = "auto", operators: Sequence[str] = _OPS) -> None:
-        self.operators = tuple(operators)
+    def __init__(
+        self, *, schedule: str | Mapping[str, str] = "auto", operators: Sequence[str] = _OPS, cast_after: bool = False
+    ) -> None:
+        self.operators, self.cast_after = tuple(operators), cast_after
         for name in self.operators:
             if name not in _OPS:
                 raise ValueError(f"operators has {name!r}; use {', '.join(_OPS)}")
@@ -133,7 +137,7 @@ class CompilePass(CustomGraphPass):
         for start in starts:
             try:
                 self._check_asked(scatters.OPERATORS[start.target])
-                found.append(scatters.read(start))
+                found.append(scatters.read(start, cast_after=self.cast_after))
             except Refused as refused:
                 self._note(start, (), f"{_short(start)}: {refused}")
         for site in scatters.added(found):
@@ -159,7 +163,8 @@ class CompilePass(CustomGraphPass):
     def uuid(self) -> str:
         """What Inductor's caches tell graphs apart by: this package's sources, what was asked for, and this rank, which is in
         the graphs."""
-        digest = hashlib.sha256(repr((__version__, sorted(self.schedules.items()), _rank_and_size())).encode())
+        asked = __version__, sorted(self.schedules.items()), self.cast_after, _rank_and_size()
+        digest = hashlib.sha256(repr(asked).encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())
         return digest.hexdigest()

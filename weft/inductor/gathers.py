@@ -152,6 +152,7 @@ def _product(user: Node, a: Node, columns: int) -> Product | None:
         return None
     b = user.args[place + 1]
     assert isinstance(b, Node)
+    value(b)  # Refused where its extents are not known
     return Product(user, b, bias if isinstance(bias, Node) else None)
 
 

@@ -9,6 +9,9 @@ which torch's tensor parallelism leaves in a backward: one reduction is then lef
     wait(reduce(x)) + wait(reduce(y)) = wait(reduce(x + y))
 
 A bias, mm(a, b) + bias / world_size, is how DTensor writes one that all ranks share: it is added once, after the reduction.
+
+A cast to more bits between, as autocast's backward has it, may come after the reduction instead, if that is asked for: partial
+products then travel as they are, half the bytes, and their sum is rounded to their dtype.
 """
 
 from __future__ import annotations
@@ -84,12 +87,14 @@ class _Reduction:
     nodes: tuple[Node, ...]
 
 
-def read(start: Node) -> Scatter:
-    """What ends in this collective. Raises Refused if no operator of weft replaces it."""
+def read(start: Node, *, cast_after: bool = False) -> Scatter:
+    """What ends in this collective. cast_after: a cast of the product to more bits may come after it. Raises Refused if no
+    operator of weft replaces it."""
     found = _reduction(start)
     if found.dim is not None and found.dim == value(found.source).dim() - 1:
         raise Refused(f"dimension {found.dim} of {value(found.source).dim()} is scattered, the last: weft overlaps rows")
-    terms, nodes = _terms(found.source, shape(found.source), {found.start, *found.nodes})
+    terms, nodes = _terms(found.source, shape(found.source), {found.start, *found.nodes}, cast_after)
+    check_value(terms[0].node)
     if any(term.bias and term.bias.args[1] != place_in(found.group)[1] for term in terms):
         raise Refused("the matmul adds a bias of each rank's own")
     if found.reduce != "sum" and any(term.bias for term in terms):
@@ -185,7 +190,7 @@ def _reduction(start: Node) -> _Reduction:
     return _Reduction(start, waits[0], reduce, group, laid.source, laid.dim, nodes)
 
 
-def _terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple[tuple[Term, ...], list[Node]]:
+def _terms(source: Node, extents: Sequence[int], users: set[Node], cast_after: bool) -> tuple[tuple[Term, ...], list[Node]]:
     """(the products that `source` is the sum of, the nodes from them to `source`). users: the only ones that `source` may
     have."""
     chain = before_reshapes(source)
@@ -194,13 +199,25 @@ def _terms(source: Node, extents: Sequence[int], users: set[Node]) -> tuple[tupl
             raise Refused("the product is needed before it is reduced, too")
     root = chain[-1]
     if root.target is aten.add.Tensor:
-        return _sum(root, extents, chain)
+        return _sum(root, extents, chain, cast_after)
     if cast_to(root):
-        raise Refused(f"the product is cast to {value(root).dtype} before it is reduced; weft reduces what it multiplies")
+        terms, more = _terms(_widened(root, cast_after), extents, {root}, cast_after)
+        return terms, [*chain, *more]
     return (_term(root, extents),), chain
 
 
-def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[Term, ...], list[Node]]:
+def _widened(cast: Node, cast_after: bool) -> Node:
+    """What is cast. Raises Refused where the cast cannot come after the reduction."""
+    product = cast.args[0]
+    assert isinstance(product, Node)
+    narrow, wide = value(product).dtype, value(cast).dtype
+    if not cast_after or narrow.itemsize >= wide.itemsize:
+        hint = "" if narrow.itemsize >= wide.itemsize else f"; with cast_after=True the sum is rounded to {narrow} first"
+        raise Refused(f"the product is cast to {wide} before it is reduced; weft reduces what it multiplies{hint}")
+    return product
+
+
+def _sum(root: Node, extents: Sequence[int], chain: list[Node], cast_after: bool) -> tuple[tuple[Term, ...], list[Node]]:
     found: list[Term] = []
     nodes = list(chain)
     if argument(root, 2, "alpha", 1) != 1 or len(root.args) < 2:
@@ -208,7 +225,7 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node]) -> tuple[tuple[T
     for part in root.args[:2]:
         if not isinstance(part, Node) or shape(part) != shape(root):
             raise Refused("what is reduced is a sum of a product and something else")
-        terms, more = _terms(part, extents, {root})
+        terms, more = _terms(part, extents, {root}, cast_after)
         found += terms
         nodes += more
     if any(term.bias for term in found):
@@ -222,6 +239,7 @@ def _term(root: Node, extents: Sequence[int]) -> Term:
     *bias, a, b = root.args[:3] if root.target is aten.addmm.default else root.args[:2]
     assert isinstance(a, Node)
     assert isinstance(b, Node)
+    value(a)  # Refused where its extents are not known, those that are summed over
     if shape(root)[-1] != extents[-1]:
         raise Refused(f"the product {shape(root)} is reduced as {list(extents)}, with other columns")
     if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1) and bias:
@@ -260,6 +278,8 @@ def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
             own = [extent // size if d == site.dim else extent for d, extent in enumerate(site.extents)]
             out = write.from_front(out, site.dim, own)
             out = out if bias is None else write(aten.add.Tensor, out, bias)
+        if value(out).dtype != value(site.end).dtype:
+            out = write(torch.ops.prims.convert_element_type.default, out, value(site.end).dtype)
         out = write.reshape(out, shape(site.end))
     site.end.replace_all_uses_with(out)
     site.starts[-1].replace_all_uses_with(out, lambda user: user is not site.end)

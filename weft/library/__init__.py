@@ -8,6 +8,7 @@ group, the group's threads outlive its destruction (docs/log.md).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -32,7 +33,20 @@ def register(
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"weft::{name}", fake, lib=_LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(f"weft::{name}", backward, setup_context=context, lib=_LIBRARY)
+        torch.library.register_autograd(f"weft::{name}", _as_given(backward), setup_context=context, lib=_LIBRARY)
+
+
+def _as_given(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose matmuls keep to their dtypes, as its operator did, also where it is called under autocast."""
+
+    @wraps(backward)
+    def run(*given: Any) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return backward(*given)
+        with torch._C._DisableAutocast():
+            return backward(*given)
+
+    return run
 
 
 def unseen(*tensors: torch.Tensor) -> bool:

@@ -8,11 +8,13 @@ than its launch. The gradient of what several linears have read is a product wit
 copied into one matrix for it (0.7 % of a training step of Llama 3 70B on two H200).
 
 Each weight has its own storage since checkpoints and FSDP take tensors of one storage for one tensor. Whatever gives a weight
-other memory (`to`, a checkpoint that is assigned, a copy of the module) ends this, and nothing else changes.
+other memory (`to`, fully_shard, a checkpoint that is assigned, a copy of the module) ends this, and nothing else changes: the
+whole is kept no longer than the weights that lie in it. Weights on the meta device have no place, so do not come to lie so.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +42,15 @@ class Adjacent:
         with torch.no_grad():
             self._whole = torch.cat([weight.detach() for weight in weights])
             return [from_dlpack(part) for part in torch.split(self._whole, [len(weight) for weight in weights])]
+
+    def live_with(self, weights: Sequence[Tensor]) -> None:
+        """Give up the whole, whose memory is all of theirs, once one of these has gone. That needs no call, of which a compiled
+        model has none: what fully_shard wants to free is free before the first step."""
+        for weight in weights:
+            weakref.finalize(weight, self._forget).atexit = False
+
+    def _forget(self) -> None:
+        self._whole = None
 
     def whole_of(self, weights: Sequence[Tensor]) -> Tensor | None:
         """One matrix of all these weights if they still lie where they were laid; else None, from then on."""

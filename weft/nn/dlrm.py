@@ -77,6 +77,7 @@ class ShardedEmbeddingBags(nn.Module):
 
     A rank's state_dict has its own tables, `tables.7`, by their number among all, and `states.7`; loading ignores those of
     other ranks, so that a state of all tables can be loaded anywhere, and torch.distributed.checkpoint saves each once.
+    DistributedDataParallel of this module, or of DLRM, leaves tables and states alone; of a larger one, it has to be told.
 
     Raises ValueError for sizes and pooling that differ in number, or a table without rows.
     """
@@ -113,6 +114,7 @@ class ShardedEmbeddingBags(nn.Module):
             self.tables[str(at)] = nn.Parameter(table)
             if isinstance(optimizer, RowwiseAdagrad):
                 self.states.register_buffer(str(at), torch.zeros(rows, dtype=torch.float32, device=device))
+        self._ddp_params_and_buffers_to_ignore = [*dict(self.named_parameters()), *dict(self.named_buffers())]
         self.register_load_state_dict_pre_hook(_without_others)  # type: ignore[no-untyped-call]
         note(self, Site(operators=("embedding_bag_all_to_all",), reason=f"tables {[len(own) for own in self.ranges]} by rank"))
 
@@ -187,6 +189,7 @@ class DLRM(nn.Module):
         self.bottom = _mlp([dense, *bottom], last=True, device=device)
         self.top = _mlp([bottom[-1] + features * (features - 1) // 2, *top], last=False, device=device)
         self.bags = ShardedEmbeddingBags(sizes, group, device=device, **options)
+        self._ddp_params_and_buffers_to_ignore = [f"bags.{name}" for name in self.bags._ddp_params_and_buffers_to_ignore]
         below, above = torch.tril_indices(features, features, -1, device=device)
         self.register_buffer("pairs", below * features + above, persistent=False)
 

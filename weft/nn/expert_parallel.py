@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.nn.experts import Activation, Experts, Routing, experts_apart, swiglu
+from weft.nn.products import in_one_dtype
 from weft.nn.sites import Site, note
 
 _STACKED = ("gate_up_proj", "down_proj")
@@ -73,6 +74,7 @@ class _Apart(nn.Module):
         if not getattr(self, "is_transposed", False):
             into, out = into.transpose(1, 2), out.transpose(1, 2)
         routing = Routing(top_k_index, cast(int, self.num_experts))
+        hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
         group, capacity = weights[0].device_mesh.get_group(), self.__dict__["_weft_capacity"]
         return experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, capacity)
 
@@ -93,6 +95,8 @@ def _apart(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
     """ValueError unless these are stacked experts that ranks divide."""
+    if isinstance(experts, _Apart):
+        raise ValueError(f"{type(experts).__name__} lie over ranks already; name them once, by their block or by themselves")
     own, name = {key for key, _ in experts.named_parameters()}, type(experts).__name__
     if own != set(_STACKED) or not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
         raise ValueError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft.library.experts  # noqa: F401 - defines what torch.ops.weft is asked for here
+from weft.library.ragged import room
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged import ragged_gated
 
@@ -91,14 +92,15 @@ def experts_apart(
         all_to_all_single(received, rows); grouped matmuls; all_to_all_single(home, results)
 
     x: [T, H], this rank's tokens, as many as every rank's. into: [e, H, 2 F], out: [e, F, H], this rank's experts. capacity:
-    the most rows that may arrive at a rank, in multiples of T k; None: all that ranks can send. Returns [T, H].
+    the most rows that may arrive at a rank, in multiples of T k, rounded up (weft.library.ragged.room); None: all that ranks
+    can send. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home
 
     Where no gradient is asked for and act is swiglu, it is the end of the first matmul, whose product is never stored.
     """
     size, sent = group.size(), routing.order.shape[0]
-    most = size * sent if capacity is None else max(1, int(capacity * sent))
+    most = room(size * sent if capacity is None else int(capacity * sent))
     splits, rows = routing.counts.view(size, -1), routing.spread(x)
     if act is swiglu and not (torch.is_grad_enabled() and (rows.requires_grad or into.requires_grad)):
         middle, arrived = ragged_gated(rows, into, group, splits, most)
@@ -106,7 +108,7 @@ def experts_apart(
         keep = torch.is_grad_enabled() and into.requires_grad
         hidden, arrived, *_ = all_to_all_matmul(rows, into, group, splits=splits, max_rows=most, return_received=keep)
         middle = act(hidden, arrived)
-    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=sent)
+    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=room(sent))
     return routing.gather(home, weights)
 
 

@@ -12,7 +12,8 @@ What a Shared's parent is given, and when:
     parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
     member's forward      is given the same tensor --> its product, once
 
-A member that is called with any other tensor, or again, multiplies by itself.
+A member that is called with any other tensor, of this rank's tokens, multiplies by itself; one that is called with the gathered
+one again is refused, since that has no values.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Shared:
         products = self._products(x, self.members)
         self._outs = dict(enumerate(products))
         total, dim = self.tokens.total, self.tokens.dim
-        if total is None:
+        if total is None or total == x.shape[dim]:
             self._stand_in = x
         else:
             shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
@@ -68,14 +69,23 @@ class Shared:
         return self._stand_in
 
     def take(self, member: ColumnLinear, x: Tensor) -> Tensor:
-        """A member's product: what was announced for it, or computed now."""
+        """A member's product: what was announced for it, or computed now. Raises ValueError for all tokens a second time."""
         at = next(i for i, each in enumerate(self.members) if each is member)
         if x is not self._stand_in or at not in self._outs:
+            self._check_own(x)
             return self._products(x, [member])[0]
         out = self._outs.pop(at)
         if not self._outs:
             self._stand_in = None
         return out
+
+    def _check_own(self, x: Tensor) -> None:
+        total, dim = self.tokens.total, self.tokens.dim
+        if total is not None and total == x.shape[dim] and group_of(self.members[0].weight).size() > 1:
+            raise ValueError(
+                f"a linear that shares a gathered input is called with all {total} tokens of it, not as the module was given "
+                "them, or a second time: call it once with the module's own input, or give it weft.ColwiseParallel instead"
+            )
 
     def _products(self, x: Tensor, members: Sequence[ColumnLinear]) -> list[Tensor]:
         weights = [local(member.weight) for member in members]
@@ -93,25 +103,25 @@ class Shared:
 
 
 class ColumnLinear(nn.Linear):
-    """A linear whose outputs are sharded. x: as its Shared's tokens say."""
+    """A linear whose outputs are sharded. input: as its Shared's tokens say."""
 
     _weft_shared: Shared
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._weft_shared.take(self, x)
+    def forward(self, input: Tensor) -> Tensor:
+        return self._weft_shared.take(self, input)
 
 
 class RowLinear(nn.Linear):
-    """A linear whose inputs are sharded. x [.., M, .., k]; what comes out is as its tokens say."""
+    """A linear whose inputs are sharded. input [.., M, .., k]; what comes out is as its tokens say."""
 
     _weft_tokens: Tokens
     _weft_how: How
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
         tokens, group = self._weft_tokens, group_of(self.weight)
         scatter = tokens.total is not None
-        return rows(x, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+        return rows(input, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -181,6 +191,8 @@ def _lay_side_by_side(shared: Shared, before: Sequence[Tensor], distribute: Dist
         parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
         member.register_parameter("weight", parameter)
         distribute.adopt(old, parameter)
+    # to_local() may return another tensor of the same memory.
+    shared.adjacent.live_with([cast(DTensor, member.weight)._local_tensor for member in shared.members])
 
 
 def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> None:
@@ -203,6 +215,8 @@ def why_not_linear(module: nn.Module) -> str:
         raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
+    if "weight" not in module._parameters:
+        return f"its weight is made of {', '.join(module._parameters)} at each call (weight_norm, pruning)"
     for name, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return (
@@ -224,4 +238,9 @@ class OnInput:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.argument in kwargs:
             return args, {**kwargs, self.argument: self.change(kwargs[self.argument])}
+        if not args:
+            raise ValueError(
+                f"{type(module).__name__} is called with {', '.join(kwargs) or 'nothing'}; weft changes its first positional "
+                f"argument, or {self.argument!r} by name: pass it so, or say which with SharedInput(argument=)"
+            )
         return (self.change(args[0]), *args[1:]), kwargs

@@ -62,9 +62,10 @@ def parallelize(
     parallelize_module's: whose values count; None if all ranks have the same, or none yet.
 
     The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
-    whole; but hidden_states of layers, if asked for, are this rank's tokens. Parameters become DTensors under their old names.
-    weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing can be
-    sharded.
+    whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads.
+    With dropout, ranks need the same seed: what runs whole is to be the same on each. Parameters become DTensors under their
+    old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing
+    can be sharded.
     """
     decoder = _checked_decoder(model, mesh)
     if few_tokens < 0:
@@ -95,7 +96,13 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
         raise ValueError(f"mesh is {mesh}; use a DeviceMesh of one dimension, of a larger one a part: mesh['tp']")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("model has DTensors already; call weft.parallelize once, before fully_shard")
-    return getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
+    found = getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
+    if not isinstance(getattr(found, "layers", None), nn.ModuleList):
+        raise ValueError(
+            f"model is {type(model).__name__} around {type(found).__name__}, which has no layers of its own; pass the model of "
+            "transformers itself, and wrap it (adapters, DistributedDataParallel) afterwards"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ class _Within:
     def _block(self, child: nn.Module, block: Block) -> None:
         linears = [cast(nn.Linear, child.get_submodule(name)) for name in block.columns]
         row = cast(nn.Linear, child.get_submodule(block.row))
-        note(child, column_site(linears, self.mesh, Shard(1), Shard(-1), parts=block.columns))
+        note(child, column_site(linears, self.mesh, Shard(1), parts=block.columns))
         note(child, row_site(row, self.mesh, Shard(1), parts=(block.row,), also=("matmul_all_reduce",)))
         shared = to_columns(linears, self.tokens, self.how, self.distribute)
         to_row(row, self.tokens, self.how, self.distribute)
@@ -198,6 +205,7 @@ class _Within:
         style._apply(child, self.mesh)
         for each in child.modules():
             replicate_alone(each, self.distribute, always)
+        note(child, Site(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"))
         child.__class__ = evenly(cast(Any, type(child)))
         child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
@@ -212,6 +220,7 @@ class _Within:
         cut = CutIfMany(self.mesh, self.tokens, self.few_tokens)
         layers[0].register_forward_pre_hook(OnInput("hidden_states", cut), with_kwargs=True)
         layers[-1].register_forward_hook(OfOutput(Gathered(self.mesh, self.tokens)))
+        note(layers[0], Site(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
         note(layers[-1], Site(reason="its output is gathered for the final norm: no matmul follows in every call"))
 
     def embeddings(self, embedding: nn.Embedding, head: nn.Module | None) -> None:
@@ -235,7 +244,8 @@ class _Within:
             note(head, Site(reason=f"runs whole on every rank: {why}"))
             return
         linear = cast(nn.Linear, head)
-        note(linear, column_site([linear], self.mesh, Replicate(), Replicate()))
+        note(linear, column_site([linear], self.mesh, Replicate()))
+        note(linear, Site(reason="its logits are gathered, so that every rank has all"))
         to_columns([linear], Tokens(), self.how, self.distribute)
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
 

@@ -61,7 +61,7 @@ def columns(
 ) -> list[Tensor]:
     """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
     as torch.chunk cuts it; None where x is whole."""
-    x, *weights = _in_one_dtype(x, weights)
+    x, *weights = in_one_dtype(x, weights)
     if total is None:
         outs = _of_whole(x, weights, group, how)
     else:
@@ -82,7 +82,7 @@ def rows(
 ) -> Tensor:
     """The sum over ranks of x @ weight^T, plus bias. scatter: this rank's part of the tokens along `dim`, [.., m, .., N]; else
     all of them."""
-    x, weight = _in_one_dtype(x, [weight])
+    x, weight = in_one_dtype(x, [weight])
     bias = None if bias is None else bias.to(x.dtype)
     if not scatter:
         return matmul_all_reduce(x, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
@@ -136,7 +136,7 @@ class _Whole(torch.autograd.Function):
         return None, None, grad_x, *(one.t() @ rows_x if needed else None for one, needed in wanted)
 
 
-def _in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Under autocast, in its dtype, as torch's linears."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *weights]

@@ -58,6 +58,11 @@ class Place:
     calls: tuple[Called, ...]
 
     @property
+    def waits(self) -> bool:
+        """Whether weft's operator is there, and has not been called yet: nothing has been hidden so far."""
+        return self.site.overlapped and bool(self.site.n) and not self.calls
+
+    @property
     def overlapped(self) -> bool:
         """Not where all that ran was the sequential program, since nothing was faster."""
         return self.site.overlapped and not (self.calls and all(call.spec == "sequential" for call in self.calls))
@@ -87,7 +92,9 @@ class OverlapReport:
 
     @property
     def counted(self) -> str:
-        return f"overlapped {self.overlapped} of {self.total} places that communicate"
+        waiting = sum(place.count for place in self.places if place.waits)
+        later = f", {waiting} of them not called yet" if waiting else ""
+        return f"overlapped {self.overlapped} of {self.total} places that communicate{later}"
 
     def html(self) -> str:
         """A page of its own, without scripts."""
@@ -113,8 +120,11 @@ def overlap_report(model: nn.Module) -> OverlapReport:
             f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
             "weft.ColwiseParallel, RowwiseParallel or SharedInput first"
         )
-    device = next(model.parameters()).device
-    places = [Place(site=site, count=count, calls=tuple(_calls(site, device))) for site, count in found.items()]
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    # Problems that differ in nothing that is told, in their dtype say, are one line.
+    calls = {site: tuple(dict.fromkeys(_calls(site, device))) for site in found}
+    places = [Place(site=site, count=count, calls=calls[site]) for site, count in found.items()]
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 
 
@@ -183,7 +193,7 @@ def _lines(place: Place) -> Iterator[str]:
     yield f"{place.count:4} x {place.site}"
     for call in place.calls:
         yield f"         {' '.join(_words(call))}"
-    if place.site.n and not place.calls:
+    if place.waits:
         yield "         not called yet"
 
 

@@ -58,7 +58,8 @@ class ColwiseParallel(style.ColwiseParallel):
             note(module, Site(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens = cast(nn.Linear, module), Tokens()
-        note(linear, column_site([linear], device_mesh, self.input_layouts[0], self.output_layouts[0]))
+        note(linear, column_site([linear], device_mesh, self.input_layouts[0]))
+        _note_moved(linear, "output", self.output_layouts[0], "after")
         to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
         linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
         linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
@@ -90,6 +91,7 @@ class RowwiseParallel(style.RowwiseParallel):
             return super()._apply(module, device_mesh)
         linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
         note(linear, row_site(linear, device_mesh, output))
+        _note_moved(linear, "input", self.input_layouts[0], "before")
         to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
         linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
@@ -141,7 +143,7 @@ class SharedInput(style.ParallelStyle):
             argument=self.argument,
         )
         linears = [cast(nn.Linear, children[name]) for name in self.linears]
-        note(module, column_site(linears, device_mesh, self.input_layout, Shard(-1), parts=self.linears))
+        note(module, column_site(linears, device_mesh, self.input_layout, parts=self.linears))
         return module
 
 
@@ -169,18 +171,13 @@ def share_input(
     module.register_forward_pre_hook(OnInput(argument, Announced(taken, shared)), with_kwargs=True)
 
 
-def column_site(
-    linears: Sequence[nn.Linear], mesh: DeviceMesh, layout: Placement, output: Placement, *, parts: Sequence[str] = ()
-) -> Site:
+def column_site(linears: Sequence[nn.Linear], mesh: DeviceMesh, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
     """The site of linears that share an input; before they are sharded."""
     n, k, whole = sum(linear.out_features for linear in linears), linears[0].in_features, layout.is_replicate()
-    reasons = ["for the gradient of the input; the forward pass has nothing to communicate"] if whole else []
-    if output != Shard(-1):
-        reasons.append(f"torch brings the output to {output!r} afterwards, not overlapped")
     return Site(
         parts=tuple(parts),
         operators=("matmul_all_reduce",) if whole else ("all_gather_matmul",),
-        reason="; ".join(reasons),
+        reason="for the gradient of the input; the matmul itself has nothing to wait for" if whole else "",
         n=k if whole else n,
         k=n if whole else k,
         group=mesh.get_group().group_name,
@@ -194,6 +191,13 @@ def row_site(
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, mesh.get_group().group_name
     return Site(parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name)
+
+
+def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:
+    """A place more where a side of a linear's columns does not lie as its matmul has it."""
+    if layout != Shard(-1):
+        ways = "from" if what == "input" else "to"
+        note(linear, Site(reason=f"torch brings the {what} {ways} {layout!r} {when} the matmul"))
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:

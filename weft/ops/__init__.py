@@ -2,7 +2,8 @@
 
 All ranks of the group call the same operator in the same order. The first call of a group builds its Team; the first call of
 a problem plans, checks and binds a schedule; later calls run it. Every call, ranks agree on what they call before anything
-moves (RankMismatch shows the difference).
+moves (RankMismatch shows the difference). Results have their arguments' dtype: torch.autocast changes no operator, as it
+changes no collective; modules of weft.nn cast what they multiply, as torch's own do.
 
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
     all_reduce.py        matmul_all_reduce

@@ -13,6 +13,7 @@ Triton is imported) ranks are processes on CPUs and the memory is POSIX shared m
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -148,13 +149,18 @@ class Peers:
                 return f"{tensor.name}[{(address - tensor.local.data_ptr()) // tensor.local.element_size()}]"
         return f"at address {address:#x}, in no symmetric tensor of this rank"
 
+    def drop(self, tensors: Iterable[SymmetricTensor]) -> None:
+        """Free some tensors, which no kernel of any rank is to use again. Collective; as `settle`, which comes first."""
+        self.settle()
+        for tensor in tensors:
+            self._tensors.remove(tensor)
+            _free(tensor)
+
     def close(self) -> None:
         """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Peers that wait are told."""
         self._team.close()
         for tensor in self._tensors:
-            for segment in tensor.backing if isinstance(tensor.backing, list) else []:
-                assert isinstance(segment, Segment)
-                segment.close()
+            _free(tensor)
         self._tensors = []
 
     def __enter__(self) -> Peers:
@@ -168,6 +174,13 @@ class Peers:
                 self.settle()
         finally:
             self.close()
+
+
+def _free(tensor: SymmetricTensor) -> None:
+    """Memory of a host's; that of a GPU goes with the tensor."""
+    for segment in tensor.backing if isinstance(tensor.backing, list) else []:
+        assert isinstance(segment, Segment)
+        segment.close()
 
 
 def _device() -> torch.device:

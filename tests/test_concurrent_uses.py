@@ -1,0 +1,72 @@
+"""Uses of weft.concurrent that are over, and that never begin, on CPU ranks."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+
+import pytest
+import torch
+from conftest import RankFixture
+
+import weft
+
+pytestmark = pytest.mark.ranks
+
+
+def _held() -> list[int]:
+    """Uses, by number, whose tensor was there yet when the next one began, through a trial and after it."""
+    weft.close()
+    held, last = [], weakref.ref(torch.ones(1))
+    for use in range(20):
+        tensor = torch.ones(64)
+        held += [use - 1] if not _gone(last) else []
+        last = weakref.ref(tensor)
+        with weft.concurrent(collectives=weft.AllReduce(tensor), key="held"):
+            del tensor
+    assert len(weft.concurrent_choices()) == 1
+    weft.close()
+    return held
+
+
+def _gone(ref: weakref.ref[torch.Tensor]) -> bool:
+    """Within a second: gloo's threads let go of what they had a little later."""
+    deadline = time.monotonic() + 1
+    while ref() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return ref() is None
+
+
+def test_a_trial_keeps_no_tensor_of_a_use_that_is_over(ranks: RankFixture) -> None:
+    assert ranks(2).run(_held) == [[]] * 2
+
+
+def _changing_nothing() -> list[str]:
+    told = []
+    ours, sends = weft.AllReduce(torch.zeros(4)), weft.SendReceive(send=torch.zeros(4), to=1 - torch.distributed.get_rank())
+    for collective, way in ((ours, "vendor+resident=2"), (sends, "vendor+priority"), (sends, "vendor+ctas=4")):
+        with pytest.raises(ValueError, match="way is") as error:
+            weft.concurrent(lambda: None, collective, way=way)
+        told.append(str(error.value).partition("; ")[2].partition(":")[0])
+    return told
+
+
+def test_ways_that_would_change_nothing_are_refused(ranks: RankFixture) -> None:
+    sends = "sends and receives keep to a stream and blocks of NCCL's"
+    assert ranks(2).run(_changing_nothing) == [["resident is for kernels that are named", sends, sends]] * 2
+
+
+def _never_entered() -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        weft.concurrent(collectives=weft.AllReduce(torch.zeros(4)), key="forgotten", way="vendor")
+        assert weft.concurrent(lambda: None, weft.AllReduce(torch.zeros(4)), way="vendor") is None
+    return [str(warning.message) for warning in seen if warning.category is RuntimeWarning]
+
+
+def test_a_context_that_nobody_enters_says_so(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_never_entered):
+        assert told == [
+            "a weft.concurrent was never entered, so that all_reduce of [4] float32 among 2 did not run; use `with`"
+        ]

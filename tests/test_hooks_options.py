@@ -1,0 +1,156 @@
+"""Options of PyTorch's data parallelism that go on working under weft's hooks, and what the hooks refuse of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+from weft.beside.steps import ways_of, why_not_summed
+from weft.hooks import fully_sharded
+from weft.hooks.data_parallel import WAYS as DDP_WAYS
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+class Sides(nn.Module):
+    """Two ways through, of which a call takes one, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.side = nn.Linear(33, 130), nn.Linear(33, 33)
+        self.outer, self.never = nn.Linear(130, 33), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.outer(nn.functional.gelu(self.inner(x)))
+        return out + self.side(x) if both else out
+
+
+def _accumulated(way: str | None, *, both: str = "never", accumulate: bool = False, **options: Any) -> list[float]:
+    """Losses under DistributedDataParallel's options. both: whether calls take both ways: never, or each rank in turn."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Sides(), bucket_cap_mb=0.02, **options)
+    if way:
+        weft.hooks.ddp(model, way=way)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(4):
+        optimizer.zero_grad()
+        for micro in range(3 if accumulate else 1):
+            x = torch.randn(8, 33, generator=draw)
+            with model.no_sync() if accumulate and micro < 2 else nullcontext():
+                loss = (model(x, both == "turns" and (step + dist.get_rank()) % 2 == 0) - x).square().mean()
+                loss.backward()
+        optimizer.step()
+        seen.append(float(loss))
+    return seen
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"find_unused_parameters": True, "accumulate": True},
+    {"find_unused_parameters": True, "both": "turns"},
+    {"static_graph": True},
+    {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+]
+
+
+def _with_options() -> list[list[list[float]]]:
+    weft.close()
+    found = [[_accumulated(way, **options) for way in (None, "vendor", "copy_engine")] for options in OPTIONS]
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_options_of_pytorchs_are_kept(ranks: RankFixture) -> None:
+    """Accumulated gradients, parameters that are not used on one rank or on any, static graphs, gradients in buckets."""
+    for found in ranks(2).run(_with_options):
+        for plain, *others in found:
+            assert len(set(plain)) == 4
+            for mine in others:
+                assert mine == pytest.approx(plain, rel=1e-5)
+
+
+def _sharded_losses(way: str | None, dtype: torch.dtype, divided: float | None, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)).to(dtype)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model[0], model[2], model):
+        fully_shard(module, mesh=mesh, **options)
+        if divided:
+            module.set_gradient_divide_factor(divided)
+    if way:
+        weft.hooks.fsdp(model, way=way)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x = torch.randn(8, 33, generator=draw, dtype=dtype)
+            model.set_requires_gradient_sync(micro == 1)
+            loss = (model(x).float() - x.float()).square().mean()
+            loss.backward()
+        optimizer.step()
+        seen.append(float(loss))
+    return seen
+
+
+def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
+    """(losses by policy and way, what is told where copy engines cannot sum)"""
+    weft.close()
+    policies: list[dict[str, Any]] = [
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    ]
+    ways = (None, "vendor+ahead=1", "vendor+keep", "copy_engine")
+    found = [[_sharded_losses(way, torch.float32, None, **policy) for way in ways] for policy in policies]
+    told = []
+    for dtype, divided in ((torch.float64, None), (torch.float32, 3.0)):
+        try:
+            _sharded_losses("copy_engine", dtype, divided)
+        except ValueError as error:
+            told.append(str(error))
+    assert _sharded_losses("auto", torch.float64, None) == _sharded_losses(None, torch.float64, None)
+    weft.close()
+    return found, told
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:copy_engine is not tried")
+def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
+    """Gradients accumulated, parameters kept, other precision, parameters on CPUs; what copy engines cannot sum is told."""
+    for found, told in ranks(2).run(_with_policies):
+        for plain, *others in found:
+            assert len(set(plain)) == 3
+            for mine in others:
+                assert mine == pytest.approx(plain, rel=1e-5)
+        assert told == [
+            "way is 'copy_engine', but gradients are torch.float64; copy engines sum bfloat16, float16, float32; use vendor",
+            "way is 'copy_engine', but gradients are divided by set_gradient_divide_factor's number; copy engines take sums "
+            "and means; use vendor",
+        ]
+
+
+def test_what_copy_engines_cannot_sum_is_not_tried() -> None:
+    with pytest.warns(UserWarning, match="copy_engine is not tried: gradients are torch.float64"):
+        ways = ways_of("auto", DDP_WAYS, without=(), no_copies=why_not_summed([torch.float64, torch.float32]))
+    assert ways == tuple(way for way in DDP_WAYS if not way.startswith("copy_engine"))
+    assert why_not_summed([torch.bfloat16, torch.float32]) == ""
+
+
+def test_offloaded_parameters_are_gathered_on_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    assert fully_sharded._computing(cpu, "cuda") == torch.device("cuda", 3)
+    assert fully_sharded._computing(cpu, "cpu") == cpu
+    assert fully_sharded._computing(cuda, "cuda") == cuda
