@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from weft.models import Model
 
 
+TERMS = (
+    "ideal: the longer of the matmul alone and the collective alone. exposed: what nothing hides: head, tail, waits. "
+    "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
+    "schedule=heuristic names."
+)
+
+
 def command(
     model: options.MODEL,
     machine: options.MACHINE = options.DEFAULT_MACHINE,
@@ -59,9 +66,7 @@ def command(
         print(json.dumps(data, indent=2, allow_nan=False))
         _write(target, plans, save, trace, silent=True)
         return
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans)
-    if why:
-        _explain(target, plans)
+    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, why=why)
     _write(target, plans, save, trace, silent=False)
 
 
@@ -92,17 +97,6 @@ def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, ob
     return {"why": {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in found.items()}}
 
 
-def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
-    from weft.planner.explanation import explained, summary
-
-    out = output.console()
-    for site, plan in plans:
-        out.print(f"\n{site}: {plan.problem}", style="bold")
-        out.print(str(explained(plan, machine)))
-    out.print()
-    out.print(summary(plans))
-
-
 def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
     return {
         "model": model.name,
@@ -111,15 +105,31 @@ def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -
     }
 
 
-def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan]) -> None:
+def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], *, why: bool) -> None:
     out = output.console()
     out.print(str(model))
     for note in model.notes:
         out.print(f"note: {note}")
     out.print()
     if plans:
-        tables.print_candidates(out, plans)
+        tables.print_candidates(out, plans, every=why)
         tables.print_chart(out, plans)
         tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
+    if why:
+        _explain(machine, plans)
+    else:
+        for site, plan in plans:
+            out.print(f"{site}: {plan.why}")
+
+
+def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
+    from weft.planner.explanation import explained, summary
+
+    out = output.console()
     for site, plan in plans:
-        out.print(f"{site}: {plan.why}")
+        out.print(f"{site}: {plan.problem}", style="bold")
+        out.print(str(explained(plan, machine)))
+        out.print()
+    out.print(TERMS)
+    out.print()
+    out.print(summary(plans))

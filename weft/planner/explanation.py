@@ -119,9 +119,7 @@ def _told(found: Signature) -> str:
         ("CIL", found.communication_cil),
     )
     named = ", ".join(f"{name} {loss:.2f}" for name, loss in losses if loss is not None)
-    return (
-        f"{found.spec}: {found.total_us:.0f} us, {found.loss:.0%} over the ideal; {named}; {found.exposed_us:.0f} us exposed."
-    )
+    return f"{found.spec}: {found.total_us:.0f} us, {found.loss:.0%} over the ideal; {named}."
 
 
 def _changes(problem: Problem, specs: Sequence[str], machine: Machine) -> Iterator[str]:
