@@ -15,6 +15,7 @@ from weft.beside.collectives import Collective
 from weft.beside.kernels import Kernels
 from weft.beside.sites import Site, Sites, Use, sites_of
 from weft.beside.trials import Settled
+from weft.errors import require
 from weft.execute.groups import GROUPS
 from weft.ops.checks import group_of
 from weft.planner.ways import SHARDED, Way, parse
@@ -86,6 +87,7 @@ def concurrent(
     """
     mine = _checked(collectives)
     run = _callable(compute)
+    require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
     if repeatable and run is None:
         raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
     sites = _sites(mine, group)
@@ -175,6 +177,7 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
 
 def _way(way: str | Way) -> Way:
     """The value. Raises ValueError for one about sharded parameters."""
+    require("way", way, (str, Way), "use auto, or a way such as vendor+priority")
     found = way if isinstance(way, Way) else parse(way)
     for name in SHARDED:
         if getattr(found, name):
