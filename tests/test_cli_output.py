@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from weft import codec
 from weft.cli import main, output
 from weft.cli.gantt import gantt
 from weft.span import Span
@@ -65,3 +71,43 @@ def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: 
     assert sum(line.startswith("direct_store:") for line in long.splitlines()) > 1
     assert long.count("-bound: the GEMM alone takes") == 1
     assert "DIL: the pieces alone over the whole alone" in long
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["run", "llama3-8b", "--device", "cpu", "--ranks", "100000"], "ranks is 100000; on the CPU each is a process"),
+        (["run", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
+        (["plan", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
+        (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000; use at most 512"),
+        (["plan", "llama3-8b", "--schedule", "flag_gated:\u00b2"], "a chunk count is a whole number"),
+        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'; give whole numbers of 1 to"),
+        (["simulate", "dlrm", "--set", "nodes=100000000"], "nodes is 100000000; use at most 65536"),
+        (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "/dev/full"], "--save /dev/full: No space left"),
+        (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--trace", "/dev/full"], "No space left on device"),
+        ([*LOSSES, "--json", "/dev/full"], "--json /dev/full: No space left"),
+        ([*LOSSES, "--report", "/dev/full"], "--report /dev/full: No space left"),
+        (["machines", "--diff", "h200x8", "/dev/zero.json"], "cannot read /dev/zero.json: No such file"),
+    ],
+)
+def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], command: list[str], says: str) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with (tmp_path / "large.json").open("w") as file:
+        file.truncate(codec.MOST_BYTES + 1)
+    for command in (["plan"], ["machines", "--diff", "h200x8"], ["simulate"]):
+        assert main([*command, str(tmp_path / "large.json")]) == 2
+        assert "large.json: it has more than 256 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 2), (">&-", 0), (">&- 2>&-", 0)])
+def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m weft schedules flag_gated {redirect}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    said = "weft: error: cannot write the output: No space left on device\n" if status else ""
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", said)

@@ -57,17 +57,17 @@ def command(
         found = list(_simulated(cases, target, progress) if device == SIMULATED else _measured(cases, device, size, progress))
     _show(found, target)
     if json:
-        json.write_text("".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), encoding="utf-8")
+        output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
     if report:
-        from weft.report.losses import write_losses
+        from weft.report.losses import losses_page
 
-        write_losses(found, target, report)
+        output.write_text(report, losses_page(found, target), "--report")
 
 
 def _counts(option: str, text: str) -> list[int]:
     words = [word for word in text.split(",") if word]
-    if not words or not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"{option} is {text!r}; give whole numbers of at least 1, with commas")
+    if not words or not all(word.isdecimal() and 0 < int(word) <= options.MOST_TOKENS for word in words):
+        raise ValueError(f"{option} is {text!r}; give whole numbers of 1 to {options.MOST_TOKENS}, with commas")
     return [int(word) for word in words]
 
 

@@ -75,6 +75,14 @@ def share(value: float) -> str:
     return f"{value:.0%}"
 
 
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a file. Raises ValueError that names the option if that fails, on a disk that is full, say."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror or error}; what it holds is not whole") from None
+
+
 def require_file(path: Path | None, option: str) -> None:
     """Open `path` for writing and leave it as it was. Raises ValueError that names the option if that fails."""
     if path is None:

@@ -31,7 +31,7 @@ def command(
         int | None, typer.Option(min=1, metavar="N", help="Ranks that share a layer. Default: the machine's GPUs.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens: rows of every matmul.")
+        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens: rows of every matmul.")
     ] = options.DEFAULT_MACHINE_TOKENS,
     op: options.OP = None,
     schedule: options.SCHEDULE = "auto",
@@ -78,7 +78,7 @@ def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None
 
         ((_, plan),) = plans
         schedule = build(plan.problem, plan.chosen.schedule, plan.chosen.chunks, fan_out=machine.fans_out)
-        save.write_text(codec.dumps(schedule) + "\n", encoding="utf-8")
+        output.write_text(save, codec.dumps(schedule) + "\n", "--save")
         written.append(save)
     if trace is not None:
         from weft.report.trace import write_calls

@@ -322,7 +322,7 @@ def parse(spec: str) -> tuple[str, int | None]:
         raise ValueError(f"schedule is {spec!r}; use auto, or one of {', '.join(NAMES)}, with :CHUNKS for a chunk count")
     if not colon:
         return name, None
-    if not chunks.isdigit() or int(chunks) < 1 or not FAMILIES[name].chunked:
+    if not chunks.isdecimal() or int(chunks) < 1 or not FAMILIES[name].chunked:
         raise ValueError(f"schedule is {spec!r}; a chunk count is a whole number of at least 1, for families that have chunks")
     return name, int(chunks)
 
