@@ -324,8 +324,8 @@ def test_a_narrow_terminal_loses_nothing(
 def test_plan_shows_candidates_choice_and_why(weft: Weft, planner: None) -> None:
     status, out, err = weft("plan", "llama3-8b", "--tp", "4", "--tokens", "2048")
     assert (status, err) == (0, "")
-    row = next(line for line in out.splitlines() if line.split()[:1] == ["hetero_fused_1d:8"])
-    assert row.split()[1:] == ["100*"] * 4
+    row = next(line for line in out.splitlines() if line.split()[:1] == ["hetero_fused_1d"])
+    assert row.split()[1:] == [":8", "100*"] * 4
     assert "4 ranks, 2048 tokens, bfloat16" in out
     assert "attention QKV: the chunks hide behind the matmul." in out
 

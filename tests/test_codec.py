@@ -102,7 +102,7 @@ def test_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*tree\.json"):
         codec.read(Tree, path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"cannot read .*tree\.json"):
+    with pytest.raises(ValueError, match=r"tree\.json is not JSON"):
         codec.read(Tree, path)
     path.write_text('{"alive": 0}')
     with pytest.raises(ValueError, match=r"tree\.json: alive is 0; it must be true or false"):

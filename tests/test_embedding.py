@@ -87,7 +87,7 @@ def _mistakes() -> None:
     for says, arguments, options in (
         ("indices is .* of torch.float32; it must be a vector of int32 or int64", (indices.float(), offsets, tables), {}),
         ("offsets and lengths: pass one of them", (indices, offsets, tables), {"lengths": offsets}),
-        ("there are 21 bags for 2 tables; every table needs one for each of 10", (indices, offsets[1:], tables), {}),
+        ("has 21 bags .*; 2 tables of 10 samples need 20", (indices, offsets[1:], tables), {}),
         ("mode is 'max'; use 'sum' or 'mean'", (indices, offsets, tables), {"mode": "max"}),
         (
             "per_sample_weights goes with mode='sum'",

@@ -77,7 +77,7 @@ def test_a_model_in_a_few_sentences() -> None:
     assert plans[1][1].chosen.spec == "sequential"
     lines = summary(plans).splitlines()
     assert lines[0] == "Overlapped 1 of 2 sites."
-    assert re.match(r"small stays sequential\. .*the best overlap, .*, would take .* more, since", lines[1])
+    assert re.match(r"small stays sequential\. .*the best overlap, .*, would take .* us, (\d+ more|no less), since", lines[1])
 
 
 def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:

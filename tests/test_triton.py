@@ -65,7 +65,7 @@ def test_a_rank_that_stays_away_is_told_of(interpreted: Ranks) -> None:
 
 def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
     for negative, mismatch in interpreted.run(mistakes):
-        assert negative == "shape is (-1,); every extent must be 0 or more"
+        assert negative == "shape is (-1,); every extent must be a whole number of 0 or more"
         assert re.search(r"shape: rank (\d) has \(2, \1\), rank (\d) has \(2, \2\)", mismatch)
 
 

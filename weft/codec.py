@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 28
+"""Of a file that is read: none of weft's comes near it."""
 
 
 @functools.cache
@@ -66,10 +68,7 @@ def load(hint: Any, data: Any, where: str = "") -> Any:
 
 def loads(cls: type[T], text: str, where: str = "JSON") -> T:
     """Parse `text` as a `cls`. Raises ValueError with `where` (a file name, say) in front."""
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
+    data = _parsed(text, where)
     try:
         return typing.cast(T, load(cls, data))
     except ValueError as error:
@@ -78,11 +77,32 @@ def loads(cls: type[T], text: str, where: str = "JSON") -> T:
 
 def read(cls: type[T], path: str | Path) -> T:
     """Read a `cls` from a JSON file. Raises ValueError that names the file."""
+    return loads(cls, _text_of(path), str(path))
+
+
+def read_data(path: str | Path) -> Any:
+    """What a JSON file has, whatever it is. Raises ValueError that names the file."""
+    return _parsed(_text_of(path), str(path))
+
+
+def _parsed(text: str, where: str) -> Any:
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
-    return loads(cls, text, str(path))
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+
+
+def _text_of(path: str | Path) -> str:
+    try:
+        with Path(path).open("rb") as file:  # a device has no end
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"cannot read {path}: it has more than {MOST_BYTES >> 20} MiB")
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:

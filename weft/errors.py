@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def require(name: str, value: Any, kind: type | tuple[type, ...], use: str) -> None:
+    """Raises ValueError that names the argument, what it is, and what would work, unless `value` is of this kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}; {use}")
+
 
 class WeftError(RuntimeError):
     """A distributed run could not go on. Every rank of the group gets one, and the group's team is closed."""

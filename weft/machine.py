@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from weft import codec
+from weft.errors import require
 from weft.problem import Problem
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
@@ -358,6 +359,12 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def names() -> tuple[str, ...]:
     """The shipped profiles."""
     return tuple(sorted(path.stem for path in _PROFILES.glob("*.json")))
+
+
+def as_machine(machine: Machine | str | Path) -> Machine:
+    """A machine as public functions take it: itself, or `load`ed. Raises ValueError for anything else."""
+    require("machine", machine, (Machine, str, Path), "use a weft.Machine, a name of weft machines, or the path of a JSON file")
+    return machine if isinstance(machine, Machine) else load(machine)
 
 
 def load(name_or_path: str | Path) -> Machine:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 Op = Literal[
     "all_gather_matmul",
@@ -134,6 +134,10 @@ class Problem:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
 
+        for name in ("b_sizes", "nodes"):
+            sizes = getattr(self, name)
+            if not isinstance(sizes, tuple) or any(not isinstance(size, int) for size in sizes):
+                raise ValueError(f"{name} is {sizes!r}; it must be a tuple of whole numbers")
         if self.m % self.row_multiple:
             raise ValueError(f"m is {self.m}; it must be a multiple of row_multiple, {self.row_multiple}")
         if self.b_sizes:
@@ -280,11 +284,13 @@ class LookupProblem(Problem):
         dtype: DType = "float32",
     ) -> LookupProblem:
         """The problem of `batch` samples and tables of these columns, by rank. Raises ValueError as the class does."""
+        dims = _whole_numbers("dims", dims)
         widths = tuple(sum(own) for own in dims)
         return cls(m=batch, n=sum(widths), k=pooling, world_size=len(dims), b_sizes=widths, dims=dims, mode=mode, dtype=dtype)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _whole_numbers("dims", self.dims)
         if self.mode not in ("sum", "mean"):
             raise ValueError(f"mode is {self.mode!r}; use 'sum' or 'mean'")
         if len(self.dims) != self.world_size or any(dim < 1 for own in self.dims for dim in own):
@@ -477,6 +483,14 @@ class CollectiveProblem(Problem):
     def __str__(self) -> str:
         flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
         return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}{flags}"
+
+
+def _whole_numbers(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:
+    """Rows of whole numbers as tuples. Raises ValueError for anything else."""
+    listed = isinstance(rows, (tuple, list)) and all(isinstance(row, (tuple, list)) for row in rows)
+    if not listed or any(not isinstance(one, int) for row in rows for one in row):
+        raise ValueError(f"{name} is {rows!r}; it must have a list of whole numbers for each rank")
+    return tuple(map(tuple, rows))
 
 
 def _on_nodes(nodes: tuple[int, ...]) -> str:

@@ -75,7 +75,7 @@ def timeout_from_environment() -> float:
 def ranks_per_node() -> int | None:
     """WEFT_RANKS_PER_NODE, if it is set. Raises ValueError if it is not a whole number of at least 1."""
     text = os.environ.get("WEFT_RANKS_PER_NODE")
-    if text is not None and not (text.isdigit() and int(text)):
+    if text is not None and not (text.isdecimal() and int(text)):
         raise ValueError(f"WEFT_RANKS_PER_NODE is {text!r}; it must be a whole number of at least 1")
     return int(text) if text else None
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft import collectives as by_copy_engine
-from weft.ops.checks import DTYPES
+from weft.ops.checks import DTYPES, no_group
 
 COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
 """The schedules of weft.collectives."""
@@ -46,7 +46,7 @@ class Collective(ABC):
             raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or use torchrun")
         group = dist.group.WORLD if self.group is None else self.group
         if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"group: this rank is not in it; make {type(self).__name__} on the group's ranks only")
+            raise ValueError(no_group(group, f"make {type(self).__name__}"))
         object.__setattr__(self, "group", group)
         self._check(group.size())
 
@@ -320,8 +320,8 @@ class SendReceive(Collective):
                 raise ValueError(f"{name} and {role} belong together; {role} is {peer}")
             if tensor is not None:
                 _contiguous(name, tensor)
-            if peer is not None and not (0 <= peer < world_size and peer != self.ranks.rank()):
-                raise ValueError(f"{role} is {peer}; use another rank of the group, which has {world_size}")
+            if peer is not None and not (isinstance(peer, int) and 0 <= peer < world_size and peer != self.ranks.rank()):
+                raise ValueError(f"{role} is {peer!r}; use another rank of the group, which has {world_size} ranks")
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

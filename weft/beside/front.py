@@ -16,6 +16,7 @@ from weft.beside.collectives import Collective, SendReceive
 from weft.beside.kernels import Kernels
 from weft.beside.sites import Site, Sites, Use, sites_of
 from weft.beside.trials import Settled
+from weft.errors import require
 from weft.execute.groups import GROUPS
 from weft.ops.checks import group_of
 from weft.planner.ways import SHARDED, Way, parse
@@ -87,6 +88,7 @@ def concurrent(
     """
     mine = _checked(collectives)
     run = _callable(compute)
+    require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
     if repeatable and run is None:
         raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
     sites = _sites(mine, group)
@@ -186,6 +188,7 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
 
 def _way(way: str | Way, collectives: Sequence[Collective], kernels: Sequence[Any]) -> Way:
     """The value. Raises ValueError for one about sharded parameters, and for what would change nothing here."""
+    require("way", way, (str, Way), "use auto, or a way such as vendor+priority")
     found = way if isinstance(way, Way) else parse(way)
     if found.resident and not kernels:
         raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")

@@ -27,13 +27,15 @@ from weft.checker.program import ScheduleError
 from weft.checker.starvation import check_starvation, crowded_ranks
 from weft.checker.structure import compile_schedule
 from weft.checker.walk import Walk
+from weft.errors import require
 from weft.schedule import Schedule
 
 __all__ = ["ScheduleError", "check"]
 
 
 def check(schedule: Schedule) -> None:
-    """Prove the schedule right. Raises ScheduleError that names rank, lane, step and region or flag."""
+    """Prove the schedule right. Raises ScheduleError, a ValueError, that names rank, lane, step and region or flag."""
+    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
     program = compile_schedule(schedule)
     crowded = crowded_ranks(program)
     walk = Walk(program, crowded)

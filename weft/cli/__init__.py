@@ -43,6 +43,9 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments` (default: the process's). Returns the exit status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is the process's from here on
     try:
         status = app(args=arguments, prog_name="weft", standalone_mode=False) or 0
         sys.stdout.flush()
@@ -57,9 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except (BrokenPipeError, SystemExit):
-        # SystemExit is what typer and rich make of a broken pipe. What is still buffered would fail once more at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # SystemExit is what typer and rich make of a broken pipe.
+        _write_no_more()
         return 141
+    except OSError as error:
+        _write_no_more()
+        return _fail(f"cannot write {error.filename or 'the output'}: {error.strerror or error}", 2)
+
+
+def _write_no_more() -> None:
+    """What is still buffered would fail once more at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(text: str, status: int) -> int:

@@ -29,7 +29,7 @@ def command(
 
     with progress_bar("starting ranks") as progress:
         machine, samples = calibrate(device=device, ranks=ranks, name=name or out.stem, progress=progress)
-    out.write_text(codec.dumps(machine, indent=2) + "\n", encoding="utf-8")
+    output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")
     console = output.console()
     console.print(f"{machine}: {len(samples)} samples")
     unsteady = sorted(machine.spreads.items(), key=lambda item: -item[1])[:MOST_UNSTEADY]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SIMULATED = "sim"
 LEAST_PROBLEMS = 3
 """Fewer show no correlation."""
-HEADS = ("M", "N", "K", "us", "over ideal", "GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed us")
+HEADS = ("M", "N", "K", "us", "over\nideal", "GEMM\nDIL", "GEMM\nCIL", "comm.\nDIL", "comm.\nCIL", "exposed\nus")
 
 
 def command(
@@ -57,17 +57,17 @@ def command(
         found = list(_simulated(cases, target, progress) if device == SIMULATED else _measured(cases, device, size, progress))
     _show(found, target)
     if json:
-        json.write_text("".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), encoding="utf-8")
+        output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
     if report:
-        from weft.report.losses import write_losses
+        from weft.report.losses import losses_page
 
-        write_losses(found, target, report)
+        output.write_text(report, losses_page(found, target), "--report")
 
 
 def _counts(option: str, text: str) -> list[int]:
     words = [word for word in text.split(",") if word]
-    if not words or not all(word.isdigit() and int(word) for word in words):
-        raise ValueError(f"{option} is {text!r}; give whole numbers of at least 1, with commas")
+    if not words or not all(word.isdecimal() and 0 < int(word) <= options.MOST_TOKENS for word in words):
+        raise ValueError(f"{option} is {text!r}; give whole numbers of 1 to {options.MOST_TOKENS}, with commas")
     return [int(word) for word in words]
 
 
@@ -110,7 +110,7 @@ def _show(found: Sequence[Signature], machine: Machine) -> None:
         for one in some:
             listed.add_row(*_row(one))
         out.print(f"{op}, {some[0].where}", style="bold")
-        out.print(listed)
+        output.print_table(out, listed, keys=4)
         if len({one.problem for one in some}) >= LEAST_PROBLEMS:
             _show_correlations(some, machine)
         out.print()
@@ -125,7 +125,7 @@ def _show_correlations(some: Sequence[Signature], machine: Machine) -> None:
     for family in dict.fromkeys(one.spec.partition(":")[0] for one in some):
         alike = [one for one in some if one.spec.partition(":")[0] == family]
         listed.add_row(family, *(f"{value:+.2f}" for value in correlations(alike, machine).values()))
-    output.console().print(listed)
+    output.print_table(output.console(), listed)
 
 
 def _row(one: Signature) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from weft.models import Model, Site, decode_sites, load_model, sites
 from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
 
 CPU_RANKS = 4
+MOST_CPU_RANKS = 64
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -61,16 +62,22 @@ def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; use {', '.join(DEVICES)}")
     if device == "cpu":
-        return "cpu", ranks or CPU_RANKS
+        return "cpu", _cpu_ranks(ranks)
     count = gpu_count()
     if device == "auto":
-        return ("cuda", ranks or count) if count >= max(2, ranks or 0) else ("cpu", ranks or CPU_RANKS)
+        return ("cuda", ranks or count) if count >= max(2, ranks or 0) else ("cpu", _cpu_ranks(ranks))
     if count < max(1, ranks or 0):
         fewer = f"--ranks {count}, or " if count else ""
         asked = f" and ranks is {ranks}" if ranks else ""
         found = "1 GPU was" if count == 1 else f"{count or 'no'} GPUs were"
         raise ValueError(f"device is 'cuda'{asked}, but {found} found; use {fewer}--device cpu, which runs any number of ranks")
     return "cuda", ranks or count
+
+
+def _cpu_ranks(ranks: int | None) -> int:
+    if ranks and ranks > MOST_CPU_RANKS:
+        raise ValueError(f"ranks is {ranks}; on the CPU each is a process: use at most {MOST_CPU_RANKS}")
+    return ranks or CPU_RANKS
 
 
 def gpu_count() -> int:

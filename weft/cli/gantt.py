@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
@@ -37,8 +37,20 @@ def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
     last = f"{end - start:,.0f} us"
     text.append(" " * label + "0" + last.rjust(columns - 1) + "\n", style="dim")
     used = [kind for kind in reversed(MARKS) if any(s.kind == kind for s in own)]
-    text.append(" " * label + "   ".join(f"{MARKS[kind][0]} {kind}" for kind in used) + "   | a step starts", style="dim")
+    legend = [*(f"{MARKS[kind][0]} {kind}" for kind in used), "| a step starts"]
+    text.append("\n".join(_folded(legend, indent=label, width=label + columns)), style="dim")
     return text
+
+
+def _folded(entries: Sequence[str], *, indent: int, width: int) -> list[str]:
+    """Entries side by side, on as many lines as they need."""
+    lines = [" " * indent + entries[0]]
+    for entry in entries[1:]:
+        if len(lines[-1]) + 3 + len(entry) <= width:
+            lines[-1] += "   " + entry
+        else:
+            lines.append(" " * indent + entry)
+    return lines
 
 
 def _line(spans: list[Span], start: float, length: float, columns: int) -> Text:

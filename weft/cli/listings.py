@@ -81,10 +81,10 @@ def machines(
     listed = output.table(*columns)
     for machine in found:
         listed.add_row(*_row(machine))
-    out.print(listed)
+    output.print_table(out, listed)
     out.print()
     for machine in found:
-        out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.", soft_wrap=True)
+        out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.")
     out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines --json.")
 
 
@@ -102,7 +102,7 @@ def print_difference(a: Machine, b: Machine) -> None:
         spread = a.spreads.get(path, 0.0) + b.spreads.get(path, 0.0)
         listed.add_row(path, _numbers(left.get(path)), _numbers(right.get(path)), *_compared(left, right, path, spread))
     out = output.console()
-    out.print(listed)
+    output.print_table(out, listed)
     out.print(f"{same} numbers are the same. Of a table: its values for the same first column, at the geometric mean.")
 
 

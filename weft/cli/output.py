@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 PIPE_WIDTH = 160
 """Columns when the output is no terminal: wide enough for every table to stay on one line a row."""
@@ -28,6 +29,39 @@ def table(*columns: str, left: int = 1) -> Table:
     return made
 
 
+def print_table(out: Console, made: Table, *, keys: int | None = None) -> None:
+    """Print a table. One that is wider than the console comes in parts, each behind the first `keys` columns (default: those of
+    words), so that no number is cut."""
+    words = sum(column.justify == "left" for column in made.columns)
+    for number, part in enumerate(_fitting(out, made, words if keys is None else keys)):
+        if number:
+            out.print()
+        out.print(part)
+
+
+def width_of(out: Console, made: Table) -> int:
+    """Columns that a table takes when nothing is folded."""
+    return out.measure(made, options=out.options.update(max_width=10_000)).maximum
+
+
+def _fitting(out: Console, made: Table, keys: int) -> list[Table]:
+    behind = made.columns[:keys]
+    parts: list[list[Column]] = [[]]
+    for column in made.columns[keys:]:
+        if parts[-1] and width_of(out, _of([*behind, *parts[-1], column])) > out.width:
+            parts.append([])
+        parts[-1].append(column)
+    return [made] if len(parts) == 1 else [_of([*behind, *part]) for part in parts]
+
+
+def _of(columns: Sequence[Column]) -> Table:
+    """A table of columns of another one."""
+    made = table(*(str(column.header) for column in columns), left=sum(column.justify == "left" for column in columns))
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        made.add_row(*cells)
+    return made
+
+
 def us(value: float) -> str:
     """Microseconds, with as many digits as mean something.
 
@@ -39,6 +73,14 @@ def us(value: float) -> str:
 
 def share(value: float) -> str:
     return f"{value:.0%}"
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a file. Raises ValueError that names the option if that fails, on a disk that is full, say."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror or error}; what it holds is not whole") from None
 
 
 def require_file(path: Path | None, option: str) -> None:

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from weft.models import Model
 
 
+TERMS = (
+    "ideal: the longer of the matmul alone and the collective alone. exposed: what nothing hides: head, tail, waits. "
+    "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
+    "schedule=heuristic names."
+)
+
+
 def command(
     model: options.MODEL,
     machine: options.MACHINE = options.DEFAULT_MACHINE,
@@ -24,7 +31,7 @@ def command(
         int | None, typer.Option(min=1, metavar="N", help="Ranks that share a layer. Default: the machine's GPUs.")
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens: rows of every matmul.")
+        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens: rows of every matmul.")
     ] = options.DEFAULT_MACHINE_TOKENS,
     op: options.OP = None,
     schedule: options.SCHEDULE = "auto",
@@ -59,9 +66,7 @@ def command(
         print(json.dumps(data, indent=2, allow_nan=False))
         _write(target, plans, save, trace, silent=True)
         return
-    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans)
-    if why:
-        _explain(target, plans)
+    _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, why=why)
     _write(target, plans, save, trace, silent=False)
 
 
@@ -73,7 +78,7 @@ def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None
 
         ((_, plan),) = plans
         schedule = build(plan.problem, plan.chosen.schedule, plan.chosen.chunks, fan_out=machine.fans_out)
-        save.write_text(codec.dumps(schedule) + "\n", encoding="utf-8")
+        output.write_text(save, codec.dumps(schedule) + "\n", "--save")
         written.append(save)
     if trace is not None:
         from weft.report.trace import write_calls
@@ -92,17 +97,6 @@ def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, ob
     return {"why": {site: {"parts": dict(one.parts), "changes": one.changes} for site, one in found.items()}}
 
 
-def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
-    from weft.planner.explanation import explained, summary
-
-    out = output.console()
-    for site, plan in plans:
-        out.print(f"\n{site}: {plan.problem}", style="bold")
-        out.print(str(explained(plan, machine)))
-    out.print()
-    out.print(summary(plans))
-
-
 def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:
     return {
         "model": model.name,
@@ -111,15 +105,31 @@ def _as_data(model: Model, machine: Machine, plans: Sequence[tables.SitePlan]) -
     }
 
 
-def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan]) -> None:
+def _show(model: Model, machine: Machine, what: str, plans: Sequence[tables.SitePlan], *, why: bool) -> None:
     out = output.console()
     out.print(str(model))
     for note in model.notes:
         out.print(f"note: {note}")
     out.print()
     if plans:
-        tables.print_candidates(out, plans)
+        tables.print_candidates(out, plans, every=why)
         tables.print_chart(out, plans)
         tables.print_predictions(out, f"Chosen for {machine.words}: {what}", plans)
+    if why:
+        _explain(machine, plans)
+    else:
+        for site, plan in plans:
+            out.print(f"{site}: {plan.why}")
+
+
+def _explain(machine: Machine, plans: Sequence[tables.SitePlan]) -> None:
+    from weft.planner.explanation import explained, summary
+
+    out = output.console()
     for site, plan in plans:
-        out.print(f"{site}: {plan.why}")
+        out.print(f"{site}: {plan.problem}", style="bold")
+        out.print(str(explained(plan, machine)))
+        out.print()
+    out.print(TERMS)
+    out.print()
+    out.print(summary(plans))

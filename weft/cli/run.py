@@ -30,10 +30,11 @@ def command(
     schedule: options.SCHEDULE = "auto",
     machine: options.MACHINE = options.DEFAULT_MACHINE,
     machine_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens to predict for.")
+        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to predict for.")
     ] = options.DEFAULT_MACHINE_TOKENS,
     tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens to run. Default: 512 on the CPU, 8192 on cuda.")
+        int | None,
+        typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 512 on the CPU, 8192 on cuda."),
     ] = None,
     dtype: options.DTYPE = "bfloat16",
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random inputs.")] = 0,
@@ -112,7 +113,7 @@ def _write(run: Run, json: Path | None, report: Path | None, trace: Path | None)
     written: list[Path] = []
     try:
         if json is not None:
-            json.write_text(codec.dumps(run, indent=2) + "\n", encoding="utf-8")
+            output.write_text(json, codec.dumps(run, indent=2) + "\n", "--json")
             written.append(json)
         if report is not None:
             from weft.report import write_report

@@ -213,4 +213,4 @@ def _print(rows: Sequence[tuple[str, ...]]) -> None:
         listed.add_row(*row)
     out = output.console()
     out.print()
-    out.print(listed)
+    output.print_table(out, listed)

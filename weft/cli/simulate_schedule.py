@@ -122,13 +122,13 @@ def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
     }
     for name, us in parts.items():
         times.add_row(name, output.us(us), output.share(us / found.sequential_us) if found.sequential_us else "-")
-    out.print(times)
+    output.print_table(out, times)
     out.print()
     heads = ("GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed us")
     listed = output.table(*heads, left=0)
     values = ["-" if value is None else f"{value:.2f}" for _, value in _losses(found)[:-1]]
     listed.add_row(*values, output.us(losses.exposed_us))
-    out.print(listed)
+    output.print_table(out, listed)
     out.print()
     _show_lanes(found)
     out.print()
@@ -142,7 +142,7 @@ def _show_lanes(found: Simulation) -> None:
         if lane.rank == found.slowest:
             share = output.share(lane.busy_us / found.total_us) if found.total_us else "-"
             made.add_row(lane.lane, str(lane.steps), output.us(lane.busy_us), output.us(lane.waiting_us), share)
-    out.print(made)
+    output.print_table(out, made)
 
 
 def _write(schedule: Schedule, machine: Machine, found: Simulation, outputs: Outputs) -> list[Path]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.gantt import gantt
-from weft.cli.output import share, table, us
+from weft.cli.output import print_table, share, table, us, width_of
 
 if TYPE_CHECKING:
     from weft.planner.values import Plan
@@ -64,19 +64,27 @@ def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:
     out.print()
 
 
-def print_candidates(out: Console, plans: Sequence[SitePlan]) -> None:
-    """Every candidate's predicted time, a column a site; the chosen one is marked."""
+def print_candidates(out: Console, plans: Sequence[SitePlan], *, every: bool = True) -> None:
+    """Candidates' predicted times, a column a site; the chosen one is marked. every: else the fastest of each family, with its
+    chunk count."""
     made = table("schedule", *(site for site, _ in plans))
-    times = [{c.spec: c.predicted_us for c in plan.candidates} for _, plan in plans]
-    for spec in dict.fromkeys(c.spec for _, plan in plans for c in plan.candidates):
-        cells = [
-            us(found[spec]) + ("*" if plan.chosen.spec == spec else " ") if spec in found else ""
-            for found, (_, plan) in zip(times, plans, strict=True)
-        ]
-        made.add_row(spec, *cells)
-    out.print("Predicted us of every candidate (* chosen)", style="bold")
-    out.print(made)
+    columns = [_cells(plan, every=every) for _, plan in plans]
+    for name in dict.fromkeys(name for cells in columns for name in cells):
+        made.add_row(name, *(cells.get(name, "") for cells in columns))
+    which = "every candidate (* chosen)" if every else "each family's best, behind :chunks (* chosen; --why has all)"
+    out.print(f"Predicted us of {which}", style="bold")
+    print_table(out, made)
     out.print()
+
+
+def _cells(plan: Plan, *, every: bool) -> dict[str, str]:
+    """By row, fastest first."""
+    cells: dict[str, str] = {}
+    for one in plan.candidates:
+        row = one.spec if every else one.schedule
+        chunks = "" if every else one.spec.removeprefix(one.schedule)
+        cells.setdefault(row, f"{chunks} {us(one.predicted_us)}".strip() + ("*" if one == plan.chosen else " "))
+    return cells
 
 
 def _predicted(plan: Plan) -> Sequence[str]:
@@ -103,10 +111,10 @@ def _spec(site: SiteRun) -> str:
 def _print_sites(out: Console, title: str, heads: Sequence[str], rows: Sequence[SiteRow]) -> None:
     """A row a site on one line; on two or three lines where the console is too narrow for that."""
     made = _wide(heads, rows)
-    if out.measure(made, options=out.options.update(max_width=1000)).maximum > out.width:
+    if width_of(out, made) > out.width:
         made = _narrow(heads, rows)
     out.print(title, style="bold")
-    out.print(made)
+    print_table(out, made)
     out.print()
 
 

@@ -7,6 +7,7 @@ from typing import Literal, cast
 import torch
 import torch.distributed as dist
 
+from weft.errors import require
 from weft.execute.collective_calls import CollectiveCall, staging_from_environment
 from weft.execute.groups import GROUPS
 from weft.library.collectives import default_sms
@@ -22,6 +23,7 @@ MOST_ELEMENTS = 1 << 30
 
 def reduction(op: Reduction) -> Literal["sum", "avg"]:
     """What `op` says. Raises ValueError for a reduction that weft does not have."""
+    require("op", op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType), "use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
     known = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
     for name, value in known.items():
         if op in (name, value):

@@ -103,8 +103,8 @@ def empty(
     where = torch.empty(0).device if device is None else torch.device(device)
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")
-    if any(extent < 0 for extent in shape):
-        raise ValueError(f"shape is {shape}; every extent must be 0 or more")
+    if any(not isinstance(extent, int) or extent < 0 for extent in shape):
+        raise ValueError(f"shape is {shape}; every extent must be a whole number of 0 or more")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     count = math.prod(shape)

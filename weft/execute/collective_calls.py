@@ -27,7 +27,7 @@ _OF_FREE = 8
 def staging_from_environment(device: torch.device) -> int:
     """WEFT_STAGING_BYTES, or the device's default. Raises ValueError where it is no number, or too low."""
     text, least = os.environ.get("WEFT_STAGING_BYTES", str(STAGING_BYTES[device.type])), CollectiveProblem.LEAST_STAGING
-    if not text.isdigit() or int(text) < least:
+    if not text.isdecimal() or int(text) < least:
         raise ValueError(f"WEFT_STAGING_BYTES is {text!r}; it must be a whole number of at least {least}")
     return int(text)
 

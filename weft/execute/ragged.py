@@ -201,7 +201,8 @@ def _unit_stride(b: torch.Tensor) -> torch.Tensor:
 
 def on_host(team: Team, call: RaggedCall) -> Arrived:
     """The same by torch and torch.distributed. Raises ValueError where rows do not fit, once all ranks have theirs."""
-    sizes = call.splits.long().clamp(min=0)
+    given = call.splits.long()
+    sizes = given.clamp(0, call.a.shape[0] + 1)  # one row too many is as wrong as many, and takes no room
     everyone = [torch.empty_like(sizes) for _ in range(team.world_size)]
     dist.all_gather(everyone, sizes, group=team.group)
     sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
@@ -220,8 +221,10 @@ def on_host(team: Team, call: RaggedCall) -> Arrived:
         product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
         landed, counts = kept[:0], arriving
         result = _exchanged(team, product, sent, arriving)
+    if int(given.min()) < 0:
+        raise ValueError(f"splits has {int(given.min())}; it must be numbers of rows, 0 or more")
     if pieces.shape[0] > call.a.shape[0]:
-        raise ValueError(f"splits add up to {pieces.shape[0]}, but a has {call.a.shape[0]} rows")
+        raise ValueError(f"splits add up to {int(given.sum())}, but a has {call.a.shape[0]} rows")
     if result.shape[0] > call.max_rows:
         raise ValueError(f"max_rows is {call.max_rows}, but {result.shape[0]} rows arrived")
     rows = _filled(landed, call.max_rows) if call.return_received else None

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
+from weft.errors import require
 from weft.inductor import gathers, scatters
 from weft.inductor.graph import Refused, place_in, shape
 from weft.inductor.places import file_and_line, module_name
@@ -72,6 +73,7 @@ class CompilePass(CustomGraphPass):
         for name in self.operators:
             if name not in _OPS:
                 raise ValueError(f"operators has {name!r}; use {', '.join(_OPS)}")
+        require("schedule", schedule, (str, Mapping), "use a schedule's name, or one for each operator by its name")
         named = dict.fromkeys(self.operators, schedule) if isinstance(schedule, str) else dict(schedule)
         for name, spec in named.items():
             if name not in self.operators or not isinstance(spec, str):

@@ -6,10 +6,10 @@ by name is read by the same keys, and the Model's notes say what was assumed. Wh
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from weft import codec
 from weft.models.values import Model
 
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
@@ -41,12 +41,7 @@ def read_config(path: Path) -> Model:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    data = codec.read_data(path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds {type(data).__name__} data; a config.json holds an object")
     return data

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.nn.experts import Activation, Experts, Routing, experts_apart, swiglu
+from weft.nn.linear import require_one_dimension
 from weft.nn.products import in_one_dtype
 from weft.nn.sites import Site, note
 
@@ -45,13 +46,12 @@ class ExpertParallel(ParallelStyle):
 
     def __init__(self, *, capacity: float | None = None) -> None:
         super().__init__()
-        if capacity is not None and not capacity > 0:
+        if capacity is not None and not (isinstance(capacity, (int, float)) and capacity > 0):
             raise ValueError(f"capacity is {capacity!r}; it must be above 0, or None for all that ranks can send")
         self.capacity = capacity
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh has {device_mesh.ndim} dimensions; slice one of them: mesh['name']")
+        require_one_dimension(device_mesh)
         experts = getattr(module, "experts", module)
         if isinstance(experts, nn.ModuleList):
             experts = _stacked(module, experts)

@@ -140,6 +140,12 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
+def require_one_dimension(mesh: DeviceMesh) -> None:
+    """Raises ValueError for a mesh of several dimensions, of which no style could know the one that is meant."""
+    if mesh.ndim != 1:
+        raise ValueError(f"device_mesh has {mesh.ndim} dimensions; slice one of them: mesh['name']")
+
+
 class Distributor:
     """Spreads parameters over a mesh. One that modules share stays one. src_data_rank: as torch's parallelize_module."""
 

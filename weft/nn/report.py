@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from weft import machine, schedules
+from weft.errors import require
 from weft.execute.choose import machine_for
 from weft.execute.groups import GROUPS
 from weft.execute.trial import Choice
@@ -111,6 +112,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     model: after weft.parallelize, or parallelize_module with weft's styles; not collective. Raises ValueError for a model in
     which neither has left anything.
     """
+    require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
     found: dict[Site, int] = {}
     for site in sites(model):
         alike = _without_layer(site)

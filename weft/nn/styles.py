@@ -25,8 +25,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.errors import require
 from weft.nn.layouts import Announced, ColumnsOut, RowsIn, Taken, TokensOut
-from weft.nn.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
+from weft.nn.linear import Distributor, OnInput, Tokens, require_one_dimension, to_columns, to_row, why_not_linear
 from weft.nn.products import How
 from weft.nn.replicas import always, replicate
 from weft.nn.sites import Site, note
@@ -53,6 +54,7 @@ class ColwiseParallel(style.ColwiseParallel):
         self.how = How(schedule=schedule, keep_gathered=keep_gathered)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
         why = why_not_linear(module) or _why_not_tokens("input_layouts", self.input_layouts[0])
         if why:
             note(module, Site(reason=f"torch's ColwiseParallel: {why}"))
@@ -85,6 +87,7 @@ class RowwiseParallel(style.RowwiseParallel):
         self.how = How(schedule=schedule)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
         why = why_not_linear(module) or _why_not_tokens("output_layouts", self.output_layouts[0])
         if why:
             note(module, Site(reason=f"torch's RowwiseParallel: {why}"))
@@ -129,6 +132,7 @@ class SharedInput(style.ParallelStyle):
         self.how = How(schedule=schedule, keep_gathered=keep_gathered)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
         children = dict(module.named_children())
         for name in self.linears:
             why = why_not_linear(children[name]) if name in children else f"{type(module).__name__} has no child of that name"
@@ -154,6 +158,7 @@ class SequenceParallel(style.SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
         replicate(module, Distributor(device_mesh, self.src_data_rank), always)
         tokens, layout = Tokens(), self.sequence_sharding[0]
         module.register_forward_pre_hook(OnInput("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
@@ -201,7 +206,8 @@ def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> N
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:
-    """Why weft's operators do not take a side of this layout; empty if they do."""
+    """Why weft's operators do not take a side of this layout; empty if they do. Raises ValueError for what is none."""
+    require(name, layout, Placement, "use Replicate() or Shard(dimension)")
     if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
         return ""
     return f"{name} is {layout!r}; weft overlaps Replicate(), and Shard of a dimension of tokens"

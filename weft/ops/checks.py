@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from weft import schedules
+from weft.errors import require
 from weft.execute.choose import CHOSEN_HERE
 from weft.execute.groups import GROUPS
 from weft.problem import Op
@@ -22,9 +23,16 @@ def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
         raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("group: this rank is not in it; call the operator on the group's ranks only")
+        raise ValueError(no_group(group, "call the operator"))
     # The group's own methods: torch.distributed's functions of these names take ten times as long.
     return group.group_name, group.rank(), group.size()
+
+
+def no_group(group: object, what: str) -> str:
+    """What is wrong with a group that is none. torch has a constant for groups that a rank is not in."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"group: this rank is not in it; {what} on the group's ranks only"
+    return f"group is a {type(group).__name__}; use a ProcessGroup (a mesh's is mesh.get_group()), or None for all ranks"
 
 
 def spec_of(schedule: str | Schedule, op: Op) -> str:
@@ -54,6 +62,8 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
         raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
         raise ValueError("b is an empty list; pass one matrix or several")
+    if a.layout is not torch.strided:
+        raise ValueError(f"a is {a.layout}; weft takes strided tensors: use a.to_dense()")
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
     if a.dtype not in DTYPES:
@@ -62,11 +72,20 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
         name = "b" if count == 1 else f"b[{i}]"
         if not isinstance(b, torch.Tensor) or b.dim() != 2:
             raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
+        if b.layout is not torch.strided:
+            raise ValueError(f"{name} is {b.layout}; weft takes strided tensors: use {name}.to_dense()")
         if b.shape[0] != beside * a.shape[-1]:
             columns = f"{a.shape[-1]} columns" + (f" on each of {beside} ranks" if beside > 1 else "")
             raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
         if b.dtype != a.dtype or b.get_device() != a.get_device():
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+def listed(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
+    """Several tensors as a list. Raises ValueError for what holds none."""
+    if not isinstance(values, (list, tuple)):
+        require(name, values, Iterable, use)
+    return list(values)
 
 
 def shape_of(value: object) -> str:

@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from weft.errors import require
 from weft.library.embedding import run_lookup
-from weft.ops.checks import DTYPES, group_of, shape_of, spec_of
+from weft.ops.checks import DTYPES, group_of, listed, shape_of, spec_of
 from weft.ops.optimizers import Optimizer
 from weft.schedule import Schedule
 
@@ -70,7 +71,7 @@ def embedding_bag_all_to_all(
     Source: fused computation-collectives (arXiv 2305.06942).
     """
     group_name, rank, world_size = group_of(group)
-    tables = list(tables)
+    tables = listed("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
     _check_indices(indices, per_sample_weights, mode)
     kind = _check_tables(tables, indices.device, dtype)
     by_rank = _dims(tables, dims, rank, world_size)
@@ -124,6 +125,10 @@ def _check_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype: t
         raise ValueError(
             f"dtype is {dtype}; a rank without tables must say what the others have, of {', '.join(DTYPES.values())}"
         )
+    for at, table in enumerate(tables):
+        require(f"tables[{at}]", table, torch.Tensor, "it must be a matrix [rows, dim]")
+        if table.layout is not torch.strided:
+            raise ValueError(f"tables[{at}] is {table.layout}; weft takes strided tensors")
     kind = tables[0].dtype if tables else dtype
     if kind not in DTYPES or dtype not in (None, kind):
         raise ValueError(f"tables[0] is {kind}, dtype {dtype}; weft takes {', '.join(DTYPES.values())}, the same for both")
@@ -170,7 +175,8 @@ def _batch(bags: int, tables: int, batch: int | None) -> int:
         raise ValueError("batch is None; a rank without tables must say how many samples all ranks have")
     found = batch if batch is not None else bags // tables
     if bags != tables * found:
-        raise ValueError(f"there are {bags} bags for {tables} tables; every table needs one for each of {found} samples")
+        needed = f"{tables} tables of {found} samples need {tables * found}: a bag for each table and sample, table by table"
+        raise ValueError(f"offsets or lengths has {bags} bags (offsets has one entry more); {needed}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -63,5 +64,5 @@ Optimizer = SGD | RowwiseAdagrad
 
 
 def _check_rate(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0, and finite")

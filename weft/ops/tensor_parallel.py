@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.library.tensor_parallel import run_gather, run_scatter
-from weft.ops.checks import check_operands, group_of, spec_of
+from weft.ops.checks import check_operands, group_of, listed, spec_of
 from weft.problem import split
 from weft.schedule import Schedule
 
@@ -107,7 +107,7 @@ def all_gather_matmul(
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
     WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
     """
-    bs = [b] if isinstance(b, torch.Tensor) else list(b)
+    bs = [b] if isinstance(b, torch.Tensor) else listed("b", b, "pass a matrix, or several in a list")
     check_operands(a, bs, len(bs))
     group_name, rank, world_size = group_of(group)
     dim = _dimension(a, gather_dim, "gather_dim")

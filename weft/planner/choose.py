@@ -8,8 +8,10 @@ program is always among them, so nothing is chosen that is predicted to lose to 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from weft.machine import Machine
+from weft.errors import require
+from weft.machine import Machine, as_machine
 from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
 from weft.problem import CollectiveProblem, Problem
@@ -21,7 +23,7 @@ from weft.sim.cost import whole_collective_us, whole_gemm_us
 
 def plan(
     problem: Problem,
-    machine: Machine,
+    machine: Machine | str | Path,
     *,
     schedules: Sequence[Schedule] | None = None,
     only: str | None = None,
@@ -29,11 +31,14 @@ def plan(
 ) -> Plan:
     """The fastest predicted schedule for `problem` on `machine`, all candidates, and why.
 
+    machine: a Machine, a shipped profile's name, or a JSON file's path.
     schedules: candidates instead of the default ones; the sequential program joins them. only: candidates of this family
     alone, so that it is chosen even if it loses; `sequential_us` is there to compare. chunks: with only, this count alone.
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
     for a family that weft or the operator lacks, and for a schedule of another problem.
     """
+    require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
+    machine = as_machine(machine)
     machine.require_for(problem)
     if not isinstance(problem, CollectiveProblem):
         machine.tflops(problem.dtype)

@@ -62,7 +62,7 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
     if chosen.schedule.name == "sequential":
         return f"{bound} {_stays(chosen, rivals, machine)}"
     hidden = f"{chosen.candidate.spec} {_against(chosen.predicted_us, sequential_us)}"
-    left = f" and leaves {chosen.candidate.exposed_us:.0f} us exposed"
+    left = f" and {chosen.candidate.exposed_us:.0f} more than the longer of the two"
     return f"{bound} {hidden}{left}{_runner_up(chosen, rivals, machine)}."
 
 
@@ -87,7 +87,8 @@ def _stays(chosen: Option, rivals: Sequence[Option], machine: Machine) -> str:
         return "Only the sequential program was considered."
     rival = rivals[0]
     more = rival.predicted_us - chosen.predicted_us
-    took = f"the best overlap, {rival.candidate.spec}, would take {rival.predicted_us:.0f} us, {more:.0f} more"
+    longer = f"{more:.0f} more" if more >= 1 else "no less"
+    took = f"the best overlap, {rival.candidate.spec}, would take {rival.predicted_us:.0f} us, {longer}"
     return f"It stays sequential: {took}, since {_reason(rival, chosen, machine)}."
 
 

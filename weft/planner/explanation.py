@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from weft.machine import AlphaBeta, Machine, Table, load
+from weft.machine import AlphaBeta, Machine, Table, as_machine
 from weft.planner.choose import plan
 from weft.planner.signature import Signature, signature
 from weft.planner.values import Plan
@@ -51,13 +52,13 @@ class Explanation:
         return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
 
 
-def explain(problem: Problem, machine: Machine | str = DEFAULT_MACHINE) -> Explanation:
+def explain(problem: Problem, machine: Machine | str | Path = DEFAULT_MACHINE) -> Explanation:
     """Why the planner chooses what it does for `problem`: print it, or read its parts.
 
     machine: a Machine, a shipped profile's name, or a file's path. Takes seconds for 8 ranks, since it simulates what would
     have to change. Raises ValueError as `weft.plan` does.
     """
-    where = machine if isinstance(machine, Machine) else load(machine)
+    where = as_machine(machine)
     return explained(plan(problem, where), where)
 
 
@@ -119,9 +120,7 @@ def _told(found: Signature) -> str:
         ("CIL", found.communication_cil),
     )
     named = ", ".join(f"{name} {loss:.2f}" for name, loss in losses if loss is not None)
-    return (
-        f"{found.spec}: {found.total_us:.0f} us, {found.loss:.0%} over the ideal; {named}; {found.exposed_us:.0f} us exposed."
-    )
+    return f"{found.spec}: {found.total_us:.0f} us, {found.loss:.0%} over the ideal; {named}."
 
 
 def _changes(problem: Problem, specs: Sequence[str], machine: Machine) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -54,7 +53,7 @@ def figure(signatures: Sequence[Signature], machine: Machine) -> go.Figure:
     return made
 
 
-def write_losses(signatures: Sequence[Signature], machine: Machine, path: Path) -> Path:
-    """Write the page."""
-    path.write_text(figure(signatures, machine).to_html(include_plotlyjs=True), encoding="utf-8")
-    return path
+def losses_page(signatures: Sequence[Signature], machine: Machine) -> str:
+    """The page, as HTML."""
+    text: str = figure(signatures, machine).to_html(include_plotlyjs=True)
+    return text

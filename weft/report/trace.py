@@ -49,7 +49,8 @@ def _write(events: Iterable[Event], about: Mapping[str, str], path: Path) -> Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, separators=(",", ":"), allow_nan=False), encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"path is {str(path)!r}; a trace needs a file that can be written: {error}") from None
+        reason = error.strerror or error
+        raise ValueError(f"path is {str(path)!r}; a trace needs a file that can be written: {reason}") from None
     return path
 
 

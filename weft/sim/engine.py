@@ -23,8 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from pathlib import Path
 
-from weft.machine import Machine
+from weft.errors import require
+from weft.machine import Machine, as_machine
 from weft.problem import CollectiveProblem
 from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
 from weft.sim import kernels, lookups, messages, transfers
@@ -57,9 +59,13 @@ class Outcome:
         return tuple(span(self.schedule, ran.rank, ran.lane, ran.step, ran.start / 1e3, ran.end / 1e3) for ran in self.steps)
 
 
-def simulate(schedule: Schedule, machine: Machine) -> tuple[Span, ...]:
-    """The spans of one call. Raises ValueError as `run` does."""
-    return run(schedule, machine).spans
+def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, ...]:
+    """The predicted spans of one call, by start, in us from 0 on; `weft.span.total_us` of them is what it takes.
+
+    machine: a Machine, a shipped profile's name, or a JSON file's path. Raises ValueError as `run` does.
+    """
+    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    return run(schedule, as_machine(machine)).spans
 
 
 def run(schedule: Schedule, machine: Machine) -> Outcome:

@@ -104,8 +104,9 @@ def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
 
 def gemm(world: World, rank: int, step: Gemm) -> Process:
     """Launch, then each group's tiles once its gates are open; ends when all tiles and stores have. Without rows or
-    columns nothing is launched."""
+    columns nothing is launched, but what is counted is told all the same."""
     if not any(part.out.size for part in step.parts):
+        yield from _nothing(world, rank, step)
         return
     ended = world.env.event()
     groups = tuple(_groups(step, rank))
@@ -119,6 +120,14 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     ended.succeed()
     added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
     world.kernels[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
+
+
+def _nothing(world: World, rank: int, step: Gemm) -> Process:
+    for part in step.parts:
+        for gate in part.waits:
+            yield from world.wait(gate)
+        if part.count is not None:
+            world.post(rank, part.count)
 
 
 def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time) -> Generator[simpy.Event, Any, float]:

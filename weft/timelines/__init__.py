@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
+from weft.errors import require
 from weft.schedule import Schedule
 from weft.timelines.lines import Column, Line, Placer, owners, words
 
@@ -26,6 +27,8 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
     A schedule that deadlocks is drawn up to where it stops, then the lines that never run. Raises ValueError for a rank
     that the schedule lacks, or for less than 40 columns of width.
     """
+    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    require("width", width, int, "use a whole number of columns, at least 40")
     wrong = [r for r in ranks if not 0 <= r < len(schedule.ranks)]
     if wrong or not ranks:
         raise ValueError(f"ranks is {tuple(ranks)}; use some of 0 to {len(schedule.ranks) - 1}")

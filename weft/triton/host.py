@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from weft.errors import WaitTimeout
+from weft.errors import WaitTimeout, require
 from weft.memory import Segment, gpu_symmetric
 from weft.team import Team, timeout_from_environment
 
@@ -92,9 +92,10 @@ class Peers:
 
         Raises ValueError for a size below 0, RankMismatch if ranks ask for different ones.
         """
+        require("shape", shape, (int, tuple, list), "it must be a whole number, or several")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(extent < 0 for extent in shape):
-            raise ValueError(f"shape is {shape}; every extent must be 0 or more")
+        if any(not isinstance(extent, int) or extent < 0 for extent in shape):
+            raise ValueError(f"shape is {shape}; every extent must be a whole number of 0 or more")
         name = name or f"tensor {len(self._tensors)}"
         self._team.enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
         made = self._allocate(name, shape, dtype)

@@ -94,6 +94,9 @@ class Pair:
     poolings: tuple[int, ...]
 
 
+MOST_NODES = 1 << 16
+
+
 @dataclass(frozen=True, kw_only=True)
 class System:
     """See the module's text.
@@ -128,6 +131,8 @@ class System:
             if not row:
                 raise ValueError(f"{path} is empty; name at least one")
         profile.check(self, MAY_BE_ZERO)
+        if max(self.nodes) > MOST_NODES:
+            raise ValueError(f"nodes is {max(self.nodes)}; use at most {MOST_NODES}, which takes a minute")
         for path, value in (
             ("gather_share", self.gather_share),
             ("vendor.share", self.vendor.share),

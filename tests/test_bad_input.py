@@ -1,0 +1,141 @@
+"""What a caller may get wrong is a ValueError that names the argument, whatever its type: no error of Python's or torch's own,
+no endless work, no broken group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import weft
+from weft.machine import load
+from weft.problem import OPS, Op
+from weft.schedules import MOST_CHUNKS, names
+
+GATHER = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2)
+SHARDS = weft.build(GATHER, "shard_p2p")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    weft.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: weft.plan(None, "h200x8"), "problem is a NoneType; use a weft.Problem"),
+        (lambda: weft.plan(GATHER, None), "machine is a NoneType; use a weft.Machine, a name of weft machines"),
+        (lambda: weft.plan(GATHER, "nope"), "machine is 'nope'; weft has a100x8"),
+        (lambda: weft.explain(GATHER, 3), "machine is a int"),
+        (lambda: weft.explain("x"), "problem is a str"),
+        (lambda: weft.build("x", "sequential"), "problem is a str"),
+        (lambda: weft.check(GATHER), "schedule is a Problem; use a weft.Schedule"),
+        (lambda: weft.simulate(GATHER, "h200x8"), "schedule is a Problem"),
+        (lambda: weft.simulate(SHARDS, None), "machine is a NoneType"),
+        (lambda: weft.timeline(None), "schedule is a NoneType"),
+        (lambda: weft.timeline(SHARDS, width="80"), "width is a str"),
+        (lambda: dataclasses.replace(GATHER, nodes=(1.0, 1)), r"nodes is \(1.0, 1\); it must be a tuple of whole"),
+        (lambda: dataclasses.replace(GATHER, nodes=2), "nodes is 2; it must be a tuple"),
+        (lambda: dataclasses.replace(GATHER, b_sizes=[32, 32]), r"b_sizes is \[32, 32\]; it must be a tuple"),
+        (lambda: weft.LookupProblem.of(batch=4, dims=(("x",), (4,))), "dims is .*; it must have a list of whole numbers"),
+        (lambda: weft.LookupProblem.of(batch=4, dims=None), "dims is None; it must have a list"),
+        (lambda: weft.SGD(lr="x"), "lr is 'x'; it must be a number of at least 0"),
+        (lambda: weft.RowwiseAdagrad(lr=float("inf")), "lr is inf; .* finite"),
+        (lambda: weft.CompilePass(schedule=3), "schedule is a int; use a schedule's name"),
+        (lambda: weft.ExpertParallel(capacity="x"), "capacity is 'x'; it must be above 0"),
+        (lambda: weft.SharedInput(["w"], input_layouts="x"), "input_layouts is a str; use Replicate"),
+        (lambda: weft.overlap_report(None), "model is a NoneType; pass the model"),
+    ],
+)
+def test_a_value_of_another_type_is_named(call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_machines_go_by_name_or_by_value() -> None:
+    machine = load("h200x8")
+    assert weft.plan(GATHER, "h200x8") == weft.plan(GATHER, machine)
+    assert weft.simulate(SHARDS, "h200x8") == weft.simulate(SHARDS, machine)
+
+
+def test_more_chunks_than_can_be_proved_soon_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunks is 1000000000; use at most 512"):
+        weft.build(GATHER, "flag_gated", 10**9)
+    with pytest.raises(ValueError, match="chunks is 513"):
+        weft.plan(GATHER, "h200x8", only="flag_gated", chunks=MOST_CHUNKS + 1)
+    assert weft.build(GATHER, "flag_gated", MOST_CHUNKS).chunks == MOST_CHUNKS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_result_without_elements_is_predicted_by_every_family(op: Op) -> None:
+    for sizes in ({"m": 8, "n": 0}, {"m": 0, "n": 8}):
+        problem = weft.Problem(op=op, k=16, world_size=2, **sizes)
+        for name in names(op):
+            weft.simulate(weft.build(problem, name), "h200x8")
+        assert "no elements" in weft.plan(problem, "h200x8").why
+
+
+A, B = torch.ones(4, 8), torch.ones(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: weft.all_gather_matmul(A, None), "b is a NoneType; pass a matrix, or several in a list"),
+        (lambda: weft.all_gather_matmul(A.to_sparse(), B), "a is torch.sparse_coo; weft takes strided tensors"),
+        (lambda: weft.matmul_all_reduce(A, B.to_sparse()), "b is torch.sparse_coo"),
+        (lambda: weft.all_gather_matmul(A, B, "x"), r"group is a str; use a ProcessGroup .* or None"),
+        (lambda: weft.all_gather_matmul(A, B, dist.GroupMember.NON_GROUP_MEMBER), "group: this rank is not in it"),
+        (lambda: weft.AllReduce(A, 3), "group is a int; use a ProcessGroup"),
+        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], way=3), "way is a int"),
+        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], kernels=3), "kernels is a int"),
+        (lambda: weft.SendReceive(send=A, to="x"), "to is 'x'; use another rank"),
+        (lambda: weft.collectives.empty(2.5), r"shape is \(2.5,\)"),
+        (lambda: weft.collectives.reduce_scatter(A, A), "op is a Tensor; use 'sum' or 'avg'"),
+        (lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), None), "tables is a NoneType"),
+        (lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [None]), r"tables\[0\] is a NoneType"),
+        (
+            lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(4), [A, A]),
+            "has 3 bags .offsets has one entry more.; 2 tables of 1 samples need 2",
+        ),
+    ],
+)
+def test_an_operand_that_is_none_is_named(alone: None, call: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_a_mesh_of_two_dimensions_is_refused_by_every_style(alone: None) -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    styles = (
+        weft.ColwiseParallel(input_layouts=Shard(0)),
+        weft.RowwiseParallel(),
+        weft.SharedInput(["0"]),
+        weft.ExpertParallel(),
+    )
+    for style in styles:
+        module = nn.Sequential(nn.Linear(4, 4)) if isinstance(style, weft.SharedInput) else nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=r"device_mesh has 2 dimensions; slice one of them"):
+            parallelize_module(module, mesh, style)
+
+
+@pytest.mark.parametrize(
+    ("splits", "says"), [([-1], "splits has -1"), ([10**12], "splits add up to 1000000000000, but a has 4 rows")]
+)
+def test_splits_that_cannot_be_take_no_memory(alone: None, splits: list[int], says: str) -> None:
+    for operator in (weft.matmul_all_to_all, weft.all_to_all_matmul):
+        with pytest.raises(ValueError, match=says):
+            operator(A, B, splits=torch.tensor(splits), max_rows=4)

@@ -1,0 +1,113 @@
+"""What the command line prints fits the terminal, and cuts nothing off."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft import codec
+from weft.cli import main, output
+from weft.cli.gantt import gantt
+from weft.span import Span
+
+LOSSES = [
+    "characterize",
+    "llama3-8b",
+    "--ranks",
+    "2",
+    "--tokens",
+    "65536",
+    "--op",
+    "all_gather_matmul",
+    "--schedule",
+    "shard_p2p",
+]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    assert main(LOSSES) == 0
+    wide = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(output, "PIPE_WIDTH", width)
+    assert main(LOSSES) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= width
+    rows = [line.split() for line in wide if line.startswith("shard_p2p")]
+    assert [row[1] for row in rows] == ["65536"] * 2
+    for row in rows:
+        parts = [line.split() for line in narrow.splitlines() if line.startswith("shard_p2p") and line.split()[1:4] == row[1:4]]
+        assert [cell for part in parts for cell in part[4:]] == row[4:]
+
+
+def test_machines_are_named_in_every_part_of_a_narrow_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PIPE_WIDTH", 60)
+    assert main(["machines"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum(line.split()[:1] == ["h200x8"] for line in lines) == 2
+
+
+def test_the_legend_of_a_chart_folds_between_entries() -> None:
+    spans = [Span(rank=0, lane="compute", kind=kind, name=kind, start_us=0, end_us=9) for kind in ("gemm", "copy", "wait")]
+    lines = gantt(spans, rank=0, width=40).plain.splitlines()
+    assert lines[-2:] == [" " * 9 + "# gemm   = copy   . wait", " " * 9 + "| a step starts"]
+
+
+def test_plan_shows_each_familys_best_and_with_why_every_candidate_once(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "llama3-8b", "--tp", "2", "--site", "MLP down"]
+    assert main(command) == 0
+    short = capsys.readouterr().out
+    assert sum(line.startswith("direct_store") for line in short.splitlines()) == 1
+    assert main([*command, "--why"]) == 0
+    long = capsys.readouterr().out
+    assert sum(line.startswith("direct_store:") for line in long.splitlines()) > 1
+    assert long.count("-bound: the GEMM alone takes") == 1
+    assert "DIL: the pieces alone over the whole alone" in long
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["run", "llama3-8b", "--device", "cpu", "--ranks", "100000"], "ranks is 100000; on the CPU each is a process"),
+        (["run", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
+        (["plan", "llama3-8b", "--tokens", "100000000000"], "'--tokens'"),
+        (["plan", "llama3-8b", "--schedule", "flag_gated:100000000"], "chunks is 100000000; use at most 512"),
+        (["plan", "llama3-8b", "--schedule", "flag_gated:\u00b2"], "a chunk count is a whole number"),
+        (["characterize", "--tokens", "100000000000"], "--tokens is '100000000000'; give whole numbers of 1 to"),
+        (["simulate", "dlrm", "--set", "nodes=100000000"], "nodes is 100000000; use at most 65536"),
+        (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "/dev/full"], "--save /dev/full: No space left"),
+        (["plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--trace", "/dev/full"], "No space left on device"),
+        ([*LOSSES, "--json", "/dev/full"], "--json /dev/full: No space left"),
+        ([*LOSSES, "--report", "/dev/full"], "--report /dev/full: No space left"),
+        (["machines", "--diff", "h200x8", "/dev/zero.json"], "cannot read /dev/zero.json: No such file"),
+    ],
+)
+def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixture[str], command: list[str], says: str) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with (tmp_path / "large.json").open("w") as file:
+        file.truncate(codec.MOST_BYTES + 1)
+    for command in (["plan"], ["machines", "--diff", "h200x8"], ["simulate"]):
+        assert main([*command, str(tmp_path / "large.json")]) == 2
+        assert "large.json: it has more than 256 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 2), (">&-", 0), (">&- 2>&-", 0)])
+def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m weft schedules flag_gated {redirect}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    said = "weft: error: cannot write the output: No space left on device\n" if status else ""
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
