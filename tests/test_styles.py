@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -179,6 +179,28 @@ def test_every_layout_is_as_torchs(ranks: RankFixture) -> None:
         assert {line.split(": ", 1)[1] for line in lines if line.startswith(f"{start}:")} == {wanted}
     odd = "RowwiseParallel S(0) S(-1): torch's RowwiseParallel: output_layouts is Shard(dim=-1)"
     assert any(line.startswith(odd) for line in lines)
+
+
+def _uneven() -> None:
+    """DTensors whose tokens ranks do not divide, or of which some ranks have none, through both styles: as torch's."""
+    here = mesh()
+    for tokens in (5, 1):
+        found = []
+        for column, row in ((ColwiseParallel, RowwiseParallel), (weft.ColwiseParallel, weft.RowwiseParallel)):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6))
+            last = row(output_layouts=Shard(1), use_local_output=False)
+            parallelize_module(model, here, {"0": column(input_layouts=Shard(1)), "1": last})
+            x = distribute_tensor(drawn(2, tokens, 6, seed=3), here, [Shard(1)]).requires_grad_()
+            out = model(x)
+            assert out.shape == (2, tokens, 6)
+            out.full_tensor().square().sum().backward()
+            found.append((out.full_tensor().detach(), x.grad.full_tensor(), gradients(model)))
+        alike(found[1], found[0])
+
+
+def test_tokens_that_ranks_do_not_divide(ranks: RankFixture) -> None:
+    ranks(3).run(_uneven)
 
 
 class Peeking(Inner):

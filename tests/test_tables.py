@@ -139,8 +139,9 @@ def test_trains_as_on_one_rank(ranks: RankFixture, adagrad: bool) -> None:
 def _wrapped() -> None:
     """DistributedDataParallel of the whole model averages its MLPs, and leaves each rank its own tables: as by hand."""
     rank, size, lr = dist.get_rank(), dist.get_world_size(), 0.3
-    model = _model(weft.RowwiseAdagrad(lr=lr))
+    model = _model(weft.RowwiseAdagrad(lr=lr), dist.group.WORLD)
     by_hand = copy.deepcopy(model)
+    assert by_hand.bags.group is model.bags.group
     wrapped = DistributedDataParallel(model)
     for seed in range(2):
         dense, _, indices, lengths, clicks = _draw(seed)

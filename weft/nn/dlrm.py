@@ -10,6 +10,7 @@ Legend: M the global batch, m a rank's part of it, T tables of all ranks, D thei
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -117,6 +118,13 @@ class ShardedEmbeddingBags(nn.Module):
         self._ddp_params_and_buffers_to_ignore = [*dict(self.named_parameters()), *dict(self.named_buffers())]
         self.register_load_state_dict_pre_hook(_without_others)  # type: ignore[no-untyped-call]
         note(self, Site(operators=("embedding_bag_all_to_all",), reason=f"tables {[len(own) for own in self.ranges]} by rank"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
+        """A copy for the same ranks: a process group has none."""
+        made = type(self).__new__(type(self))
+        memo |= {id(self): made, id(self.group): self.group}
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     def own_bags(self, indices: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's (indices, lengths) of those of all tables. lengths: [T * M], by table, then sample. Waits for the

@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.nn.adjacent import Adjacent, fits
 from weft.nn.products import How, columns, rows
+from weft.problem import split
 
 Tensor = torch.Tensor
 
@@ -61,7 +62,7 @@ class Shared:
         products = self._products(x, self.members)
         self._outs = dict(enumerate(products))
         total, dim = self.tokens.total, self.tokens.dim
-        if total is None or total == x.shape[dim]:
+        if total is None or group_of(self.members[0].weight).size() == 1:
             self._stand_in = x
         else:
             shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
@@ -80,8 +81,12 @@ class Shared:
         return out
 
     def _check_own(self, x: Tensor) -> None:
-        total, dim = self.tokens.total, self.tokens.dim
-        if total is not None and total == x.shape[dim] and group_of(self.members[0].weight).size() > 1:
+        total = self.tokens.total
+        if total is None or total != x.shape[self.tokens.dim]:
+            return
+        group = group_of(self.members[0].weight)
+        low, high = split(total, group.size())[group.rank()]
+        if total != high - low:
             raise ValueError(
                 f"a linear that shares a gathered input is called with all {total} tokens of it, not as the module was given "
                 "them, or a second time: call it once with the module's own input, or give it weft.ColwiseParallel instead"
