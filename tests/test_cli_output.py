@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -111,3 +112,13 @@ def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     said = "weft: error: cannot write the output: No space left on device\n" if status else ""
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
+
+
+def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
+    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    (tmp_path / "Zw\u00f6lf.json").write_text(sizes)
+    command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--tp", "2", "--site", "MLP down"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Zw\\xf6lf: ")

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,17 @@ def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Conne
     dist.destroy_process_group()
 
 
+def _start_server() -> None:
+    """A terminal's Ctrl-C is for the process that has the ranks, and ends them. The server, which would end its imports with a
+    traceback, and its ranks are born with that signal blocked."""
+    resource_tracker.ensure_running()  # first by itself: it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Ranks:
     """`world_size` rank processes on this host. A context manager; `close` always ends them.
 
@@ -84,19 +96,20 @@ class Ranks:
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, world_size, store, device, theirs, {**os.environ, **(environment or {})}),
-                name=f"weft-rank-{rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
         try:
+            _start_server()
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                self._pipes.append(ours)
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, world_size, store, device, theirs, {**os.environ, **(environment or {})}),
+                    name=f"weft-rank-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                self.processes.append(process)
+                theirs.close()
             self._collect(set(range(world_size)), start_s, "starting")
         except BaseException:
             self.close(grace_s=0)
