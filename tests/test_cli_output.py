@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import subprocess
@@ -13,6 +14,8 @@ import pytest
 from weft import codec
 from weft.cli import main, output
 from weft.cli.gantt import gantt
+from weft.execute.ranks import RankFailed
+from weft.report.page import write_page
 from weft.span import Span
 
 LOSSES = [
@@ -122,3 +125,19 @@ def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Zw\\xf6lf: ")
+
+
+def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:3].encode(encoding))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_page("whole", tmp_path)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ValueError, match=r"No space left on device$"):
+        write_page("another", tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("index.html", b"whole")]
+
+
+def test_ranks_that_say_the_same_say_it_once() -> None:
+    assert str(RankFailed([(1, "no room"), (0, "no room"), (2, "died")], [])) == "ranks 0, 1: no room\nrank 2: died"

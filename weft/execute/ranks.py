@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -38,7 +38,14 @@ class RankFailed(WeftError):
 
     def __init__(self, failures: list[tuple[int, str]], results: list[Any], *, lost: bool = False) -> None:
         self.failures, self.results, self.lost = failures, results, lost
-        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures))
+        super().__init__("\n".join(_by_text(failures)))
+
+
+def _by_text(failures: list[tuple[int, str]]) -> Iterator[str]:
+    """A line for each text, in the order seen, with the ranks that say so."""
+    for said in dict.fromkeys(text for _, text in failures):
+        ranks = [str(rank) for rank, text in sorted(failures) if text == said]
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {said}"
 
 
 def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
