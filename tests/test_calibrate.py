@@ -153,7 +153,7 @@ def test_the_command_writes_a_profile(
     monkeypatch.setattr(package, "_run", lambda device, ranks, todo, progress: samples_of(H200))
     file = tmp_path / "mine.json"
     assert main(["calibrate", "--device", "cpu", "--ranks", "8", "--out", str(file)]) == 0
-    assert "Least steady: " in capsys.readouterr().out
+    assert "Least steady, by half of" in capsys.readouterr().out
     made = machine.load(file)
     assert (made.name, made.world_size, made.links.topology) == ("mine", 8, "pcie")
     assert json.loads(file.read_text())["spreads"]["flag_us"] == 0.02

@@ -16,7 +16,8 @@ from weft.execute.ranks import Ranks
 from weft.machine import load
 from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
 from weft.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
-from weft.schedules import build, names, parse
+from weft.report.losses import mark
+from weft.schedules import NAMES, build, names, parse
 from weft.sim import run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
@@ -126,3 +127,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "flag_gated:2" in page.read_text(encoding="utf-8")
     for wrong in (["--tokens", "x"], ["--chunks", "0"], ["--schedule", "nothing"], ["--schedule", "one_shot", *options[:2]]):
         assert main(["characterize", "llama3-8b", *wrong]) == 2
+
+
+def test_no_two_families_have_one_marker() -> None:
+    assert len({tuple(mark(index).items()) for index in range(len(NAMES))}) == len(NAMES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 from weft import codec
 from weft.cli import main, output
 from weft.cli.gantt import gantt
+from weft.execute.ranks import RankFailed
+from weft.report.page import write_page
 from weft.span import Span
 
 LOSSES = [
@@ -111,3 +115,29 @@ def test_an_output_that_takes_nothing_is_no_traceback(redirect: str, status: int
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     said = "weft: error: cannot write the output: No space left on device\n" if status else ""
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
+
+
+def test_names_in_letters_that_the_output_lacks(tmp_path: Path) -> None:
+    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    (tmp_path / "Zw\u00f6lf.json").write_text(sizes)
+    command = [sys.executable, "-m", "weft", "plan", str(tmp_path / "Zw\u00f6lf.json"), "--tp", "2", "--site", "MLP down"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Zw\\xf6lf: ")
+
+
+def test_a_report_that_does_not_fit_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:3].encode(encoding))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_page("whole", tmp_path)
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ValueError, match=r"No space left on device$"):
+        write_page("another", tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("index.html", b"whole")]
+
+
+def test_ranks_that_say_the_same_say_it_once() -> None:
+    assert str(RankFailed([(1, "no room"), (0, "no room"), (2, "died")], [])) == "ranks 0, 1: no room\nrank 2: died"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import shared_memory_names
+from conftest import RankFixture, shared_memory_names
 from families import TP_NAMES
 from rank_work import check_both, check_gather, check_scatter
 
@@ -189,3 +189,13 @@ def test_a_bound_that_is_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 'soon'"):
         timeout_from_environment()
+
+
+def _blocked() -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_an_interrupt_from_the_terminal_is_for_the_process_that_has_the_ranks(ranks: RankFixture) -> None:
+    """It reaches the whole group of processes: ranks, and the server that imports for them, would each print a traceback."""
+    assert ranks(2).run(_blocked) == [True, True]
+    assert not _blocked()

@@ -284,7 +284,7 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
         (["--set", "speed=1"], "'speed' is no number of machine mi300x8; it has world_size, gpu.sms"),
         (["--set", "gpu.sms=many"], "gpu.sms is 'many'; it must be a number"),
         (["--set", "world_size=1"], "FiCCO's evaluation is of a mesh, of at least 2 GPUs"),
-        (["--scenario", "g17"], "gemm is 'g17'; FiCCO has g1, g2"),
+        (["--scenario", "g17"], "scenario is 'g17'; FiCCO has g1, g2"),
     ],
 )
 def test_one_line_for_a_mistake(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ def require(name: str, value: Any, kind: type | tuple[type, ...], use: str) -> N
 
 
 class WeftError(RuntimeError):
-    """A distributed run could not go on. Every rank of the group gets one, and the group's team is closed."""
+    """A distributed run could not go on. Every rank of the group gets one; once each that lives has called weft.close(group),
+    the group can be used again. docs/troubleshooting.md goes through the messages."""
 
 
 class RankMismatch(WeftError, ValueError):

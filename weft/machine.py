@@ -226,7 +226,7 @@ class AlphaBeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One host's GPUs and what connects them. See the module's text.
+    """One host's GPUs and what connects them. help(weft.machine) has units and sources; weft.machine.load reads one.
 
     name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
     a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on

@@ -322,7 +322,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The steps of every rank for one problem. See the module's text for what they mean.
+    """The steps of every rank for one problem. help(weft.schedule) says what they mean.
 
     name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
     A Schedule may be wrong; `weft.check` proves one right.

@@ -151,8 +151,10 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class AllReduce(Collective):
-    """tensor becomes the sum, or the mean, over all ranks. Raises ValueError for what is no contiguous tensor, or another
-    op."""
+    """tensor becomes the sum, or the mean, over all ranks.
+
+    tensor: contiguous, of one shape and dtype on every rank. group: default: all ranks. reduction: "sum" or "avg". For
+    weft.concurrent. Raises ValueError for what is no contiguous tensor, or another reduction."""
 
     op: ClassVar[str] = "all_reduce"
     reduces: ClassVar[bool] = True
@@ -219,7 +221,10 @@ class _Moving(Collective):
 
 @dataclass(frozen=True, eq=False)
 class AllGather(_Moving):
-    """output becomes the inputs of all ranks, one after the other. input may be this rank's part of output."""
+    """output becomes the inputs of all ranks, one after the other. input may be this rank's part of output.
+
+    output: contiguous, world_size times the elements of input, on every rank alike. group: default: all ranks. For
+    weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
     op: ClassVar[str] = "all_gather"
 
@@ -241,7 +246,10 @@ class AllGather(_Moving):
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter(_Moving):
-    """output becomes this rank's part of the sum, or the mean, of all inputs. It may be a part of input."""
+    """output becomes this rank's part of the sum, or the mean, of all inputs. It may be a part of input.
+
+    input: contiguous, world_size times the elements of output, on every rank alike. group: default: all ranks. reduction: "sum"
+    or "avg". For weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
     op: ClassVar[str] = "reduce_scatter"
     reduces: ClassVar[bool] = True
@@ -275,7 +283,10 @@ class ReduceScatter(_Moving):
 
 @dataclass(frozen=True, eq=False)
 class AllToAll(_Moving):
-    """Equal parts of input go to the ranks in order; output becomes the parts of all ranks for this one."""
+    """Equal parts of input go to the ranks in order; output becomes the parts of all ranks for this one.
+
+    Both contiguous, of as many elements, a multiple of world_size, and apart in memory. group: default: all ranks. For
+    weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
 
     op: ClassVar[str] = "all_to_all"
 

@@ -10,6 +10,7 @@ nothing but typer and rich.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -43,9 +44,7 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments` (default: the process's). Returns the exit status."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is the process's from here on
+    _open_outputs()
     try:
         status = app(args=arguments, prog_name="weft", standalone_mode=False) or 0
         sys.stdout.flush()
@@ -66,6 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         _write_no_more()
         return _fail(f"cannot write {error.filename or 'the output'}: {error.strerror or error}", 2)
+
+
+def _open_outputs() -> None:
+    """Have standard output and error take any text: they may be closed, or their encoding may lack letters of a name."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it is the process's from here on
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _write_no_more() -> None:

@@ -33,5 +33,8 @@ def command(
     console = output.console()
     console.print(f"{machine}: {len(samples)} samples")
     unsteady = sorted(machine.spreads.items(), key=lambda item: -item[1])[:MOST_UNSTEADY]
-    console.print("Least steady: " + ", ".join(f"{path} +-{spread:.1%}" for path, spread in unsteady))
+    console.print(
+        "Least steady, by half of what repeated measurements spread: "
+        + ", ".join(f"{path} +-{spread:.1%}" for path, spread in unsteady)
+    )
     console.print(f"wrote {out}; use it by --machine {out}, compare it by weft machines --diff h200x8 {out}")

@@ -103,7 +103,9 @@ def print_difference(a: Machine, b: Machine) -> None:
         listed.add_row(path, _numbers(left.get(path)), _numbers(right.get(path)), *_compared(left, right, path, spread))
     out = output.console()
     output.print_table(out, listed)
-    out.print(f"{same} numbers are the same. Of a table: its values for the same first column, at the geometric mean.")
+    out.print(f"{same} numbers are the same. - where only one of the two has it.")
+    out.print(f"ratio: {b.name} over {a.name}; of a table, values for the same first column, at the geometric mean.")
+    out.print("spread: how much both measurements differ by themselves; within: the ratio is no more than that.")
 
 
 def _by_path(found: Iterable[tuple[str, float]]) -> dict[str, tuple[float, ...]]:
@@ -116,7 +118,7 @@ def _by_path(found: Iterable[tuple[str, float]]) -> dict[str, tuple[float, ...]]
 def _numbers(values: tuple[float, ...] | None) -> str:
     if values is None:
         return "-"
-    return f"{values[0]:g}" if len(values) == 1 else f"{len(values)} numbers"
+    return f"{values[0]:,.10g}" if len(values) == 1 else f"{len(values)} numbers"
 
 
 def _compared(

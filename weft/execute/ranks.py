@@ -15,9 +15,10 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,14 @@ class RankFailed(WeftError):
 
     def __init__(self, failures: list[tuple[int, str]], results: list[Any], *, lost: bool = False) -> None:
         self.failures, self.results, self.lost = failures, results, lost
-        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in failures))
+        super().__init__("\n".join(_by_text(failures)))
+
+
+def _by_text(failures: list[tuple[int, str]]) -> Iterator[str]:
+    """A line for each text, in the order seen, with the ranks that say so."""
+    for said in dict.fromkeys(text for _, text in failures):
+        ranks = [str(rank) for rank, text in sorted(failures) if text == said]
+        yield f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {said}"
 
 
 def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
@@ -67,6 +75,17 @@ def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Conne
     dist.destroy_process_group()
 
 
+def _start_server() -> None:
+    """A terminal's Ctrl-C is for the process that has the ranks, and ends them. The server, which would end its imports with a
+    traceback, and its ranks are born with that signal blocked."""
+    resource_tracker.ensure_running()  # first by itself: it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Ranks:
     """`world_size` rank processes on this host. A context manager; `close` always ends them.
 
@@ -84,19 +103,20 @@ class Ranks:
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, world_size, store, device, theirs, {**os.environ, **(environment or {})}),
-                name=f"weft-rank-{rank}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
         try:
+            _start_server()
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                self._pipes.append(ours)
+                process = context.Process(
+                    target=_serve,
+                    args=(rank, world_size, store, device, theirs, {**os.environ, **(environment or {})}),
+                    name=f"weft-rank-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                self.processes.append(process)
+                theirs.close()
             self._collect(set(range(world_size)), start_s, "starting")
         except BaseException:
             self.close(grace_s=0)

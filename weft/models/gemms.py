@@ -67,4 +67,4 @@ def ficco_gemm(name: str) -> GemmCase:
     for case in FICCO_GEMMS:
         if case.name == name:
             return case
-    raise ValueError(f"gemm is {name!r}; FiCCO has {', '.join(case.name for case in FICCO_GEMMS)}")
+    raise ValueError(f"scenario is {name!r}; FiCCO has {', '.join(case.name for case in FICCO_GEMMS)}")

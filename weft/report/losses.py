@@ -21,6 +21,7 @@ TITLES: dict[Feature, str] = {
     "shard_rows": "rows of a shard",
 }
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#f0e442", "#000000")
+SYMBOLS = ("circle", "diamond-open", "x")
 _HEIGHT_PX = 380
 
 
@@ -41,7 +42,7 @@ def figure(signatures: Sequence[Signature], machine: Machine) -> go.Figure:
                     name=family,
                     legendgroup=family,
                     showlegend=place == 0,
-                    marker={"color": COLOURS[index % len(COLOURS)], "size": 7},
+                    marker=mark(index),
                     hovertemplate="%{text}<extra></extra>",
                 ),
                 row=1 + place // 2,
@@ -49,8 +50,14 @@ def figure(signatures: Sequence[Signature], machine: Machine) -> go.Figure:
             )
     made.update_xaxes(type="log")
     made.update_yaxes(title_text="% over the ideal", rangemode="tozero")
-    made.update_layout(height=2 * _HEIGHT_PX, title="Loss of each schedule against static sizes")
+    title = f"Time over the ideal, the longer of matmul and collective alone: {signatures[0].where}"
+    made.update_layout(height=2 * _HEIGHT_PX, title=title, template="plotly_white")
     return made
+
+
+def mark(index: int) -> dict[str, str | int]:
+    """A marker for each family: colours, and where they are used up, another shape."""
+    return {"color": COLOURS[index % len(COLOURS)], "symbol": SYMBOLS[index // len(COLOURS) % len(SYMBOLS)], "size": 7}
 
 
 def losses_page(signatures: Sequence[Signature], machine: Machine) -> str:

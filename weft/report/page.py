@@ -7,6 +7,7 @@ loading, so a browser holds it to being self-contained; plotly.js stands in it o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,13 +31,17 @@ def write_report(run: Run, folder: Path) -> Path:
 
 
 def write_page(text: str, folder: Path) -> Path:
-    """Write a page as `folder`/index.html. Raises ValueError if it cannot be written."""
-    path = folder / "index.html"
+    """Write a page as `folder`/index.html, whole or not at all. Raises ValueError if it cannot be written."""
+    path, part = folder / "index.html", folder / ".index.html.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
     except OSError as error:
-        raise ValueError(f"folder is {str(folder)!r}; a report needs a folder that can be written to: {error}") from None
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise ValueError(f"folder is {str(folder)!r}; a report needs a folder that can be written to: {reason}") from None
     return path
 
 

@@ -62,7 +62,8 @@ class Outcome:
 def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, ...]:
     """The predicted spans of one call, by start, in us from 0 on; `weft.span.total_us` of them is what it takes.
 
-    machine: a Machine, a shipped profile's name, or a JSON file's path. Raises ValueError as `run` does.
+    machine: a Machine, a shipped profile's name, or a JSON file's path. Raises ValueError if it has fewer GPUs than the
+    schedule has ranks, or no rate for its dtype, or if the schedule never ends because a step waits for what nobody signals.
     """
     require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
     return run(schedule, as_machine(machine)).spans
