@@ -27,7 +27,6 @@ from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import Pending
 from weft.execute.groups import GROUPS, GroupState, Site
 from weft.execute.network import CudaWire
-from weft.execute.vendor import Window
 from weft.team import _STATE, _TOLD, Team
 
 STREAM = 3
@@ -365,16 +364,13 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
     assert ranks.space.done(1)
 
 
-@pytest.mark.parametrize("broken", [True, False])
-def test_windows_of_a_communicator_that_may_be_aborted_are_left_to_it(broken: bool) -> None:
-    """torch looks for them in a list from which the abort has taken the communicator, and dereferences its end."""
-    asked: list[object] = []
-    window = Window.__new__(Window)
-    window._backend, window._pool = SimpleNamespace(deregister_mem_pool=asked.append), "pool"
-    window.memory, window._matrix = torch.zeros(8, dtype=torch.uint8), None
-    window.close(broken=broken)
-    assert asked == ([] if broken else ["pool"])
-    assert window._pool is None
+def test_an_abort_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuses() -> None:
+        raise RuntimeError("a segment handle is left\nframe #0")
+
+    assert not vendor.Abort(refuses, "0").ended()
+    said = capsys.readouterr().err
+    assert said == "weft: the process group cannot be aborted (a segment handle is left): end this process\n"
 
 
 class Graphs:

@@ -13,7 +13,7 @@ out of one last; an all-gather's result and the product that is reduced are weft
 
 from __future__ import annotations
 
-import math
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from weft.execute.windows import Window, backend_of, can_register
 from weft.problem import Problem
 from weft.schedule import Collective, Region
 
@@ -47,39 +48,6 @@ def _in_order(work: Any) -> None:
         work.wait()
 
 
-class Window:
-    """Memory that all ranks have registered with the group's communicator. Collective, as is `close`."""
-
-    def __init__(self, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> None:
-        self._backend = backend_of(group, device)
-        self._pool: Any = torch.cuda.MemPool(self._backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self._pool):
-            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._backend.register_mem_pool(self._pool, symm=True)
-        self._matrix: torch.Tensor | None = None
-
-    def matrix(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """The window's first elements as a matrix of that shape; the same tensor for the same shape again."""
-        if self._matrix is None or self._matrix.shape != shape or self._matrix.dtype != dtype:
-            self._matrix = self.memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-        return self._matrix
-
-    def close(self, *, broken: bool = False) -> None:
-        """broken: the communicator may be aborted at any time. It gives up its registrations by itself then, before all else,
-        and who asks for one of them after that reads past the end of its list, or waits as long as NCCL aborts."""
-        if self._pool is not None and not broken:
-            # A group that has been destroyed took its registrations with it.
-            with suppress(RuntimeError):
-                self._backend.deregister_mem_pool(self._pool)
-        self._pool = self._backend = self._matrix = None
-        self.memory = self.memory[:0]
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What runs a group's collectives on a device."""
-    return group._get_backend(device)
-
-
 class Abort:
     """The end of a communicator in which this rank waits for others in vain, on a thread of its own: kernels end at once, but
     while a CUDA graph holds collectives of it, NCCL does not return."""
@@ -87,13 +55,23 @@ class Abort:
     _WAITS_S = 5.0
 
     def __init__(self, abort: Callable[[], object], name: str) -> None:
-        self._thread = threading.Thread(target=abort, name=f"weft-abort-{name}", daemon=True)
+        self._abort, self._ended = abort, False
+        self._thread = threading.Thread(target=self._run, name=f"weft-abort-{name}", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._abort()
+            self._ended = True
+        except Exception as error:  # of torch's and NCCL's
+            with suppress(OSError, ValueError):  # nobody may be there to read it
+                said = str(error).splitlines()[0]
+                print(f"weft: the process group cannot be aborted ({said}): end this process", file=sys.stderr, flush=True)
 
     def ended(self) -> bool:
         """Whether NCCL is through with it, after a while."""
         self._thread.join(self._WAITS_S)
-        return not self._thread.is_alive()
+        return self._ended
 
 
 class Vendor:
@@ -152,7 +130,7 @@ class Vendor:
         small = 0 < max(step.src.size, step.dst.size) * item <= LARGEST_BYTES
         backend = backend_of(self._group, self._device)
         registers = self._step.op in ("all_gather", "reduce_scatter")
-        if not (registers and self._even and small and hasattr(backend, "register_mem_pool")):
+        if not (registers and self._even and small and can_register(backend)):
             return None
         src, dst = (torch.zeros(*region.shape, dtype=self._dtype, device=self._device) for region in (step.src, step.dst))
         plain_ns = slowest("plain", self._time_ns(src, dst))
