@@ -55,10 +55,12 @@ from calls import Case, Work
 
 import weft
 from weft.errors import WeftError
+from weft.execute.groups import GROUPS
 from weft.execute.ranks import RankFailed, Ranks
 from weft.execute.versions import versions
 from weft.memory import PREFIX, SHM
 from weft.problem import LOOKUP_OPS
+from weft.schedule import Collective
 
 BOUND_S, GRACE_S = 1.0, 5.0
 FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
@@ -135,6 +137,7 @@ def suffer(trial: Trial, folder: str) -> Told:
     rank = dist.get_rank()
     on = torch.device(trial.device, rank) if trial.device == "cuda" else torch.device("cpu")
     _right(work(trial, trial.seed, on), on)
+    takes_the_group = on.type == "cuda" and _has_collectives()
     dist.barrier()
     victim, begun = rank == trial.victim, time.monotonic()
     error = ""
@@ -145,7 +148,7 @@ def suffer(trial: Trial, folder: str) -> Told:
     except (WeftError, Planted) as told:
         error = f"{type(told).__name__}: {told}"
     seconds = time.monotonic() - begun
-    again = _again(trial, folder, on)
+    again = _again(trial, folder, on, takes_the_group)
     return Told(error=error, seconds=seconds, again=again, left=_segments(os.getpid()))
 
 
@@ -218,12 +221,12 @@ def _strike(fault: str) -> None:
         time.sleep(BOUND_S * 2.5 if fault == "late" else _SLOW_S)
 
 
-def _again(trial: Trial, folder: str, on: torch.device) -> bool:
+def _again(trial: Trial, folder: str, on: torch.device, takes_the_group: bool) -> bool:
     """After an error, ranks that live close, meet, and call rightly again; in a new process group, if the old one is lost."""
     size, rank = dist.get_world_size(), dist.get_rank()
     weft.close()
     living = [other for other in range(size) if not (trial.fault == "kill" and other == trial.victim)]
-    if len(living) < size or _takes_the_group(trial):
+    if len(living) < size or takes_the_group:
         _new_group(folder, on, living.index(rank), len(living))
     dist.barrier()
     for call in range(2):
@@ -232,9 +235,10 @@ def _again(trial: Trial, folder: str, on: torch.device) -> bool:
     return True
 
 
-def _takes_the_group(trial: Trial) -> bool:
-    """Whether a stuck call ends by the abort of the group's NCCL communicator: on GPUs, in a collective of the vendor's."""
-    return trial.device == "cuda" and trial.schedule == "sequential"
+def _has_collectives() -> bool:
+    """Whether collectives of the vendor's take part, in one of which a stuck call ends by the abort of its communicator."""
+    schedules = GROUPS.state(dist.group.WORLD.group_name).schedules()  # type: ignore[union-attr]
+    return any(isinstance(step, Collective) for schedule in schedules for *_, step in schedule)
 
 
 def _new_group(folder: str, on: torch.device, rank: int, size: int) -> None:

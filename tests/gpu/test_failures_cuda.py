@@ -171,11 +171,7 @@ def test_a_rank_that_wakes_after_the_others_gave_up_takes_no_result(pool: Ranks,
 def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     """Sequential calls; `victim` does not come to the vendor's collective. What a rank is told, and how soon; then it goes on
     in another process group."""
-    from weft.execute import vendor
-
     faulthandler.dump_traceback_later(60, exit=True)
-    # Registered buffers for whatever can have them, or for nothing.
-    vendor._MARGIN = 1e9 if how.endswith("windows") else 0.0
     rank, size, device = dist.get_rank(), dist.get_world_size(), here()
     a, b = torch.ones(64 * size, 64, device=device).bfloat16(), torch.ones(64, 128, device=device).bfloat16()
     weft.matmul_reduce_scatter(a, b, schedule="sequential")
@@ -183,7 +179,7 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     dist.barrier()
     began, message = time.monotonic(), ""
     graph = torch.cuda.CUDAGraph()
-    if "graph" in how:
+    if how == "dies, graph":
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             weft.matmul_reduce_scatter(a, b, schedule="sequential")
         dist.barrier()
@@ -201,7 +197,7 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     # NCCL's abort waits for graphs that hold its collectives, and weft.close() only so long for it.
     del graph
     dist.destroy_process_group()
-    if how.startswith("late"):
+    if how == "late":
         store = dist.FileStore(again, size)  # type: ignore[attr-defined]
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, device_id=device)
         out = weft.matmul_reduce_scatter(a, b, schedule="sequential")
@@ -212,12 +208,12 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     return message, seconds
 
 
-@pytest.mark.parametrize("how", ["dies", "dies, graph", "dies, graph, windows", "late", "late, windows"])
+@pytest.mark.parametrize("how", ["dies", "dies, graph", "late"])
 def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path: Path) -> None:
     """Nothing but the communicator's end ends that collective: every rank is told in time, and can go on in a new group."""
     with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
         ranks.start(_vendor_waits_for, 1, how, str(tmp_path / "again"))
-        if how.startswith("late"):
+        if how == "late":
             told = ranks.finish(timeout_s=60)
         else:
             with pytest.raises(RankFailed) as caught:
@@ -225,9 +221,9 @@ def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path:
             assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
             told = caught.value.results
     message, seconds = told[0]
-    assert message.startswith("WaitTimeout: rank 0" if how.startswith("late") else "PeerLost: rank 1 (process"), message
+    assert message.startswith("WaitTimeout: rank 0" if how == "late" else "PeerLost: rank 1 (process"), message
     assert seconds < BOUND_S + 3
-    if how.startswith("late"):
+    if how == "late":
         assert "broken (rank 0 failed: rank 0, lane compute" in told[1][0], told[1]
 
 

@@ -66,19 +66,6 @@ def _collective(clock: Clock, op: str, nbytes: int) -> Sample:
     step = next(step for step in mine if isinstance(step, Collective))
     group = dist.group.WORLD
     assert group is not None
-    vendor = Vendor(group, step, problem, dtype, clock.device)
+    vendor = Vendor(group, step, problem)
     src, dst = (torch.zeros(*region.shape, dtype=dtype, device=clock.device) for region in (step.src, step.dst))
-    window = vendor.register(_slowest) if clock.device.type == "cuda" else None
-    if window is not None:
-        src, dst = (src, window) if step.op == "all_gather" else (window, dst)
-    try:
-        return clock.sample(op, (nbytes,), lambda: vendor.run(src, dst), repeat=4 if nbytes < 1 << 22 else 1)
-    finally:
-        clock.meet()
-        vendor.close()
-
-
-def _slowest(what: str, mine_ns: int) -> int:
-    found = torch.tensor([mine_ns])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found)
+    return clock.sample(op, (nbytes,), lambda: vendor.run(src, dst), repeat=4 if nbytes < 1 << 22 else 1)

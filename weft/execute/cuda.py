@@ -88,7 +88,7 @@ class CudaProgram(BoundProgram):
             self.driver,
         )
         self._vendors = {
-            id(step): Vendor(self.team.group, step, schedule.problem, self.dtype, space.device)
+            id(step): Vendor(self.team.group, step, schedule.problem)
             for rank, _, _, step in schedule
             if rank == self.rank and isinstance(step, Collective)
         }
@@ -147,8 +147,6 @@ class CudaProgram(BoundProgram):
         self.space.forget(id(self))
         torch.cuda.synchronize(self.space.device)
         self._replays.close()
-        for vendor in self._vendors.values():
-            vendor.close(broken=self.team.broken is not None)
         if self._mail:
             self._mail.close()
         for pair in self._forks.values():
@@ -264,25 +262,9 @@ class CudaProgram(BoundProgram):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         spans, self.spans, self._silent = self.spans, None, True
-        self._submit(lambda: self._first(bindings))
+        self._submit(lambda: self._fork_and_join(bindings))
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
-
-    def _first(self, bindings: Bindings) -> None:
-        """All of it under watch: the vendor's collectives wait for peers that may be lost."""
-        self._fork_and_join(bindings)
-        self._register()
-
-    def _register(self) -> None:
-        """Let vendor collectives within a node have registered buffers where those are faster. Collective."""
-        for vendor in self._vendors.values() if not self.team.nodes else ():
-            if self.schedule.buffer[vendor.owned.buffer].kind in ("input", "output"):
-                continue
-            window = vendor.register(lambda what, ns: max(self.team.enter(f"{self.schedule.name}: {what}", ns)))
-            if window is not None:
-                region = vendor.owned
-                self.fixed.bind(region.buffer, region.rank, window)
-                self._tapes, self._batches = {}, {}
 
     def _submit(self, enqueue: Callable[[], None]) -> None:
         """One call on the caller's stream, after the program's last one, and under watch."""

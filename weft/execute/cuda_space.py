@@ -46,8 +46,7 @@ from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group, transport_from_environment
 from weft.execute.nvshmem import Heap
 from weft.execute.pool import Pool
-from weft.execute.vendor import Abort
-from weft.execute.windows import backend_of
+from weft.execute.vendor import Abort, backend_of
 from weft.team import Team
 
 if TYPE_CHECKING:

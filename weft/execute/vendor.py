@@ -1,14 +1,8 @@
-"""The vendor's collectives on CUDA: NCCL on plain buffers or, where that was measured to be faster here, on registered ones.
+"""The vendor's collectives on CUDA: NCCL's, on plain buffers.
 
-NCCL has kernels of less latency for buffers that all ranks have registered with its communicator ("symmetric windows"). What
-the caller hands over is not registered, so an all-gather's shard is copied into a window first, and a reduce-scatter's result
-out of one last; an all-gather's result and the product that is reduced are weft's own, and lie in windows.
-
-                  plain                             registered
-    all_gather    a ~> a_full                       a -> window ~> a_full, a window
-    reduce_...    partial ~> out                    partial, a window ~> window -> out
-
-4 x H200, NCCL 2.28.9, 2 MiB a rank: all-gather 44.7 us, registered 28.1 with its copy; reduce-scatter 39.2 and 39.5.
+NCCL has kernels of less latency for buffers that all ranks have registered with its communicator ("symmetric windows"). They
+are not used: one whose peers do not come never ends. It does not look whether its communicator has been aborted (2.28.9), so
+nothing could bound the wait. Where they are faster than plain ones, so is `sequential_stores`.
 """
 
 from __future__ import annotations
@@ -23,14 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from weft.execute.windows import Window, backend_of, can_register
 from weft.problem import Problem
-from weft.schedule import Collective, Region
-
-LARGEST_BYTES = 32 << 20
-"""Of all ranks' parts: above, plain buffers are as fast or faster (16 MiB a rank: 379 us, registered 415, on 8 x H200)."""
-_RUNS = 10
-_MARGIN = 0.97
+from weft.schedule import Collective
 
 
 def _gather_options() -> Any:
@@ -46,6 +34,11 @@ def _in_order(work: Any) -> None:
     """The current stream goes on after a collective; a backend that has seen to that itself gives nothing to wait for."""
     if work is not None:
         work.wait()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What runs a group's collectives on a device."""
+    return group._get_backend(device)
 
 
 class Abort:
@@ -75,12 +68,10 @@ class Abort:
 
 
 class Vendor:
-    """One collective step of one program. windows: where its source and destination lie if it is registered."""
+    """One collective step of one program."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, step: Collective, problem: Problem, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._group, self._step, self._problem, self._dtype, self._device = group, step, problem, dtype, device
+    def __init__(self, group: dist.ProcessGroup, step: Collective, problem: Problem) -> None:
+        self._group, self._step, self._problem = group, step, problem
         self._shards = shards = problem.shards
         self._longest = shards[0][1] - shards[0][0]
         self._even = all(high - low == self._longest for low, high in shards)
@@ -88,25 +79,15 @@ class Vendor:
         self._options = ReduceScatterOptions()
         self._options.reduceOp = self._op  # type: ignore[assignment]
         self._options.asyncOp = False
-        self.windows: tuple[Window, Window] | None = None
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Enqueue it on torch's current stream. Where it is registered, what is weft's own of the two is its window."""
-        gather = self._step.op == "all_gather"
+        """Enqueue it on torch's current stream."""
         if self._step.op == "all_to_all":
             self._exchange(src, dst)
         elif self._step.op == "all_to_all_columns":
             self._exchange_columns(src, dst)
-        elif self.windows is None:
-            self._plain(src, dst)
-        elif gather:
-            staged = self.windows[0].matrix(src.shape, self._dtype)
-            staged.copy_(src)
-            self._gather(dst, staged)
         else:
-            staged = self.windows[1].matrix(dst.shape, self._dtype)
-            self._scatter(staged, src)
-            dst.copy_(staged)
+            self._plain(src, dst)
 
     def _gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """As dist.all_gather_into_tensor, without what that checks and logs, which is most of its host time."""
@@ -115,54 +96,6 @@ class Vendor:
     def _scatter(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """As dist.reduce_scatter_tensor."""
         _in_order(self._group._reduce_scatter_base(dst, src, self._options))
-
-    @property
-    def owned(self) -> Region:
-        """The one of its two buffers that is weft's own."""
-        return self._step.dst if self._step.op == "all_gather" else self._step.src
-
-    def register(self, slowest: Callable[[str, int], int]) -> torch.Tensor | None:
-        """Take windows if this step is faster with them; what then stands for its own buffer. Collective.
-
-        slowest: (what, ns on this rank) -> the largest of all ranks.
-        """
-        step, item = self._step, self._dtype.itemsize
-        small = 0 < max(step.src.size, step.dst.size) * item <= LARGEST_BYTES
-        backend = backend_of(self._group, self._device)
-        registers = self._step.op in ("all_gather", "reduce_scatter")
-        if not (registers and self._even and small and can_register(backend)):
-            return None
-        src, dst = (torch.zeros(*region.shape, dtype=self._dtype, device=self._device) for region in (step.src, step.dst))
-        plain_ns = slowest("plain", self._time_ns(src, dst))
-        self.windows = (
-            Window(self._group, step.src.size * item, self._device),
-            Window(self._group, step.dst.size * item, self._device),
-        )
-        window = self.windows[step.op == "all_gather"].matrix(torch.Size(self.owned.shape), self._dtype)
-        window.zero_()
-        operands = (src, window) if step.op == "all_gather" else (window, dst)
-        if slowest("registered", self._time_ns(*operands)) < _MARGIN * plain_ns:
-            return window
-        self.close()
-        return None
-
-    def _time_ns(self, src: torch.Tensor, dst: torch.Tensor) -> int:
-        """One call's time, of several in a row."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for _ in range(2):
-            self.run(src, dst)
-        begin.record()
-        for _ in range(_RUNS):
-            self.run(src, dst)
-        end.record()
-        end.synchronize()
-        return round(float(begin.elapsed_time(end)) * 1e6 / _RUNS)
-
-    def close(self, *, broken: bool = False) -> None:
-        """Give the windows back. Collective, unless `broken`: then peers are lost, and perhaps the communicator."""
-        for window in self.windows or ():
-            window.close(broken=broken)
-        self.windows = None
 
     def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """On equal parts; unequal shards are padded to the longest on the way."""
