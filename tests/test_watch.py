@@ -18,15 +18,16 @@ import pytest
 import torch
 from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
 
-from weft.beside.cuda import CudaDevice
 from weft.collectives import work
 from weft.errors import PeerLost, WaitTimeout, WeftError
-from weft.execute import cuda_space, vendor
+from weft.execute import cuda_space
+from weft.execute.bound import BoundProgram
 from weft.execute.calls import MatmulCall
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import Pending
 from weft.execute.groups import GROUPS, GroupState, Site
-from weft.execute.network import CudaWire
+from weft.problem import Problem
+from weft.schedules import build
 from weft.team import _STATE, _TOLD, Team
 
 STREAM = 3
@@ -306,8 +307,8 @@ def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
 def _program(space: FakeSpace, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
-    empty: dict[str, Any] = {"_vendors": {}, "_mail": None, "_forks": {}, "_mailboxes": [], "exchanges": {}, "_replays": None}
-    empty |= {"_words": None, "_words_piece": None, "_area": None, "spans": None}
+    empty: dict[str, Any] = {"_vendors": {}, "_mail": None, "_forks": {}, "_pieces": [], "exchanges": {}, "_replays": None}
+    empty |= {"_words": None, "_area": None, "spans": None}
     for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "team": space.team}.items():
         setattr(program, name, value)
     return program
@@ -320,13 +321,30 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
     released, given = threading.Event(), list[Any]()
     ranks.space.pool = cast(Any, SimpleNamespace(give=given.append, close=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: released.wait(5) or pytest.fail("nobody released it"))
-    program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None))
+    program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None), _pieces=["words", "area"])
     ranks.space.keep_releasable(id(program), released.set)
     with pytest.raises(MemoryError):
         raise ranks.team.fail(MemoryError("planted"))
     program.close()
-    assert len(given) == 2
+    assert sorted(given) == ["area", "words"]
     assert ranks.space._releases == {}
+
+
+def test_a_program_that_cannot_be_bound_gives_its_memory_back(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to the garbage collector, symmetric memory may be freed in a capture, which ends the process."""
+    given = list[Any]()
+    words = SimpleNamespace(memory=torch.zeros(8), addresses=[0, 0])
+    ranks.space.pool = cast(Any, SimpleNamespace(take=lambda nbytes: words, give=given.append, close=lambda: None))
+
+    def refuses(program: Any, space: Any, schedule: Any) -> None:
+        program.mailbox(64)
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(BoundProgram, "__init__", refuses)
+    schedule = build(Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2), "shard_p2p")
+    with pytest.raises(MemoryError):
+        CudaProgram(ranks.space, schedule)
+    assert given == [words, words]
 
 
 @pytest.mark.parametrize("at", ["copy", "compute"])
@@ -362,48 +380,6 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
     assert not ranks.space.done(1)
     ranks.space.ended(1)
     assert ranks.space.done(1)
-
-
-def test_an_abort_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    def refuses() -> None:
-        raise RuntimeError("a segment handle is left\nframe #0")
-
-    assert not vendor.Abort(refuses, "0").ended()
-    said = capsys.readouterr().err
-    assert said == "weft: the process group cannot be aborted (a segment handle is left): end this process\n"
-
-
-class Graphs:
-    """A communicator whose abort waits for graphs that hold it."""
-
-    def __init__(self) -> None:
-        self.dropped, self.done, self.shut = threading.Event(), threading.Event(), False
-
-    def abort(self, group: object = None) -> None:
-        assert self.dropped.wait(5)
-        self.done.set()
-
-    def shutdown(self) -> None:
-        self.shut = True
-
-
-def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vendor.Abort, "_WAITS_S", 0.05)
-    held, free = Graphs(), Graphs()
-    free.dropped.set()
-    for graphs in (held, free):
-        wire = CudaWire.__new__(CudaWire)
-        wire._backend, wire._abort = graphs, None
-        wire.abort()
-        wire.close()
-        assert graphs.shut == graphs.dropped.is_set() == graphs.done.is_set()
-    monkeypatch.setattr("weft.beside.cuda._abort_process_group", lambda group: group.abort())
-    device = CudaDevice(torch.device("cuda", 0))
-    device._groups = {("world", 8): (cast(Any, None), cast(Any, held))}
-    device.close(broken=True)
-    assert not held.done.is_set()
-    held.dropped.set()
-    assert held.done.wait(5)
 
 
 def _state(team: Team, **attributes: Any) -> GroupState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import time
 from collections.abc import Iterator
 
@@ -169,3 +170,36 @@ def _many_groups(count: int) -> None:
 
 def test_every_group_has_lanes_of_its_own(pool: Ranks) -> None:
     pool.run(_many_groups, 20)
+
+
+def _collected_in_a_capture() -> tuple[int, int]:
+    """A closed group's programs, and one that was refused, go while a stream is captured; the free memory before and after."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    size = dist.get_world_size()
+    a = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
+    gc.collect()
+    gc.disable()
+    try:
+        for schedule in ("sequential_stores", "shard_p2p", "track_and_trigger:2"):
+            weft.matmul_reduce_scatter(a.repeat(size, 1), a, schedule=schedule)
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        weft.close()
+        after = torch.cuda.mem_get_info()[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            a.add_(1)
+            gc.collect()
+    finally:
+        gc.enable()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(a[0, 0]) == 2
+    faulthandler.cancel_dump_traceback_later()
+    return before, after
+
+
+def test_symmetric_memory_goes_when_a_group_is_closed(pool: Ranks) -> None:
+    """And not when garbage is collected next: in a capture that would end the process."""
+    for before, after in pool.run(_collected_in_a_capture):
+        assert after > before

@@ -66,12 +66,21 @@ class CudaProgram(BoundProgram):
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
         self.edges = Edges(schedule)
-        self._words_piece = space.pool.take(4 * self.edges.words)
-        self._words, self._addresses = self._words_piece.memory, self._words_piece.addresses
         self._scratch: dict[str, torch.Tensor] = {}
-        self._mailboxes: list[Piece] = []
+        self._pieces: list[Piece] = []
+        try:
+            self._bind(schedule)
+        except BaseException:
+            # What is left to the garbage collector is freed whenever that comes: in a capture, too, which ends the process.
+            self._give_back()
+            raise
+
+    def _bind(self, schedule: Schedule) -> None:
+        space = self.space
+        words = self._take(4 * self.edges.words)
+        self._words, self._addresses = words.memory, words.addresses
         super().__init__(space, schedule)
-        self._area = space.pool.take(self.layout.staging)
+        self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
         self._progress_pinned = torch.zeros(len(lanes) + 1, dtype=torch.int32).pin_memory()
         self._progress = self._progress_pinned.numpy()
@@ -117,9 +126,18 @@ class CudaProgram(BoundProgram):
                     words[self.edges.slot[wait.flag, lane.name, position]] = self.growth_of(wait.flag)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        piece = self.space.pool.take(nbytes)
-        self._mailboxes.append(piece)
+        piece = self._take(nbytes)
         return piece.addresses, piece.memory
+
+    def _take(self, nbytes: int) -> Piece:
+        """Symmetric memory, until `close`."""
+        piece = self.space.pool.take(nbytes)
+        self._pieces.append(piece)
+        return piece
+
+    def _give_back(self) -> None:
+        while self._pieces:
+            self.space.pool.give(self._pieces.pop())
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if rows * cols == 0:
@@ -152,10 +170,9 @@ class CudaProgram(BoundProgram):
         for pair in self._forks.values():
             for event in pair:
                 self.driver.forget(event)
-        for piece in (self._words_piece, self._area, *self._mailboxes):
-            self.space.pool.give(piece)
-        del self._words, self._words_piece, self._area
-        self.exchanges, self._mailboxes = {}, []
+        self._give_back()
+        del self._words, self._area
+        self.exchanges = {}
         self._scratch, self._tapes, self.fixed = {}, {}, Bindings()
 
     def here(self, where: Where) -> Word:

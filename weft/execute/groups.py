@@ -7,6 +7,7 @@ a string, so the way from that string to the state has to be global.
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import os
 import threading
@@ -371,6 +372,9 @@ class GroupState:
         spaces = [space.close for space in self._spaces.values()]
         first = [closes.close for closes in (*self._attached.values(), *self._programs)]
         with ExitStack() as rest:
+            if any(isinstance(space, CudaSpace) for space in self._spaces.values()):
+                # torch frees symmetric memory with its last tensor, and ends the process if a stream is captured just then.
+                rest.callback(gc.collect)
             for close in reversed(
                 (*first, *spaces, self._close_side_streams, self.reachable.close, self._close_peers, self.team.close)
             ):
