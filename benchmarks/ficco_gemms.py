@@ -7,8 +7,8 @@
 The first simulates all of them on profiles, with as many ranks as those have. --collect measures those that fit on the GPUs
 there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
 where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
-was tried, and what the heuristic picks among each; speed-up over the sequential program; the share of the ideal, which is the
-longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as
+was tried; the gain of each over the sequential program, and of what the heuristic picks among them; the share of the ideal, which is
+the longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as
 global, with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
@@ -56,26 +56,56 @@ def halves(line: Line, machine: Machine, known: Mapping[str, float]) -> tuple[fl
     return computation, known.get("communication_us") or whole_collective_us(machine, line.problem)
 
 
-def row(line: Line, machine: Machine, known: Mapping[str, float]) -> str:
-    """One GEMM's line of the table."""
+HEADS = (
+    "GEMM",
+    "sequential",
+    "ideal",
+    f"best of FiCCO's {len(FICCO)}",
+    "",
+    "of ideal",
+    "picked",
+    "best of all",
+    "",
+    "of ideal",
+    "picked",
+)
+
+
+def row(line: Line, machine: Machine, known: Mapping[str, float]) -> tuple[str, ...]:
+    """One GEMM's line of the table. Time in us; gains over sequential."""
     compute_us, communicate_us = halves(line, machine, known)
     ideal_us, sequential_us = max(compute_us, communicate_us), line.us["sequential"]
-    paper = line.among(ficco_specs(line.problem))
-    words = [f"{line.case.partition(':')[0]:4}", f"{sequential_us:9.0f} us", f"ideal {sequential_us / ideal_us:.2f}x"]
-    for some in (paper, line):
+    cells = [line.case.partition(":")[0], f"{sequential_us:.0f}", f"{sequential_us / ideal_us:.2f}x"]
+    for some in (line.among(ficco_specs(line.problem)), line):
         best = min(some.us, key=some.us.__getitem__)
         gain, share = sequential_us / some.us[best], ideal_us / some.us[best]
-        picked = by_sizes(some, machine)
-        words.append(f"{best:20} {gain:.2f}x {share:4.0%}, picked {picked:20} {sequential_us / some.us[picked]:.2f}x")
-    return " | ".join(words)
+        cells += [best, f"{gain:.2f}x", f"{share:.0%}", f"{sequential_us / some.us[by_sizes(some, machine)]:.2f}x"]
+    return tuple(cells)
+
+
+def rows(lines: Sequence[Line], machine: Machine, known: Sequence[Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """The table, with its heads."""
+    return [HEADS, *(row(line, machine, times) for line, times in zip(lines, known, strict=True))]
+
+
+def most(lines: Sequence[Line]) -> str:
+    """The largest gain, beside the paper's."""
+    best = max(line.us["sequential"] / line.among(ficco_specs(line.problem)).best_us for line in lines)
+    return f"at most {best:.2f}x by FiCCO's; {PAPER}"
+
+
+def measured(path: Path) -> tuple[list[Line], list[Mapping[str, float]]]:
+    """Lines that were measured, and all that each says."""
+    texts = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    known = [(line, times) for line, times in zip(read_lines(path), texts, strict=True) if line.us]
+    return [line for line, _ in known], [times for _, times in known]
 
 
 def show(lines: Sequence[Line], machine: Machine, known: Sequence[Mapping[str, float]]) -> None:
-    print(f"{lines[0].machine}: GEMM, sequential, ideal | best of FiCCO's {len(FICCO)} | best of all")
-    for line, times in zip(lines, known, strict=True):
-        print(row(line, machine, times))
-    best = max(line.us["sequential"] / line.among(ficco_specs(line.problem)).best_us for line in lines)
-    print(f"at most {best:.2f}x by FiCCO's; {PAPER}")
+    print(lines[0].machine)
+    for cells in rows(lines, machine, known):
+        print("".join(cell.ljust(22 if at in (3, 7) else 11) for at, cell in enumerate(cells)).rstrip())
+    print(most(lines))
 
 
 def fits(problem: Problem) -> bool:
@@ -110,9 +140,8 @@ def main() -> None:
     if arguments.collect:
         collect(arguments, fitting, tried, lambda problem: 1)
     elif arguments.table:
-        rows = [json.loads(text) for text in arguments.json.read_text(encoding="utf-8").splitlines()]
-        known = [(line, times) for line, times in zip(read_lines(arguments.json), rows, strict=True) if line.us]
-        show([line for line, _ in known], load("h200x8"), [times for _, times in known])
+        lines, known = measured(arguments.json)
+        show(lines, load("h200x8"), known)
     else:
         for name in arguments.machine or ("mi300x8", "h200x8"):
             machine = load(name)

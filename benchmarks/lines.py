@@ -139,5 +139,6 @@ READERS: dict[str, Callable[[str, Row], Iterator[Measured]]] = {
     "all_reduce": _all_reduce,
     "embedding": _embedding,
     "planner": _planner,
+    "ficco_gemms": _planner,
     "dma": _dma,
 }

@@ -8,6 +8,7 @@ conccl MODE        conccl.jsonl: the 30 pairs of ConCCL's evaluation
 dma MODE           dma.jsonl: collectives alone
 resident MODE      resource_aware.jsonl: what residency and priority gain
 training MODE      data_parallel.jsonl: steps of a GPT
+gemms MODE         ficco_gemms.jsonl: FiCCO's sixteen GEMMs, those that fit
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from text_tables import benchmark, lines, source, table
+from text_tables import RESULTS, benchmark, lines, source, table
+
+from weft.machine import load
 
 
 def _cases(bench: str, mode: str) -> list[dict[str, Any]]:
@@ -158,6 +161,13 @@ def _training(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
 
 
+def gemms(mode: str) -> str:
+    """FiCCO's GEMMs that fit."""
+    made = benchmark("ficco_gemms")
+    found, known = made.measured(RESULTS / "ficco_gemms.jsonl")
+    return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines('ficco_gemms')[0], mode)}"
+
+
 MAKERS: dict[str, Callable[..., str]] = {
     "results": results,
     "fused": fused,
@@ -167,4 +177,5 @@ MAKERS: dict[str, Callable[..., str]] = {
     "dma": dma,
     "resident": resident,
     "training": training,
+    "gemms": gemms,
 }

@@ -12,11 +12,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 
 
 def lines(bench: str) -> list[dict[str, Any]]:
     """All cases of benchmarks/results/BENCH.jsonl."""
-    text = (BENCHMARKS / "results" / f"{bench}.jsonl").read_text(encoding="utf-8")
+    text = (RESULTS / f"{bench}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
