@@ -8,7 +8,8 @@ Only times inside CUDA graphs: the host, which eager calls may wait for, is not 
     mlp                           several operators in a row
     stores (transports)           a kernel alone, in no Schedule
 
-A vendor's collective is as `sequential` runs it: all_gather and reduce_scatter on registered buffers where that is faster.
+A vendor's collective is as `sequential` runs it: NCCL's, on plain buffers. (Before 0ff3a39 `sequential` of planner.jsonl and
+planner_fit.jsonl had registered ones where those were faster: up to 4 MiB a rank, by some 10 us.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from weft.problem import CollectiveProblem, LookupProblem, Problem
 RESULTS = Path(__file__).with_name("results")
 Row = Mapping[str, Any]
 HALVES = ("computation", "communication")
-REGISTERED = ("all_gather", "reduce_scatter", "all_gather_matmul", "matmul_reduce_scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,8 @@ def _tp(bench: str, row: Row) -> Iterator[Measured]:
     from cases import CASES
 
     case = next(case for case in CASES if (case.name, case.op) == (row["case"], row["op"]))
-    yield from _of(bench, row, case.problem(row["world_size"]), _times(row))
+    plain = {half: row["nccl"]["default"].get(f"{half}_us") for half in ("sequential", "communication")}
+    yield from _of(bench, row, case.problem(row["world_size"]), _times(row) | plain)
 
 
 def _all_to_all(bench: str, row: Row) -> Iterator[Measured]:
@@ -110,13 +111,11 @@ def _embedding(bench: str, row: Row) -> Iterator[Measured]:
 
 
 def _planner(bench: str, row: Row) -> Iterator[Measured]:
-    """Its lookups alone are torch's, and its collectives alone NCCL's default, where sequential registers buffers of two."""
+    """Its lookups alone are torch's."""
     problem = codec.load(Problem | LookupProblem, row["problem"])
     us: Mapping[str, float | None] = {} if row.get("failed") else _times(row)
     if isinstance(problem, LookupProblem):
         us = us | {"computation": None}
-    if problem.op in REGISTERED:
-        us = us | {"communication": None}
     yield from _of(bench, row, problem, us)
 
 
@@ -129,8 +128,7 @@ def _dma(bench: str, row: Row) -> Iterator[Measured]:
         if not name.startswith("NCCL") and not sums:
             problem = replace(plain, reachable=how == "straight", sms=int(how.split()[0]) if plain.sums else plain.sms)
             yield from _of(bench, row, problem, {spec: us})
-    best = min(us for name, us in row["us"].items() if name.startswith("NCCL"))
-    yield from _of(bench, row, plain, {"communication": best if row["op"] in REGISTERED else row["us"]["NCCL default"]})
+    yield from _of(bench, row, plain, {"communication": row["us"]["NCCL default"]})
 
 
 READERS: dict[str, Callable[[str, Row], Iterator[Measured]]] = {
