@@ -21,6 +21,7 @@ from weft.sim import run
 H200 = load("h200x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
 SMALL = dataclasses.replace(GATHER, m=256, world_size=8)
+LEAST = dataclasses.replace(SMALL, op="matmul_all_to_all")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -73,11 +74,14 @@ def test_faster_links_move_bytes_faster_and_nothing_else() -> None:
 
 
 def test_a_model_in_a_few_sentences() -> None:
-    plans = [("large", plan(GATHER, H200)), ("small", plan(SMALL, H200))]
-    assert plans[1][1].chosen.spec == "sequential"
+    plans = [("large", plan(GATHER, H200)), ("small", plan(SMALL, H200)), ("least", plan(LEAST, H200))]
+    assert [found.chosen.spec for _, found in plans[1:]] == ["sequential_stores", "sequential"]
     lines = summary(plans).splitlines()
-    assert lines[0] == "Overlapped 1 of 2 sites."
-    assert re.match(r"small stays sequential\. .*the best overlap, .*, would take .* us, (\d+ more|no less), since", lines[1])
+    assert lines[0] == "Overlapped 1 of 3 sites."
+    assert re.match(r"small overlaps nothing, but exchanges sooner \(sequential_stores\)\. .* less than sequential", lines[1])
+    assert re.match(
+        r"least stays sequential\. .*the (best overlap|next best), .*, would take .* us, (\d+ more|no less), since", lines[2]
+    )
 
 
 def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,8 +28,8 @@ def _place(count: int, *calls: Called, reason: str = "") -> Place:
 @pytest.fixture
 def report() -> OverlapReport:
     fast, measured = _called("shard_p2p", 1000.0, sequential_us=1250.0, ideal_us=940.0), _called("flag_gated:1", 42.0)
-    slow = _called("sequential", 3000.0, sequential_us=3000.0)
-    places = (_place(2, fast, measured), _place(3, slow), _place(1, reason="an <i> of the user's"), _place(4))
+    slow = _called("sequential", 3000.0, sequential_us=3000.0), _called("sequential_stores", 90.0, sequential_us=99.0)
+    places = (_place(2, fast, measured), _place(3, *slow), _place(1, reason="an <i> of the user's"), _place(4))
     return OverlapReport(model="Llama<1>", places=places)
 
 
@@ -48,7 +48,7 @@ def test_text_has_time_gain_and_share(report: OverlapReport) -> None:
 def test_page_has_the_same_and_no_markup_of_names(report: OverlapReport) -> None:
     page = report.html()
     assert "<title>Llama&lt;1&gt;: overlapped 6 of 10 places that communicate, 4 of them not called yet</title>" in page
-    states = ["overlapped", "sequential was the fastest", "not overlapped", "overlapped"]
+    states = ["overlapped", "one after the other was the fastest", "not overlapped", "overlapped"]
     assert re.findall(r"class='state'>([^<]*)<", page) == states
     assert page.count("; not called yet<") == 1
     cells = re.findall(r"<td(?: class='number')?>([^<]*)</td>", page)

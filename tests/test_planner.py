@@ -63,8 +63,13 @@ def test_large_problems_overlap_and_small_gathers_do_not(plans: dict[tuple[Op, i
 def test_why_has_the_numbers(plans: dict[tuple[Op, int], Plan]) -> None:
     small = plan(llama_70b("all_gather_matmul", 256), H200)
     halves = f"the GEMM alone takes {small.computation_us:.0f} us, the all-gather alone {small.communication_us:.0f}"
-    assert small.why.startswith(f"Computation-bound: {halves}. It stays sequential: ")
-    assert "us of fixed costs" in small.why
+    assert small.why.startswith(f"Balanced: {halves}. sequential_stores takes ")
+    assert "the runner-up, sequential, is " in small.why
+    assert "since its data is under way for " in small.why
+    assert "It stays sequential: the next best, " in plan(dataclasses.replace(small.problem, op="matmul_all_reduce"), H200).why
+    reduced = plan(dataclasses.replace(small.problem, op="matmul_all_reduce", m=1024), H200)
+    assert "It stays sequential: the best overlap, " in reduced.why
+    assert "us of fixed costs" in reduced.why
     found = plans["matmul_reduce_scatter", 8192]
     saved = found.sequential_us - found.chosen.predicted_us
     assert f"{found.chosen.spec} takes {found.chosen.predicted_us:.0f} us, {saved:.0f} less than sequential" in found.why

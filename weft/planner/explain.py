@@ -10,6 +10,7 @@ from weft.machine import Machine
 from weft.planner.values import Candidate
 from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, SendReceive, Signal, Wait
+from weft.schedules import overlaps
 from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 
 BALANCED = 1.1
@@ -88,7 +89,8 @@ def _stays(chosen: Option, rivals: Sequence[Option], machine: Machine) -> str:
     rival = rivals[0]
     more = rival.predicted_us - chosen.predicted_us
     longer = f"{more:.0f} more" if more >= 1 else "no less"
-    took = f"the best overlap, {rival.candidate.spec}, would take {rival.predicted_us:.0f} us, {longer}"
+    best = "the best overlap" if overlaps(rival.schedule.name) else "the next best"
+    took = f"{best}, {rival.candidate.spec}, would take {rival.predicted_us:.0f} us, {longer}"
     return f"It stays sequential: {took}, since {_reason(rival, chosen, machine)}."
 
 
@@ -104,7 +106,7 @@ def _runner_up(chosen: Option, rivals: Sequence[Option], machine: Machine) -> st
 
 def _reason(slow: Option, fast: Option, machine: Machine) -> str:
     """What costs `slow` most beyond what `fast` pays: its kernels, its transfers, or fixed costs."""
-    if slow.schedule.name == "sequential":
+    if overlaps(fast.schedule.name) and not overlaps(slow.schedule.name):
         return "it hides nothing"
     paid, base = _fixed(slow.schedule, machine), _fixed(fast.schedule, machine)
     kernels = slow.candidate.computation_us - fast.candidate.computation_us

@@ -22,7 +22,7 @@ from weft.planner.values import Plan
 from weft.problem import LookupProblem, Problem
 from weft.rules import heuristic
 from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule
-from weft.schedules import build, parse
+from weft.schedules import build, overlaps, parse
 from weft.sim import run
 
 FACTORS = (2.0, 4.0, 16.0)
@@ -197,7 +197,10 @@ def _winner(problem: Problem, machine: Machine, specs: Sequence[str]) -> str:
 
 def summary(plans: Sequence[tuple[str, Plan]]) -> str:
     """A model in a few sentences: how many of its sites are overlapped, and of the others why not."""
-    stay = [(site, found) for site, found in plans if found.chosen.schedule == "sequential"]
+    stay = [(site, found) for site, found in plans if not overlaps(found.chosen.schedule)]
     lines = [f"Overlapped {len(plans) - len(stay)} of {len(plans)} sites."]
-    lines += [f"{site} stays sequential. {found.why}" for site, found in stay]
+    for site, found in stay:
+        name = found.chosen.schedule
+        does = "stays sequential" if name == "sequential" else f"overlaps nothing, but exchanges sooner ({name})"
+        lines.append(f"{site} {does}. {found.why}")
     return "\n".join(lines)

@@ -264,6 +264,8 @@ FAMILIES: dict[str, Family] = {
     )
 }
 NAMES: tuple[str, ...] = tuple(FAMILIES)
+IN_ORDER = ("sequential", "sequential_stores")
+"""The families that overlap nothing: they compute, and exchange before or after that."""
 MOST_CHUNKS = 512
 """Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
 
@@ -271,6 +273,11 @@ MOST_CHUNKS = 512
 def names(op: Op) -> tuple[str, ...]:
     """The families that `op` has."""
     return tuple(name for name, family in FAMILIES.items() if op in family.builders)
+
+
+def overlaps(name: str) -> bool:
+    """Whether a schedule of that name runs any of its communication beside its computation."""
+    return name not in IN_ORDER
 
 
 def simplicity(name: str, chunks: int) -> tuple[int, int]:
