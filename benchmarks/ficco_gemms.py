@@ -8,8 +8,8 @@ The first simulates all of them on profiles, with as many ranks as those have. -
 there are (bytes that all candidates hold at once, and time of a call), in graphs, as benchmarks/planner.py does; it goes on
 where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
 was tried; the gain of each over the sequential program, and of what the heuristic picks among them; the share of the ideal,
-which is the longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes are read as
-global, with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
+which is the longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes
+are read as global, with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
 from __future__ import annotations

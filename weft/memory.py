@@ -161,10 +161,36 @@ def gpu_symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
+    free_symmetric()
     area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(area, group)
     area.zero_()
-    return area, handle
+    return lent(area, handle), handle
+
+
+_LENT: list[tuple[torch.Tensor, Any]] = []
+
+
+def lent(area: torch.Tensor, handle: Any) -> torch.Tensor:
+    """A tensor on the same memory, which stays for `free_symmetric` to free."""
+    _LENT.append((area, handle))
+    return area[:]
+
+
+def free_symmetric() -> None:
+    """Free the symmetric memory of which no tensor is left.
+
+    Not where its last tensor goes, which may be the garbage collector's doing, while a stream is captured: torch waits for the
+    device before it frees such memory, and ends the process if it must not.
+    """
+    if _LENT and not torch.cuda.is_current_stream_capturing():
+        _LENT[:] = [(area, handle) for area, handle in _LENT if _users(area) > 1]
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """How many tensors there are on its memory."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def unlink(name: str) -> None:

@@ -17,6 +17,7 @@ from weft import collectives
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
+from weft.memory import free_symmetric
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
@@ -172,8 +173,9 @@ def test_every_group_has_lanes_of_its_own(pool: Ranks) -> None:
     pool.run(_many_groups, 20)
 
 
-def _collected_in_a_capture() -> tuple[int, int]:
-    """A closed group's programs, and one that was refused, go while a stream is captured; the free memory before and after."""
+def _collected_in_a_capture() -> list[int]:
+    """A closed group's programs, and a tensor that the caller had, go while a stream is captured; the free memory before,
+    once the group is closed, and once the tensor is gone, too."""
     faulthandler.dump_traceback_later(60, exit=True)
     size = dist.get_world_size()
     a = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
@@ -182,24 +184,28 @@ def _collected_in_a_capture() -> tuple[int, int]:
     try:
         for schedule in ("sequential_stores", "shard_p2p", "track_and_trigger:2"):
             weft.matmul_reduce_scatter(a.repeat(size, 1), a, schedule=schedule)
+        mine = collectives.empty(32 * MIB, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        before = torch.cuda.mem_get_info()[0]
+        free = [torch.cuda.mem_get_info()[0]]
         weft.close()
-        after = torch.cuda.mem_get_info()[0]
+        free.append(torch.cuda.mem_get_info()[0])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             a.add_(1)
+            del mine
             gc.collect()
+        free_symmetric()
+        free.append(torch.cuda.mem_get_info()[0])
     finally:
         gc.enable()
     graph.replay()
     torch.cuda.synchronize()
     assert float(a[0, 0]) == 2
     faulthandler.cancel_dump_traceback_later()
-    return before, after
+    return free
 
 
-def test_symmetric_memory_goes_when_a_group_is_closed(pool: Ranks) -> None:
-    """And not when garbage is collected next: in a capture that would end the process."""
-    for before, after in pool.run(_collected_in_a_capture):
-        assert after > before
+def test_symmetric_memory_is_freed_in_no_capture(pool: Ranks) -> None:
+    """That would end the process. It is freed when its group is closed, and later if the caller still has it then."""
+    for before, closed, gone in pool.run(_collected_in_a_capture):
+        assert before < closed < gone

@@ -71,7 +71,6 @@ class CudaProgram(BoundProgram):
         try:
             self._bind(schedule)
         except BaseException:
-            # What is left to the garbage collector is freed whenever that comes: in a capture, too, which ends the process.
             self._give_back()
             raise
 

@@ -34,6 +34,7 @@ from weft.execute.host import HostProgram, HostSpace
 from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved
 from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
+from weft.memory import free_symmetric
 from weft.problem import Problem
 from weft.schedule import Schedule
 from weft.team import Team
@@ -373,7 +374,8 @@ class GroupState:
         first = [closes.close for closes in (*self._attached.values(), *self._programs)]
         with ExitStack() as rest:
             if any(isinstance(space, CudaSpace) for space in self._spaces.values()):
-                # torch frees symmetric memory with its last tensor, and ends the process if a stream is captured just then.
+                # What closed programs and their closures hold of each other holds symmetric memory, too.
+                rest.callback(free_symmetric)
                 rest.callback(gc.collect)
             for close in reversed(
                 (*first, *spaces, self._close_side_streams, self.reachable.close, self._close_peers, self.team.close)

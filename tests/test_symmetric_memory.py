@@ -1,0 +1,60 @@
+"""When symmetric memory of GPUs is freed: here on tensors of the CPU, whose memory nobody else sees."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from weft import memory
+
+
+class Handle:
+    """torch's, which holds the mappings of a piece."""
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the current stream is captured; nothing is lent before and after."""
+    found = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found[0])
+    monkeypatch.setattr(memory, "_LENT", [])
+    return found
+
+
+def lent() -> tuple[torch.Tensor, weakref.ref[Handle]]:
+    handle = Handle()
+    return memory.lent(torch.zeros(64, dtype=torch.uint8), handle), weakref.ref(handle)
+
+
+def test_it_stays_while_any_tensor_on_it_is_left() -> None:
+    area, handle = lent()
+    part = area[8:16].view(torch.int32)
+    del area
+    memory.free_symmetric()
+    assert handle() is not None
+    part += 1
+    assert part.tolist() == [1, 1]
+    del part
+    assert handle() is not None, "freed where its last tensor went"
+    memory.free_symmetric()
+    assert handle() is None
+
+
+def test_it_is_not_freed_in_a_capture(captures: list[bool]) -> None:
+    area, handle = lent()
+    del area
+    captures[0] = True
+    memory.free_symmetric()
+    assert handle() is not None
+    captures[0] = False
+    memory.free_symmetric()
+    assert handle() is None
+
+
+def test_others_stay() -> None:
+    pieces = [lent() for _ in range(3)]
+    pieces[1] = (pieces[0][0], pieces[1][1])
+    memory.free_symmetric()
+    assert [handle() is None for _, handle in pieces] == [False, True, False]
