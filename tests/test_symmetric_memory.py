@@ -20,6 +20,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found[0])
     monkeypatch.setattr(memory, "_LENT", [])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return found
 
 
@@ -50,6 +51,19 @@ def test_it_is_not_freed_in_a_capture(captures: list[bool]) -> None:
     assert handle() is not None
     captures[0] = False
     memory.free_symmetric()
+    assert handle() is None
+
+
+def test_the_device_is_idle_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits for it with Python's lock, so that nothing could end the wait."""
+    area, handle = lent()
+    waited = list[bool]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(handle() is not None))
+    memory.free_symmetric()
+    assert waited == []
+    del area
+    memory.free_symmetric()
+    assert waited == [True]
     assert handle() is None
 
 

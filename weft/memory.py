@@ -183,8 +183,14 @@ def free_symmetric() -> None:
     Not where its last tensor goes, which may be the garbage collector's doing, while a stream is captured: torch waits for the
     device before it frees such memory, and ends the process if it must not.
     """
-    if _LENT and not torch.cuda.is_current_stream_capturing():
-        _LENT[:] = [(area, handle) for area, handle in _LENT if _users(area) > 1]
+    if not _LENT or torch.cuda.is_current_stream_capturing():
+        return
+    gone = [number for number, (area, _) in enumerate(_LENT) if _users(area) == 1]
+    for device in {_LENT[number][0].device for number in gone}:
+        # In torch's own wait no other thread runs: not even one that would end it, if a peer is lost.
+        torch.cuda.synchronize(device)
+    for number in reversed(gone):
+        del _LENT[number]
 
 
 def _users(tensor: torch.Tensor) -> int:
