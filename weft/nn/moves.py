@@ -33,7 +33,8 @@ def cut(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def gather(x: Tensor, mesh: DeviceMesh, total: int) -> Tensor:
     """All tokens, of which x is this rank's part, along dimension 1."""
     spread = as_dtensor(x, mesh, Shard(1), (x.shape[0], total, *x.shape[2:]))
-    return spread.redistribute(mesh, [Replicate()]).to_local()
+    # torch 2.11 gathers into what lies otherwise, which a model's own views refuse.
+    return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
 @cache
