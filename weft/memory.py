@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import platform
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,8 @@ def gpu_symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -
 
 
 _LENT: list[tuple[torch.Tensor, Any]] = []
+_FREES = threading.Lock()
+"""Groups may be made and closed on several threads."""
 
 
 def lent(area: torch.Tensor, handle: Any) -> torch.Tensor:
@@ -185,12 +188,13 @@ def free_symmetric() -> None:
     """
     if not _LENT or torch.cuda.is_current_stream_capturing():
         return
-    gone = [number for number, (area, _) in enumerate(_LENT) if _users(area) == 1]
-    for device in {_LENT[number][0].device for number in gone}:
-        # In torch's own wait no other thread runs: not even one that would end it, if a peer is lost.
-        torch.cuda.synchronize(device)
-    for number in reversed(gone):
-        del _LENT[number]
+    with _FREES:
+        gone = [number for number, (area, _) in enumerate(_LENT) if _users(area) == 1]
+        for device in {_LENT[number][0].device for number in gone}:
+            # In torch's own wait no other thread runs: not even one that would end it, if a peer is lost.
+            torch.cuda.synchronize(device)
+        for number in reversed(gone):
+            del _LENT[number]
 
 
 def _users(tensor: torch.Tensor) -> int:

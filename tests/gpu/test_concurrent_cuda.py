@@ -327,17 +327,21 @@ def _losses(kind: str, way: str | None) -> tuple[list[float], str]:
         for layer in (model[0], model[2], model):  # type: ignore[index]
             fully_shard(layer, mesh=mesh)
     trial = {"ddp": weft.hooks.ddp, "fsdp": weft.hooks.fsdp}[kind](model, way=way, key=f"{kind} {way}") if way else None  # type: ignore[operator]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _descended(model, 30 if way != "auto" else 110), str(trial.way) if trial else ""
+
+
+def _descended(model: torch.nn.Module, steps: int) -> list[float]:
+    """The losses of so many steps."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     draw = torch.Generator().manual_seed(dist.get_rank())
-    seen = []
-    for _ in range(30 if way != "auto" else 110):
+    for _ in range(steps):
         x = torch.randn(64, 512, generator=draw).cuda()
         optimizer.zero_grad()
         loss = (model(x) - x).square().mean()
         loss.backward()
         optimizer.step()
         seen.append(float(loss))
-    return seen, str(trial.way) if trial else ""
+    return seen
 
 
 def _offloaded(way: str | None) -> tuple[list[float], str]:
@@ -348,16 +352,7 @@ def _offloaded(way: str | None) -> tuple[list[float], str]:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
     trial = weft.hooks.fsdp(model, way=way, key=f"offloaded {way}") if way else None
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(6):
-        x = torch.randn(64, 512, generator=draw).cuda()
-        optimizer.zero_grad()
-        loss = (model(x) - x).square().mean()
-        loss.backward()
-        optimizer.step()
-        seen.append(float(loss))
-    return seen, trial.device.device.type if trial else "cuda"
+    return _descended(model, 6), trial.device.device.type if trial else "cuda"
 
 
 def _all_offloaded() -> None:

@@ -69,12 +69,12 @@ class CudaProgram(BoundProgram):
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Piece] = []
         try:
-            self._bind(schedule)
+            self._set_up(schedule)
         except BaseException:
             self._give_back()
             raise
 
-    def _bind(self, schedule: Schedule) -> None:
+    def _set_up(self, schedule: Schedule) -> None:
         space = self.space
         words = self._take(4 * self.edges.words)
         self._words, self._addresses = words.memory, words.addresses
