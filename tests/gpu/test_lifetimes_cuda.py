@@ -173,6 +173,14 @@ def test_every_group_has_lanes_of_its_own(pool: Ranks) -> None:
     pool.run(_many_groups, 20)
 
 
+def _free_everywhere() -> int:
+    """This GPU's free memory once all ranks are here: what peers have mapped stays until they let go of it, too."""
+    dist.barrier()
+    free, _ = torch.cuda.mem_get_info()
+    dist.barrier()
+    return int(free)
+
+
 def _collected_in_a_capture() -> list[int]:
     """A closed group's programs, and a tensor that the caller had, go while a stream is captured; the free memory before,
     once the group is closed, and once the tensor is gone, too."""
@@ -186,16 +194,16 @@ def _collected_in_a_capture() -> list[int]:
             weft.matmul_reduce_scatter(a.repeat(size, 1), a, schedule=schedule)
         mine = collectives.empty(32 * MIB, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
-        free = [torch.cuda.mem_get_info()[0]]
+        free = [_free_everywhere()]
         weft.close()
-        free.append(torch.cuda.mem_get_info()[0])
+        free.append(_free_everywhere())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             a.add_(1)
             del mine
             gc.collect()
         free_symmetric()
-        free.append(torch.cuda.mem_get_info()[0])
+        free.append(_free_everywhere())
     finally:
         gc.enable()
     graph.replay()

@@ -356,6 +356,13 @@ class GroupState:
         """What has been chosen so far, oldest use first."""
         return [program.schedule for program in self._programs]
 
+    def runs(self, asked: str) -> Schedule:
+        """What calls that asked for `asked` run, for the problem called last by it. KeyError if there was none."""
+        for program, (_, spec, _) in reversed(self._programs.items()):
+            if spec == asked:
+                return program.schedule
+        raise KeyError(asked)
+
     def attached(self, kind: type[A], make: Callable[[], A]) -> A:
         """What another module keeps for this group, made when first asked for, and closed with it."""
         with self.lock:

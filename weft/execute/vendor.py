@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 from weft.problem import Problem
 from weft.schedule import Collective
@@ -79,6 +79,9 @@ class Vendor:
         self._options = ReduceScatterOptions()
         self._options.reduceOp = self._op  # type: ignore[assignment]
         self._options.asyncOp = False
+        self._all_options = AllreduceOptions()
+        self._all_options.reduceOp = self._op  # type: ignore[assignment]
+        self._all_options.asyncOp = False
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Enqueue it on torch's current stream."""
@@ -102,7 +105,7 @@ class Vendor:
         if self._step.op == "all_reduce":
             if src.data_ptr() != dst.data_ptr():
                 dst.copy_(src)
-            dist.all_reduce(dst, op=self._op, group=self._group)
+            _in_order(self._group.allreduce([dst], self._all_options))
         elif self._step.op == "all_gather":
             if self._even:
                 self._gather(dst, src.contiguous())
