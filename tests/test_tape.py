@@ -12,17 +12,21 @@ from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 from families import PAIRS
 
 from weft.execute.bindings import Where
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
+from weft.execute.fused import growth
+from weft.execute.pushes import push_growth
 from weft.execute.tape import Tape, Words, merged, phases
 from weft.problem import Op, Problem
 from weft.schedule import Flag, Region, Schedule, waits
 from weft.schedules import build
 
 CALLS = 4
+CPU = torch.device("cpu")
 _RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
 
 
@@ -39,14 +43,15 @@ class FakeProgram:
         self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
         self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None))
         self.matmul = self.collective = None
+        self._growth = growth(schedule, CPU) | push_growth(schedule, self.itemsize(None), CPU)
 
     def length_of(self, where: Where) -> int:
         return 1
 
     def growth_of(self, flag: Flag) -> int:
-        return 1
+        return self._growth.get(flag, 1)
 
-    def itemsize(self, region: Region) -> int:
+    def itemsize(self, region: Region | None) -> int:
         return 2
 
     def here(self, where: Where) -> Word:
@@ -58,13 +63,14 @@ class FakeProgram:
     def waiters(self, flag: Flag) -> list[int]:
         return [flag.rank * _RANK_BYTES + 4 * slot for slot in self.edges.slots[flag]]
 
-    def left_over(self) -> Iterator[int]:
-        """Words that the first call finds raised, as if a call had been before."""
+    def left_over(self) -> Iterator[tuple[int, int]]:
+        """Words that the first call finds raised, as if a call had been before, and how far."""
         for lane in self.schedule.ranks[self.rank]:
             for position, step in enumerate(lane.steps):
                 for wait in waits(step):
                     if wait.at_least == 0:
-                        yield self.gate_address(wait.flag, Where(self.rank, lane.name, position, step))
+                        where = Where(self.rank, lane.name, position, step)
+                        yield self.gate_address(wait.flag, where), self.growth_of(wait.flag)
 
 
 def words_of(program: FakeProgram) -> list[list[Word]]:
@@ -91,7 +97,7 @@ def in_phases(batch: Sequence[Word]) -> list[Word]:
 def play(programs: list[FakeProgram], seed: int) -> None:
     """Run all ranks' lanes op by op in random order; a rank's next call starts when all its lanes have ended."""
     chance = random.Random(seed)
-    memory = {address: 1 for program in programs for address in program.left_over()}
+    memory = dict(word for program in programs for word in program.left_over())
     lanes = [words_of(program) for program in programs]
     at = [[0] * len(rank) for rank in lanes]
     calls = [0] * len(programs)
@@ -129,8 +135,11 @@ def _do(word: Word, memory: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
-@pytest.mark.parametrize("size", [(64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (2, 3, 1, 3, 1), (24, 8, 8, 2, 3)])
+@pytest.mark.parametrize(
+    "size", [(64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (2, 3, 1, 3, 1), (24, 8, 8, 2, 3), (24, 0, 8, 2, 2), (3, 0, 8, 3, 1)]
+)
 def test_no_wait_is_for_good_and_no_signal_is_lost(op: Op, name: str, size: tuple[int, int, int, int, int]) -> None:
+    """Also where b has no columns: no tile counts, and flags are raised all the same."""
     m, n, k, world_size, chunks = size
     schedule = build(Problem(op=op, m=m, n=n, k=k, world_size=world_size), name, chunks)
     for seed in range(5):

@@ -184,6 +184,29 @@ def test_programs_in_turns(pool: Ranks) -> None:
     pool.run(_in_turns)
 
 
+def _often(name: str, calls: int, replays: int) -> int:
+    """How many of so many calls in graphs, whose tiles have fewer words than a block has threads, gave other bits."""
+    faulthandler.dump_traceback_later(40, exit=True)
+    site = _Site(4, 1992, 512, transposed=False)
+    site.refill()
+    first = site.call(name).clone()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            wrong += (site.call(name) != first).any()
+    for _ in range(replays):
+        graph.replay()
+    faulthandler.cancel_dump_traceback_later()
+    return int(wrong)
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+def test_no_part_is_missing_from_narrow_tiles(pool: Ranks, name: str) -> None:
+    """Where several threads load a word, the one whose value counts may look before it has come, and another one after."""
+    assert pool.run(_often, name, 100, 500) == [0] * SIZE
+
+
 def _same_bits() -> None:
     """The same data gives the same bits, whoever comes first."""
     faulthandler.dump_traceback_later(40, exit=True)

@@ -38,7 +38,7 @@ def _late(call: int) -> None:
 
 def _every_schedule(dtype: torch.dtype) -> None:
     faulthandler.dump_traceback_later(90, exit=True)
-    for m, n, k in ((512, 256, 384), (253, 129, 77), (5, 7, 3)):
+    for m, n, k in ((512, 256, 384), (253, 129, 77), (5, 7, 3), (288, 0, 64)):
         for name in dict.fromkeys((*COMBINE, *DISPATCH)):
             combine, dispatch = (name if name in names else "sequential" for names in (COMBINE, DISPATCH))
             for call in range(6):
@@ -56,7 +56,7 @@ def test_every_schedule_is_right_and_skew_does_not_matter(pool: Ranks, dtype: to
 
 def _columns(dtype: torch.dtype) -> None:
     faulthandler.dump_traceback_later(90, exit=True)
-    for m, n, k in ((512, 256, 128), (253, 40, 72), (5, 3, 7)):
+    for m, n, k in ((512, 256, 128), (253, 40, 72), (5, 3, 7), (40, 0, 64)):
         for name in dict.fromkeys((*APART, *BESIDE)):
             apart, beside = (name if name in names else "sequential" for names in (APART, BESIDE))
             for call in range(6):

@@ -24,10 +24,15 @@ from weft.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, St
 
 
 def is_fused(step: Step) -> bool:
-    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, add, or are stored at a peer; a sum without
-    counts."""
+    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, add, or are stored at a peer; a sum without counts.
+
+    A part without tiles counts nothing, and whoever waits for it would not wait: a GEMM with one, as all are where b has no
+    columns, goes part by part, and raises its flags once each.
+    """
     if isinstance(step, Gemm):
-        return any(part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
+        return all(part.out.size for part in step.parts) and any(
+            part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts
+        )
     return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
 
 

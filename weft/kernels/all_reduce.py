@@ -265,6 +265,7 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
+        "THREADS": 32 * shape.warps,
         "ALIGN": math.gcd(16, problem.n, *([shape.n] if scatter else [layout.share, shape.n // layout.pieces])),
     }
 
@@ -307,6 +308,7 @@ def _all_reduce_kernel(
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
     MULTIPLY: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = BLOCK_N // PER_WORD
     PIECE: tl.constexpr = BLOCK_N if SCATTER else BLOCK_N // PIECES
@@ -353,7 +355,7 @@ def _all_reduce_kernel(
         sent = (valid[:, None] | SCATTER) & (offsets >= 0)
         total = received(
             place(boxes_ptr, rank, here + at), offsets, sent, tries, abort_ptr, status_ptr, tile * REGIONS, call,
-            WORLD, REGION, ELEMENT, HEIGHT, PART,
+            WORLD, REGION, ELEMENT, HEIGHT, PART, THREADS,
         )  # fmt: skip
         first = rank * share if SCATTER else 0
         places = (rows - first)[:, None].to(tl.int64) * n + cols[None, :]
@@ -379,7 +381,7 @@ def _all_reduce_kernel(
             total = received(
                 place(boxes_ptr, rank, here + at + 4 * REGION * WORLD), word // PART * REGION + row * PART + word % PART,
                 (rows < m)[:, None] & (word // PART < WORLD), tries, abort_ptr, status_ptr, tile * REGIONS + WORLD, call,
-                1, 0, ELEMENT, BLOCK_M, WIDTH,
+                1, 0, ELEMENT, BLOCK_M, WIDTH, THREADS,
             )  # fmt: skip
             tl.store(out_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], total.to(ELEMENT), mask=mask)
     if live != 0:

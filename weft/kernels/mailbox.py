@@ -39,14 +39,39 @@ def clear(words_ptr, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _look(
+    words_ptr, offsets, mask,
+    SOURCES: tl.constexpr, STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Sums of words, as (all or the low halves, the high halves), and by word, zero if any source's is not there."""
+    low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    least = tl.full((BLOCK_M, WIDTH), 1, tl.uint32)
+    for source in tl.static_range(SOURCES):
+        word = tl.load(words_ptr + source * STRIDE + offsets, mask=mask, other=1, volatile=True)
+        least = tl.minimum(least, word.to(tl.uint32, bitcast=True))
+        if ELEMENT.primitive_bitwidth == 16:
+            low += word.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+            high += (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+        else:
+            low += word.to(tl.float32, bitcast=True)
+    return low, high, least
+
+
+@triton.jit
 def received(
     words_ptr, offsets, mask, tries, abort_ptr, status_ptr, region, call,
     SOURCES: tl.constexpr, STRIDE: tl.constexpr, ELEMENT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """The sum, in float32, of SOURCES tiles that lie STRIDE words apart, once all of their words are there.
 
     offsets, mask: of BLOCK_M x WIDTH words. Looks `tries` times, or until abort is set: status then names region and call, and
-    the sum is NaN everywhere. tries = 0 neither looks nor complains, and the sum means nothing.
+    the sum is NaN everywhere. tries = 0 neither looks nor complains, and the sum means nothing. THREADS: of the block.
+
+    Where a block has more threads than words, Triton has several threads load the same word, and at times of their own. One
+    that comes late may see what the one whose value counts did not, and end the wait for both. So all look again then: what any
+    of them has seen, all see behind a barrier.
     """
     low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
@@ -55,17 +80,7 @@ def received(
     while (late > 0) & (looks < tries):
         # On its way together with the words.
         aborted = tl.load(abort_ptr, volatile=True)
-        low = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
-        least = tl.full((BLOCK_M, WIDTH), 1, tl.uint32)
-        for source in tl.static_range(SOURCES):
-            word = tl.load(words_ptr + source * STRIDE + offsets, mask=mask, other=1, volatile=True)
-            least = tl.minimum(least, word.to(tl.uint32, bitcast=True))
-            if ELEMENT.primitive_bitwidth == 16:
-                low += word.to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-                high += (word >> 16).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
-            else:
-                low += word.to(tl.float32, bitcast=True)
+        low, high, least = _look(words_ptr, offsets, mask, SOURCES, STRIDE, ELEMENT, BLOCK_M, WIDTH)
         late = 1 - tl.min(tl.min(least, axis=1), axis=0).to(tl.int32)
         looks = tl.where(aborted != 0, tries, looks + 1)
         pause()
@@ -73,6 +88,9 @@ def received(
     if gave_up:
         tl.store(status_ptr, region + 1)
         tl.store(status_ptr + 1, call)
+    if BLOCK_M * WIDTH < THREADS:
+        tl.debug_barrier()
+        low, high, _ = _look(words_ptr, offsets, mask, SOURCES, STRIDE, ELEMENT, BLOCK_M, WIDTH)
     total = low
     if ELEMENT.primitive_bitwidth == 16:
         total = tl.reshape(tl.join(low, high), (BLOCK_M, 2 * WIDTH))
