@@ -133,10 +133,14 @@ def _dma(bench: str, row: Row) -> Iterator[Measured]:
 
 READERS: dict[str, Callable[[str, Row], Iterator[Measured]]] = {
     "tp": _tp,
+    "tp_2gpus": _tp,
     "all_to_all": _all_to_all,
+    "all_to_all_2gpus": _all_to_all,
     "all_reduce": _all_reduce,
+    "all_reduce_2gpus": _all_reduce,
     "embedding": _embedding,
     "planner": _planner,
     "ficco_gemms": _planner,
+    "ficco_gemms_2gpus": _planner,
     "dma": _dma,
 }

@@ -62,7 +62,7 @@ def figure(lines: Sequence[Line]) -> go.Figure:
     for op, tile in dict.fromkeys(map(_chart, lines)):
         of = sorted((line for line in lines if _chart(line) == (op, tile)), key=lambda line: line["blocks_per_sm"])
         _draw(made, of, row=tiles.index(tile) + 1, col=ops.index(op) + 1)
-    title = f"GEMM beside a collective, {lines[0]['machine']}, commit {lines[0]['commit']}"
+    title = f"{lines[0]['machine']}, commit {lines[0]['commit']}"
     legend, margin = {"orientation": "h", "y": 1.15, "x": 1, "xanchor": "right"}, {"l": 80, "r": 20, "t": 90, "b": 60}
     made.update_xaxes(dtick=1)
     made.update_yaxes(range=RANGE)

@@ -6,9 +6,9 @@ paper MODE         paper.jsonl: the fused kernels' published comparison
 beside MODE        concurrent.jsonl: GEMMs beside a collective
 conccl MODE        conccl.jsonl: the 30 pairs of ConCCL's evaluation
 dma MODE           dma.jsonl: collectives alone
-resident MODE      resource_aware.jsonl: what residency and priority gain
+resident BENCH MODE    resource_aware.jsonl or that of 2 GPUs: what residency and priority gain
 training MODE      data_parallel.jsonl: steps of a GPT
-gemms MODE         ficco_gemms.jsonl: FiCCO's sixteen GEMMs, those that fit
+gemms BENCH MODE   ficco_gemms.jsonl or that of 2 GPUs: FiCCO's sixteen GEMMs, those that fit
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def _dma(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times, best.removeprefix("copy_engine"), f"{gain:.2f}x")
 
 
-def resident(mode: str) -> str:
+def resident(bench: str, mode: str) -> str:
     """Plain overlap and the best points of benchmarks/resource_aware.py, the paper's and by copy engines. Times in ms."""
-    cases = [row for row in _cases("resource_aware", mode) if not row.get("grid")]
+    cases = [row for row in _cases(bench, mode) if not row.get("grid")]
     heads = ("workload, tile", "GEMM", "collective", "sequential", "plain", "best", "blocks/SM", "priority", "TimeRatio")
     moved = ("copy engines", "blocks/SM", "normalised") if any("transport" in row for row in cases) else ()
     rows = [(*heads, "normalised", "overlap", "hidden", *moved)]
@@ -161,11 +161,11 @@ def _training(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
 
 
-def gemms(mode: str) -> str:
+def gemms(bench: str, mode: str) -> str:
     """FiCCO's GEMMs that fit."""
     made = benchmark("ficco_gemms")
-    found, known = made.measured(RESULTS / "ficco_gemms.jsonl")
-    return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines('ficco_gemms')[0], mode)}"
+    found, known = made.measured(RESULTS / f"{bench}.jsonl")
+    return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines(bench)[0], mode)}"
 
 
 MAKERS: dict[str, Callable[..., str]] = {

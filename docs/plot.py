@@ -30,7 +30,7 @@ def shares(row: dict[str, Any]) -> dict[str, float]:
 
 def figure(rows: list[dict[str, Any]]) -> go.Figure:
     """One panel an operator, one group of bars a case, graph mode."""
-    made = make_subplots(rows=2, cols=1, subplot_titles=OPERATORS, vertical_spacing=0.24)
+    made = make_subplots(rows=2, cols=1, subplot_titles=OPERATORS, shared_xaxes=True, vertical_spacing=0.14)
     for panel, op in enumerate(OPERATORS, 1):
         found = [row for row in rows if row["op"] == op and row["mode"] == "graph"]
         for name, colour in COLOURS.items():

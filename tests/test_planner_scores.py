@@ -264,7 +264,7 @@ def test_the_heuristic_holds_on_what_was_measured() -> None:
     assert found.exact >= 0.85 * found.count
     assert found.tied >= 0.85 * found.count
     assert found.near >= 0.90 * found.count
-    assert found.wrong_loss <= 0.06
+    assert found.wrong_loss <= 0.07
     found = verdict(lines, lambda one: heuristic(one.problem, H200))
     assert found.near >= 0.8 * found.count
     assert found.slower <= 0.06 * found.count
