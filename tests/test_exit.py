@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.execute.groups import GROUPS
+from weft.execute.ranks import Ranks
 
 ENDS = """
 import atexit, os, pathlib, sys, tempfile
@@ -33,3 +40,29 @@ def test_nothing_runs_on_at_exit(close: bool) -> None:
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "left: []\n"
+
+
+class _Leaves:
+    """Attached to a group: says when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def close(self) -> None:
+        self._path.touch()
+
+
+def _leave_open(folder: Path) -> None:
+    weft.all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4), schedule="shard_p2p")
+    world = dist.group.WORLD
+    assert world is not None
+    GROUPS.state(world.group_name).attached(_Leaves, lambda: _Leaves(folder / str(world.rank())))
+
+
+@pytest.mark.ranks
+def test_rank_processes_close_what_their_work_left_open(tmp_path: Path) -> None:
+    """Else a rank that has ended has died, to the others' watches, and they say so."""
+    with Ranks(2) as pool:
+        pool.run(_leave_open, tmp_path)
+        assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

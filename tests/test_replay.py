@@ -130,6 +130,13 @@ def test_memory_without_a_number_is_never_replayed(calls: Calls) -> None:
     assert calls.graph() is None
 
 
+def test_a_call_without_a_result_is_not_captured(calls: Calls) -> None:
+    """Torch warns of a graph that holds nothing."""
+    calls.out = calls.out[:0]
+    assert [calls.graph() for _ in range(3)] == [None] * 3
+    assert calls.captures == 0
+
+
 def test_other_tensors_have_graphs_of_their_own(calls: Calls) -> None:
     calls.graph()
     first = calls.graph()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -72,6 +73,10 @@ def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Conne
         except BaseException as error:
             answer = ("failed", (f"{type(error).__name__}: {error}", traceback.format_exc()))
         pipe.send(answer)
+    if groups := sys.modules.get("weft.execute.groups"):
+        # Nothing does it at the end of such a process, and to the others' watches this rank would have died.
+        with suppress(WeftError):
+            groups.GROUPS.close_all()
     dist.destroy_process_group()
 
 

@@ -47,8 +47,8 @@ class Replays:
         self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
 
     def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
-        """The graph for a call with these tensors; None if they are here for the first time, and where the driver does not
-        tell memory apart."""
+        """The graph for a call with these tensors; None if they are here for the first time, where there is no result (torch
+        warns of graphs that hold nothing), and where the driver does not tell memory apart."""
         addresses = _addresses(inputs, outputs)
         if addresses not in self._graphs:
             self._graphs[addresses] = None
@@ -65,6 +65,8 @@ class Replays:
         return all(self._driver.memory_at(address) == number for address, number in memory)
 
     def _made(self, inputs: Inputs, outputs: Outputs) -> Kept | None:
+        if not any(matrix.numel() for matrices in outputs.values() for matrix in matrices):
+            return None
         memory: list[tuple[int, int]] = []
         for tensor in _copied(inputs, outputs):
             behind = self._driver.memory_behind(tensor.data_ptr(), tensor.nbytes)
