@@ -1,0 +1,214 @@
+"""What does all of it measure on this machine, in the time that there is?
+
+Runs the other benchmarks and the tests for GPUs, each part in processes of its own that may take so long and no longer: a part
+that hangs costs its limit, and what it has written stays. A line tells how each ended; logs and JSON lines go to a folder.
+
+    python benchmarks/everything.py --out out/h200x4                            every part, as many GPUs as there are
+    python benchmarks/everything.py --out out/h200x4 --only tp,promise --budget-s 600
+    python benchmarks/everything.py --list
+
+Protocol: parts run one after the other, alone on the machine; only the runs of one part that are meant to share the GPUs do.
+None is begun that its limit would carry past the budget. Limits are what the parts took on 4 x H200, and half as much again.
+Traps: lines are those of the tree as it is, so give --commit; the first run of a machine compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LONGEST_S = 600
+"""Of a hundred faults."""
+_ENDS_S = 5.0
+"""What a part has from being asked to end until it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One process. words: after `python`. visible: the GPUs that it sees; default all."""
+
+    words: tuple[str, ...]
+    visible: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """runs: begun together. limit_s: for all of them."""
+
+    runs: tuple[Run, ...]
+    limit_s: float
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def spread(gpus: int, script: str, *options: str) -> Run:
+    """A benchmark on all GPUs."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+    return Run(words=(*start, str(HERE / script), *options))
+
+
+def checked(limit_s: float, *names: str) -> Part:
+    """Tests of tests/gpu."""
+    files = [str(HERE.parent / "tests" / "gpu" / f"test_{name}_cuda.py") for name in names]
+    return Part(runs=(Run(words=("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)),), limit_s=limit_s)
+
+
+def faults(seed: int) -> Run:
+    """25 faults of two ranks or more."""
+    return Run(words=(str(HERE / "faults.py"), "--device", "cuda", "--trials", "25", "--seed", str(seed)))
+
+
+def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
+    """18 runs of random calls beside each other: six of all GPUs (at most 4), twelve of two each."""
+    pairs = [f"{first},{first + 1}" for first in range(0, gpus - 1, 2)]
+    sizes = [(min(4, gpus), None)] * 6 + [(2, pairs[number % len(pairs)]) for number in range(12)]
+    return tuple(
+        Run(
+            words=(str(HERE / "fuzz.py"), "--minutes", str(minutes), "--seed", str(seed + number), "--ranks", str(ranks)),
+            visible=visible,
+        )
+        for number, (ranks, visible) in enumerate(sizes)
+    )
+
+
+def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
+    """All of them by name, in the order in which they are begun. minutes, seed: of the random calls."""
+
+    def one(script: str, limit_s: float, *options: str, **environment: str) -> Part:
+        return Part(runs=(spread(gpus, script, *options),), limit_s=limit_s, environment=environment)
+
+    cache = {"WEFT_CACHE_DIR": str(Path("out/plans").resolve())}
+    return {
+        "lifetimes": checked(80, "lifetimes"),
+        "failures": checked(120, "failures"),
+        "operators": checked(240, "ops", "all_reduce", "all_to_all", "scatter", "embedding"),
+        "trials": checked(100, "trial"),
+        "modules": checked(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
+        "kernels": checked(240, "collectives", "nodes", "triton", "kernels"),
+        "tp": one("tp.py", 150, "--rounds", "7"),
+        "all_reduce": one("fused.py", 80, "--only", "all_reduce", "--modes", "graph"),
+        "all_to_all": one("fused.py", 90, "--only", "all_to_all", "--modes", "graph"),
+        "embedding": one("fused.py", 90, "--only", "embedding", "--modes", "graph"),
+        "ulysses": one("fused.py", 90, "--only", "ulysses", "--modes", "graph"),
+        "paper": one("fused.py", 90, "--only", "paper", "--modes", "graph"),
+        "promise": one("promise.py", 80, "--budget-s", "60"),
+        "planner": one("planner.py", 130, "--collect", "--set", "fresh", "--budget-s", "100"),
+        "planner_fit": one("planner.py", 130, "--collect", "--set", "fit", "--budget-s", "100"),
+        "ficco_gemms": one("ficco_gemms.py", 70, "--collect", "--budget-s", "50"),
+        "prefill": one("models.py", 100, "--part", "prefill", "--layers", "2", **cache),
+        "decode": one("models.py", 80, "--part", "decode", "--layers", "2", **cache),
+        "training": one("models.py", 120, "--part", "training", **cache),
+        "forward": one("models.py", 120, "--part", "forward", **cache),
+        "moe": one("moe.py", 50, **cache),
+        "dlrm_step": one("dlrm_step.py", 90),
+        "concurrent": one("beside.py", 160),
+        "conccl": one("beside.py", 240, "--part", "conccl"),
+        "resource_aware": one("resource_aware.py", 200),
+        "data_parallel": one("data_parallel.py", 240),
+        "mlp": one("mlp.py", 90),
+        "transports": one("transports.py", 90),
+        "dma": one("dma.py", 90),
+        "nodes": one("nodes.py", 90),
+        "soak": Part(runs=(Run(words=(str(HERE / "soak.py"), "--device", "cuda", "--calls", "1000000")),), limit_s=120),
+        "faults": Part(runs=tuple(faults(seed + at) for at in range(4)), limit_s=LONGEST_S),
+        "fuzz": Part(runs=campaigns(gpus, minutes, seed), limit_s=60 * minutes + 60, environment={"OMP_NUM_THREADS": "1"}),
+    }
+
+
+def measures(run: Run) -> bool:
+    """Whether it writes JSON lines."""
+    return "pytest" not in run.words
+
+
+def begun(run: Run, part: Part, log: Path, lines: Path, commit: str) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that all that it starts can be ended."""
+    environment = os.environ | part.environment | ({"CUDA_VISIBLE_DEVICES": run.visible} if run.visible else {})
+    told = ("--json", str(lines), "--commit", commit) if measures(run) else ()
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, *run.words, *told], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
+    """Each one's status; None where it was ended here."""
+    deadline = time.monotonic() + limit_s
+    found: list[int | None] = []
+    for process in processes:
+        try:
+            found.append(process.wait(max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            found.append(None)
+            stop(process)
+    return found
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_ENDS_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def run(name: str, part: Part, folder: Path, commit: str) -> Iterator[str]:
+    """Runs a part, and says how it ended."""
+    log, lines = folder / f"{name}.log", folder / f"{name}.jsonl"
+    start = time.monotonic()
+    found = ended([begun(one, part, log, lines, commit) for one in part.runs], part.limit_s)
+    how = ", ".join(f"{'ended at its limit' if status is None else f'status {status}'}" for status in dict.fromkeys(found))
+    made = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
+    last = next((text for text in reversed(log.read_text(errors="replace").splitlines()) if text.strip()), "")
+    yield f"{name}: {how}, {time.monotonic() - start:.0f} s, {made} lines; {last[:160]}"
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--out", type=Path, default=Path("out/everything"), help="folder of logs and lines (%(default)s)")
+    options.add_argument("--only", default="", help="parts, with commas")
+    options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun that could end later")
+    options.add_argument("--gpus", type=int, default=0, help="default: all")
+    options.add_argument("--minutes", type=float, default=3.4, help="of each of the 18 runs of random calls (%(default)s)")
+    options.add_argument("--seed", type=int, default=1, help="of random calls and faults (%(default)s)")
+    options.add_argument("--commit", default="", help="what the tree is, for the lines")
+    options.add_argument("--list", action="store_true", help="the parts and their limits")
+    given = options.parse_args()
+    gpus = given.gpus or _gpus()
+    known = parts(gpus, minutes=given.minutes, seed=given.seed)
+    wanted = given.only.split(",") if given.only else list(known)
+    if unknown := set(wanted) - set(known):
+        options.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if given.list:
+        print("\n".join(f"{name:15} {known[name].limit_s:4.0f} s at most" for name in wanted))
+        return
+    if gpus < 2:
+        options.error(f"this machine has {gpus} GPUs; every part needs two or more")
+    given.out.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    for name in wanted:
+        left_s = given.budget_s - (time.monotonic() - start)
+        if known[name].limit_s > left_s:
+            print(f"{name}: not begun, {left_s:.0f} s are left", flush=True)
+            continue
+        for told in run(name, known[name], given.out, given.commit):
+            print(f"[{time.monotonic() - start:4.0f} s] {told}", flush=True)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+if __name__ == "__main__":
+    main()

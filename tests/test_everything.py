@@ -1,0 +1,89 @@
+"""benchmarks/everything.py: parts that exist, end when they may, and leave nothing running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def everything() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import everything
+
+    yield everything
+    sys.path.remove(str(BENCHMARKS))
+
+
+def test_every_part_starts_files_that_there_are(everything: ModuleType) -> None:
+    found = everything.parts(8, minutes=1, seed=5)
+    files = [word for part in found.values() for run in part.runs for word in run.words if word.endswith(".py")]
+    assert len(files) > 40
+    assert all(Path(file).is_file() for file in files)
+    started = {Path(file) for file in files if Path(file).name.startswith("test_")}
+    assert started == set((BENCHMARKS.parent / "tests" / "gpu").glob("test_*.py"))
+    seeds = [run.words[run.words.index("--seed") + 1] for run in found["fuzz"].runs]
+    assert (len(seeds), len(set(seeds))) == (18, 18)
+    assert {run.visible for run in found["fuzz"].runs} == {None, "0,1", "2,3", "4,5", "6,7"}
+
+
+def _part(everything: ModuleType, *sources: str, limit_s: float) -> object:
+    runs = tuple(everything.Run(words=("-c", source), visible=str(at)) for at, source in enumerate(sources))
+    return everything.Part(runs=runs, limit_s=limit_s, environment={"OF_THE_PART": "7"})
+
+
+def test_what_is_written_is_counted_and_the_last_words_are_told(everything: ModuleType, tmp_path: Path) -> None:
+    source = """
+import os, sys
+open(sys.argv[2], "a").write("{}\\n{}\\n")
+print(sys.argv[4], os.environ["OF_THE_PART"], os.environ["CUDA_VISIBLE_DEVICES"])
+sys.exit(3)
+"""
+    (told,) = everything.run("one", _part(everything, source, limit_s=60), tmp_path, "abc")
+    assert told.startswith("one: status 3, ")
+    assert told.endswith(" s, 2 lines; abc 7 0")
+    assert (tmp_path / "one.jsonl").read_text() == "{}\n{}\n"
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(everything: ModuleType, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    hangs = f"""
+import subprocess, sys, time
+open({str(child)!r}, "w").write(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid))
+print("begun", flush=True)
+time.sleep(600)
+"""
+    begun = time.monotonic()
+    (told,) = everything.run("two", _part(everything, "print('short')", hangs, limit_s=5), tmp_path, "")
+    assert told.startswith("two: status 0, ended at its limit, ")
+    assert "begun" in (tmp_path / "two.log").read_text()
+    assert time.monotonic() - begun < 30
+    pid, deadline = int(child.read_text()), time.monotonic() + 10
+    while time.monotonic() < deadline and Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+        time.sleep(0.05)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
+
+
+def test_a_part_that_could_end_too_late_is_not_begun(
+    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"long": _part(everything, "1 / 0", limit_s=60), "short": _part(everything, "print('here')", limit_s=5)}
+    monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
+    monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--budget-s", "30", "--out", str(tmp_path)])
+    everything.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "long: not begun, 30 s are left"
+    assert "short: status 0, " in second
+    monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--only", "short,none"])
+    with pytest.raises(SystemExit):
+        everything.main()
+    assert "no part none; there are long, short" in capsys.readouterr().err
