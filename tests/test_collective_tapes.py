@@ -44,7 +44,7 @@ class World:
             for rank in self.ranks if buffer.kind == "symmetric" else ():
                 shared.bind(buffer.name, rank, torch.full((buffer.rows[rank], 1), torch.nan))
         self.lanes = [self._lanes(rank, shared) for rank in self.ranks]
-        self.memory = {address: 1 for rank in self.ranks for address in FakeProgram(schedule, rank).left_over()}
+        self.memory = dict(word for rank in self.ranks for word in FakeProgram(schedule, rank).left_over())
 
     def _caller(self, rank: int) -> dict[str, torch.Tensor]:
         """The caller's tensors: apart, or one within the other."""

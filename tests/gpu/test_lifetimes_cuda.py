@@ -14,6 +14,7 @@ from collective_work import Case, moves, sums
 
 import weft
 from weft import collectives
+from weft.execute import groups
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
@@ -217,3 +218,38 @@ def test_symmetric_memory_is_freed_in_no_capture(pool: Ranks) -> None:
     """That would end the process. It is freed when its group is closed, and later if the caller still has it then."""
     for before, closed, gone in pool.run(_collected_in_a_capture):
         assert before < closed < gone
+
+
+def _held_by_a_graph() -> list[float]:
+    """A replay's result after many other problems have come and gone, and each of theirs, which use what was given back."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    groups.PROGRAMS_PER_GROUP, kept = 2, groups.PROGRAMS_PER_GROUP
+    size = dist.get_world_size()
+
+    def call(rows: int) -> torch.Tensor:
+        a = torch.full((rows, 64), 1.0 + dist.get_rank(), dtype=torch.bfloat16, device="cuda")
+        return weft.all_gather_matmul(a, torch.eye(64, dtype=torch.bfloat16, device="cuda"), schedule="shard_p2p")
+
+    try:
+        call(32)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            out = call(32)
+        wrong = []
+        for rows in range(33, 45):
+            others = call(rows)
+            out.zero_()
+            graph.replay()
+            expected = torch.arange(1.0, size + 1, device="cuda").repeat_interleave(32)
+            wrong.append(float((out.float() - expected[:, None]).abs().max()))
+            wrong.append(float((others.float().view(size, rows, 64)[:, 0, 0] - expected[::32]).abs().max()))
+        del graph
+    finally:
+        groups.PROGRAMS_PER_GROUP = kept
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return wrong
+
+
+def test_what_a_graph_holds_is_not_given_back(pool: Ranks) -> None:
+    assert all(not any(wrong) for wrong in pool.run(_held_by_a_graph))

@@ -101,6 +101,7 @@ class BoundProgram(ABC):
         self.slots = flag_slots(schedule)
         self.writers = flag_writers(schedule)
         self.epoch = 0
+        self.captured = False
         self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING

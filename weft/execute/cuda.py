@@ -258,6 +258,7 @@ class CudaProgram(BoundProgram):
             return
         bindings = self.bind(inputs, outputs)
         if capturing:
+            self.captured = True
             self.space.captured()
             self._fork_and_join(bindings)
         else:

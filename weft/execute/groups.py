@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -32,6 +32,7 @@ from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
 from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved
+from weft.execute.plain import PLAIN
 from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
 from weft.memory import free_symmetric
@@ -50,41 +51,25 @@ class Closes(Protocol):
     def close(self) -> None: ...
 
 
+class MayBeHeld(Protocol):
+    """A program. captured: whether a graph of the caller's has a call of it."""
+
+    captured: bool
+
+
 A = TypeVar("A", bound=Closes)
+Held = TypeVar("Held", bound=MayBeHeld)
 T = TypeVar("T")
 _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
-"""Programs kept; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data area and scratch."""
-
+"""Programs kept beside those in graphs; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data
+area and scratch."""
+_TOLD_AT_ONCE = 48
+"""Programs that a rank tells the others of in one number."""
 
 RAGGED_KEPT, RAGGED_BYTES = 8, 2 << 30
 """Programs of calls with splits: so many are kept whatever they take, others only while all take no more than these bytes.
 Each has room for as many rows as may arrive, and numbers of tokens may change at every step."""
-
-
-class _PlainMode(threading.local):
-    """A context in which tensors are plain ones and nothing is recorded for a backward pass. torch's own contexts take some
-    20 us of a call, so that of inference mode is entered only from within inference mode."""
-
-    def __init__(self) -> None:
-        self._grad = False
-        self._inference: torch.inference_mode | None = None
-
-    def __enter__(self) -> None:
-        if torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode(False)
-            self._inference.__enter__()
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *raised: object) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        if self._inference is not None:
-            self._inference.__exit__(*raised)
-            self._inference = None
-
-
-_PLAIN_MODE = _PlainMode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +105,7 @@ class GroupState:
     def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
         scratch outlives the mode."""
-        with self.lock, _PLAIN_MODE:
+        with self.lock, PLAIN:
             # CPU ranks meet in every call: their buffers are shared by all programs (weft.execute.host).
             on_gpu = call.device.type == "cuda"
             site = self._sites.get(call.key) if on_gpu else None
@@ -177,8 +162,11 @@ class GroupState:
         return bound
 
     def _make_room(self) -> None:
-        """Free programs with splits that were not used for the longest, the same on every rank. Those in graphs stay."""
-        idle = [key for key, (_, program) in self._ragged.items() if not program.captured]
+        """Free programs with splits that were not used for the longest. Those in graphs stay. Collective."""
+        if len(self._ragged) < RAGGED_KEPT:
+            return
+        held = self._in_graphs([program for _, program in self._ragged.values()])
+        idle = [key for key, (_, program) in self._ragged.items() if program not in held]
         for key in idle[: max(0, len(self._ragged) + 1 - RAGGED_KEPT)]:
             if sum(program.nbytes for _, program in self._ragged.values()) <= RAGGED_BYTES:
                 return
@@ -300,8 +288,25 @@ class GroupState:
         program.close()
 
     def _drop_oldest(self) -> None:
-        if len(self._programs) > PROGRAMS_PER_GROUP:
-            self._forget(next(iter(self._programs)))
+        """Give back the programs, but for the last one, that were not used for the longest, where there are too many of those
+        that no graph holds. Collective."""
+        if len(self._programs) <= PROGRAMS_PER_GROUP:
+            return
+        *older, _ = self._programs
+        held = self._in_graphs(older)
+        free = [program for program in older if program not in held]
+        for program in free[: max(0, len(self._programs) - len(held) - PROGRAMS_PER_GROUP)]:
+            self._forget(program)
+
+    def _in_graphs(self, programs: Sequence[Held]) -> set[Held]:
+        """Those that any rank has captured: its graphs go on using their memory, and all ranks keep it. Collective."""
+        held: set[Held] = set()
+        for first in range(0, len(programs), _TOLD_AT_ONCE):
+            some = programs[first : first + _TOLD_AT_ONCE]
+            mine = sum(1 << at for at, program in enumerate(some) if program.captured)
+            told = self.team.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in told)}
+        return held
 
     def _forget(self, program: BoundProgram) -> None:
         self._sites = {key: site for key, site in self._sites.items() if site.program is not program}
@@ -329,7 +334,7 @@ class GroupState:
                 f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
                 "pass a group within one"
             )
-        with self.lock, _PLAIN_MODE:
+        with self.lock, PLAIN:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             return self.reachable.take(self._space(device), nbytes)
 

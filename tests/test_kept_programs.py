@@ -1,0 +1,59 @@
+"""What a group keeps: programs that a graph of the caller's holds stay, on every rank, however many come after them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+import weft
+from weft.execute import groups
+from weft.execute.groups import GROUPS, GroupState
+
+
+def _state() -> GroupState:
+    world = dist.group.WORLD
+    assert world is not None
+    return GROUPS.state(world.group_name)
+
+
+def _call(rows: int) -> None:
+    a = torch.ones(rows, 4)
+    out = weft.all_gather_matmul(a, torch.eye(4), schedule="shard_p2p")
+    assert torch.equal(out, torch.ones(rows * dist.get_world_size(), 4))
+
+
+def _rows() -> list[int]:
+    """Of a rank, by program, the least recently used first."""
+    return [program.schedule.problem.m // dist.get_world_size() for program in _state()._programs]
+
+
+def _held(captured_on: int) -> list[list[int]]:
+    """At most 3 programs beside those in graphs. One rank has captured those of 1 and 3 rows."""
+    groups.PROGRAMS_PER_GROUP, groups._TOLD_AT_ONCE = 3, 2
+    found = []
+    try:
+        for rows in range(1, 9):
+            _call(rows)
+            if rows in (1, 3) and dist.get_rank() == captured_on:
+                next(reversed(_state()._programs)).captured = True
+            found.append(_rows())
+        _call(1)
+        found.append(_rows())
+    finally:
+        weft.close()
+        groups.PROGRAMS_PER_GROUP, groups._TOLD_AT_ONCE = 128, 48
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("captured_on", [0, 1, -1])
+def test_what_a_graph_holds_stays_on_every_rank(ranks: RankFixture, captured_on: int) -> None:
+    first, second = ranks(2).run(_held, captured_on)
+    assert first == second
+    if captured_on < 0:
+        assert first[2:] == [[1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8], [7, 8, 1]]
+    else:
+        # The fourth comes while one, or two, of the others are held.
+        assert first[3:] == [[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 3, 4, 5, 6], [1, 3, 5, 6, 7], [1, 3, 6, 7, 8], [3, 6, 7, 8, 1]]
