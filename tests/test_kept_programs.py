@@ -31,6 +31,7 @@ def _rows() -> list[int]:
 
 def _held(captured_on: int) -> list[list[int]]:
     """At most 3 programs beside those in graphs. One rank has captured those of 1 and 3 rows."""
+    weft.close()  # of what other tests have called
     groups.PROGRAMS_PER_GROUP, groups._TOLD_AT_ONCE = 3, 2
     found = []
     try:
