@@ -71,6 +71,9 @@ class FakeDriver:
     def after(self, later: int, earlier: int, event: object) -> None:
         self.log.append(("after", later, earlier))
 
+    def wait(self, stream: int, event: Event) -> None:
+        self.log.append(("wait", stream, event))
+
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
         return lambda stream: self.log.append(("words", stream))
 

@@ -163,3 +163,19 @@ def test_what_is_raised_in_a_capture_is_what_is_told(calls: Calls, monkeypatch: 
     assert calls.graph() is None
     with pytest.raises(KeyError, match="planted"):
         calls.graph()
+
+
+def test_a_lookup_in_other_tables_at_the_same_address_is_another_call() -> None:
+    """No schedule says how many rows tables have, how far apart these lie, and of what type indices are."""
+    memory, tables = torch.zeros(4000), torch.zeros(2000, 8)
+    indices = memory[:10].view(torch.int32)
+    out = torch.zeros(5, 8)
+
+    def key(tables: torch.Tensor, indices: torch.Tensor) -> object:
+        return replay._addresses({"tables": [tables], "indices": [indices]}, {"out": [out]})
+
+    first = key(tables[:1000], indices)
+    assert first == key(tables[:1000], memory[:10].view(torch.int32))
+    longer = memory[:20].view(torch.int64)
+    assert (longer.data_ptr(), longer.numel()) == (indices.data_ptr(), indices.numel())
+    assert len({first, key(tables, indices), key(tables[:2000:2], indices), key(tables[:1000], longer)}) == 4

@@ -104,6 +104,11 @@ class CudaProgram(BoundProgram):
         self._mail = Mail(space, space.heap, schedule, self.dtype) if space.heap and _has_messages(schedule) else None
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
         self._replayable = not self._vendors and (self._mail is not None or not self._sends)
+        self._multiplies = any(
+            isinstance(step, Gemm) and not any(low <= position < high for low, high in lane.fused)
+            for rank, lane, position, step in schedule
+            if rank == self.rank
+        )
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
@@ -254,7 +259,7 @@ class CudaProgram(BoundProgram):
         if self._replayable and self.spans is None and not capturing:
             graph = self._replays.find(inputs, outputs)
         if graph is not None:
-            self._submit(graph.replay)
+            self._replay(graph)
             return
         bindings = self.bind(inputs, outputs)
         if capturing:
@@ -263,6 +268,15 @@ class CudaProgram(BoundProgram):
             self._fork_and_join(bindings)
         else:
             self._submit(lambda: self._fork_and_join(bindings))
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        if not self._multiplies:
+            self._submit(graph.replay)
+            return
+        caller = self.space.current_stream()
+        self.space.after_replays(caller)
+        self._submit(graph.replay)
+        self.space.replayed(caller)
 
     def _tape(self, bindings: Bindings) -> Tape:
         running = frozenset(step for step, kernel in self.kernels.items() if kernel.runs(bindings))

@@ -73,6 +73,9 @@ _TOLD_S = 1.0
 """So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
+_REPLAYED: dict[int, tuple[CudaSpace, int, int]] = {}
+"""By device: the space, stream and ticket of the last replay that multiplies by cuBLAS. All use one workspace (capture_stream),
+so that the next one waits for it if it is on another stream."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
 
@@ -255,6 +258,16 @@ class CudaSpace:
         if ticket > self._ended - _TICKETS:
             self.driver.wait(stream, self._done[ticket % _TICKETS])
 
+    def after_replays(self, stream: int) -> None:
+        """`stream` goes on once no replay of any space uses cuBLAS's workspace on another one."""
+        space, last, ticket = _REPLAYED.get(self._index, (self, stream, 0))
+        if last != stream:
+            space.after(stream, ticket)
+
+    def replayed(self, stream: int) -> None:
+        """The last call has replayed a graph that uses cuBLAS's workspace."""
+        _REPLAYED[self._index] = self, stream, self._tickets
+
     def _under_way(self, ticket: int) -> bool:
         return self.driver.reached(self._begun[ticket % _TICKETS]) and not self.done(ticket)
 
@@ -384,6 +397,8 @@ class CudaSpace:
                     release()
 
     def close(self) -> None:
+        if self._index in _REPLAYED and _REPLAYED[self._index][0] is self:
+            del _REPLAYED[self._index]  # its programs have been closed, on an idle device
         self._stop.set()
         if self._watch is not threading.current_thread():
             self._watch.join()

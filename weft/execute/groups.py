@@ -317,10 +317,13 @@ class GroupState:
         return set(self._programs)
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
-        """Give programs back, with their memory. Collective: the same on every rank. No graph may hold calls of theirs."""
+        """Give programs back, with their memory, but for those in graphs. Collective: the same on every rank."""
         with self.lock:
-            for program in [program for program in self._programs if program in programs]:
-                self._forget(program)
+            mine = [program for program in self._programs if program in programs]
+            held = self._in_graphs(mine)
+            for program in mine:
+                if program not in held:
+                    self._forget(program)
 
     def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:

@@ -43,9 +43,16 @@ class FusedPush:
         base = source.data_ptr() & ~15
         # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
         targets = dict.fromkeys((copy.dst.buffer, copy.dst.rank) for copy, _ in self._run.copies)
-        key = (source.data_ptr() & 15, *source.stride(), *(bindings.tensors[t][0][0].data_ptr() for t in targets))
+        pitches = (stride if rows > 1 else 0 for rows, stride in zip(source.shape, source.stride(), strict=True))
+        key = (source.data_ptr() & 15, *pitches, *(bindings.tensors[t][0][0].data_ptr() for t in targets))
         if key not in self._tables:
-            self._tables = {key: self._lay_out(bindings, base)}
+            if source.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    f"{self.where}: its rows lie otherwise than in the calls before; call the operator once with tensors that "
+                    "lie so before capturing a graph"
+                )
+            # Kept as long as the program: a graph may hold any of them.
+            self._tables[key] = self._lay_out(bindings, base)
         push(self._tables[key], sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
 
     def _lay_out(self, bindings: Bindings, base: int) -> PushTables:

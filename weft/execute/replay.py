@@ -24,7 +24,7 @@ from weft.controls.streams import comm_stream
 from weft.execute.bound import Inputs, Outputs
 from weft.execute.driver import Driver
 
-Addresses = tuple[int, ...]
+Addresses = tuple[object, ...]
 _KEPT = 256
 """Sets of addresses a program: as many as layers that share a shape."""
 _KERNELS_ALONE = ("b", "tables")
@@ -116,13 +116,18 @@ def _copied(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
 
 
 def _addresses(inputs: Inputs, outputs: Outputs) -> Addresses:
-    """Where the tensors lie, and how b does: all others are contiguous. How long vectors are: no schedule says it."""
-    found: list[int] = []
+    """Where the tensors lie, and how b and tables do: all others are contiguous. What no schedule says: how many rows tables
+    have, how long vectors are, and of what."""
+    found: list[object] = []
     for name, tensors in inputs.items():
         for tensor in tensors:
-            found += (tensor.data_ptr(), *tensor.stride()) if name == "b" else (tensor.data_ptr(),)
+            found.append(tensor.data_ptr())
+            if name in _KERNELS_ALONE:
+                found += tensor.stride()
+            if name == "tables":
+                found.append(tensor.shape[0])
             if tensor.dim() == 1:
-                found.append(tensor.numel())
+                found += (tensor.numel(), tensor.dtype)
     for matrices in outputs.values():
         found += [matrix.data_ptr() for matrix in matrices]
     return tuple(found)

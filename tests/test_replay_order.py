@@ -1,0 +1,133 @@
+"""What replayed calls hold: cuBLAS's one workspace in turn, and tables of addresses for as long as a graph may hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from lone_ranks import FakeSpace, space_of, teams
+
+from weft.execute import bound, cuda_space
+from weft.execute.bindings import Bindings, Where
+from weft.execute.cuda import CudaProgram
+from weft.problem import Problem
+from weft.schedule import Flag, Reduce
+from weft.schedules import build
+from weft.together import runs
+
+FIRST, SECOND = 3, 4
+"""Streams."""
+
+
+@pytest.fixture
+def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
+    """Of two teams on one GPU."""
+    found = [space_of(teams()[0], monkeypatch) for _ in range(2)]
+    yield found
+    for space in found:
+        space.close()
+    assert not cuda_space._REPLAYED
+
+
+class Graph:
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def replay(self) -> None:
+        self._log.append("replayed")
+
+
+def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[Any]:
+    """What a replay puts on its stream."""
+    program = CudaProgram.__new__(CudaProgram)
+    program.space, program.spans, program._silent = space, None, False
+    program._multiplies, program._last_stream, program._last_ticket = multiplies, None, 0
+    space.driver.log.clear()
+    space.current_stream = lambda: stream  # type: ignore[method-assign]
+    program._replay(cast(Any, Graph(space.driver.log)))
+    space.ended(program._last_ticket)
+    return list(space.driver.log)
+
+
+def test_replays_that_multiply_take_turns_with_the_workspace(spaces: list[FakeSpace]) -> None:
+    """On one stream they do so anyway."""
+    one, other = spaces
+    other.driver = one.driver
+    assert _replay(one, FIRST) == ["replayed"]
+    assert _replay(other, FIRST) == ["replayed"]
+    assert _replay(other, SECOND) == [("wait", SECOND, other._done[1]), "replayed"]
+    assert _replay(one, FIRST) == [("wait", FIRST, other._done[2]), "replayed"]
+    assert _replay(one, SECOND, multiplies=False) == ["replayed"]
+    assert _replay(other, FIRST) == ["replayed"]
+
+
+def test_a_closed_space_is_waited_for_no_more(spaces: list[FakeSpace], monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, other), last = spaces, space_of(teams()[0], monkeypatch)
+    assert _replay(last, FIRST) == ["replayed"]
+    last.close()
+    assert _replay(one, SECOND) == ["replayed"]
+    assert _replay(other, SECOND) == ["replayed"]
+
+
+def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be made anew for each residual, also while a graph holds the one before."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    problem = Problem(op="matmul_all_reduce", m=8, n=16, k=4, world_size=2, addends=("residual",))
+    for name, moves in (("sequential", True), ("shard_p2p", True), ("two_shot", False)):
+        schedule = build(problem, name)
+        program = SimpleNamespace(
+            schedule=schedule,
+            rank=0,
+            dtype=torch.bfloat16,
+            kernels={},
+            pushes={},
+            _space=SimpleNamespace(device=torch.device("cpu")),
+        )
+        bound.BoundProgram._add_kernels(cast(Any, program))
+        summed = [step for rank, _, _, step in schedule if rank == 0 and isinstance(step, Reduce)]
+        of_callers = [step for step in summed if any(src.buffer == "residual" for part in step.parts for src in part.srcs)]
+        assert bool(of_callers) >= moves
+        assert not any(id(step) in program.kernels for step in of_callers)
+
+
+class Words:
+    """Where a program has its flags: each somewhere else."""
+
+    def __init__(self) -> None:
+        self._places: dict[Flag, int] = {}
+
+    def count_address(self, flag: Flag) -> int:
+        return 64 + 4 * self._places.setdefault(flag, len(self._places))
+
+
+def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each way in which rows lie; of one row, no stride counts."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from weft.execute import pushes
+
+    monkeypatch.setattr(pushes, "push", lambda tables, **_: used.append(tables))
+    used: list[Any] = []
+    schedule = build(Problem(op="all_gather_matmul", m=8, n=16, k=77, world_size=2), "direct_store")
+    (lane, run) = next((lane, run) for lane in schedule.ranks[0] for run in runs(lane))
+    where = Where(0, lane.name, run.first, lane.steps[run.first])
+    push = pushes.FusedPush(run, where, torch.device("cpu"), cast(Any, Words()))
+    memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
+    memory = memory[-memory.data_ptr() // 2 % 8 :]
+    targets = {(copy.dst.buffer, copy.dst.rank): torch.zeros(8, 77, dtype=torch.bfloat16) for copy, _ in run.copies}
+
+    def launch(a: torch.Tensor) -> Any:
+        bindings = Bindings()
+        bindings.bind("a", 0, a)
+        for (buffer, rank), tensor in targets.items():
+            bindings.bind(buffer, rank, tensor)
+        push.launch(bindings, silent=True, sms=1)
+        return used[-1]
+
+    first, moved = memory[: 4 * 77].view(4, 77), memory[77 : 5 * 77].view(4, 77)
+    assert first.data_ptr() % 16 != moved.data_ptr() % 16
+    tables = launch(first)
+    assert launch(moved) is not tables
+    assert launch(first) is tables
