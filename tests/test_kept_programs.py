@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +31,27 @@ def _rows() -> list[int]:
     return [program.schedule.problem.m // dist.get_world_size() for program in _state()._programs]
 
 
+def _captures(rows: int, mine: bool) -> list[int]:
+    """The order after this rank, if it is one that does, has made a call while it captures: as if there were GPUs, and a call
+    that all ranks know. It must not move what others leave where it is."""
+    state, before = _state(), _rows()
+    if mine and rows in before:
+        program = next(program for program in state._programs if program.schedule.problem.m == rows * dist.get_world_size())
+        known, play = groups.Site(number=0, program=program), program.run
+        call = SimpleNamespace(
+            key="captured", device=torch.device("cuda"), inputs={}, outputs=None, reached={}, spans=None, tried=False
+        )
+        state._sites["captured"] = known  # type: ignore[index]
+        capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
+        program.run = lambda *_, **__: {}  # type: ignore[method-assign]
+        try:
+            state.run(call, {})  # type: ignore[arg-type]
+        finally:
+            torch.cuda.is_current_stream_capturing, program.run = capturing, play  # type: ignore[method-assign]
+            state._sites.clear()
+    return before
+
+
 def _held(captured_on: int) -> list[list[int]]:
     """At most 3 programs beside those in graphs. One rank has captured those of 1 and 3 rows."""
     weft.close()  # of what other tests have called
@@ -39,6 +62,7 @@ def _held(captured_on: int) -> list[list[int]]:
             _call(rows)
             if rows in (1, 3) and dist.get_rank() == captured_on:
                 next(reversed(_state()._programs)).captured = True
+            assert rows < 3 or _captures(3, dist.get_rank() == captured_on) == _rows()
             found.append(_rows())
         _call(1)
         found.append(_rows())

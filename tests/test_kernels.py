@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_work import check_both
 
+import weft
 from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -68,3 +70,22 @@ def test_fused_schedules_run_as_kernels(interpreted: Ranks) -> None:
     for launches, halved in interpreted.run(_fused_schedules):
         assert launches >= 24
         assert halved >= 4
+
+
+def _no_columns() -> list[tuple[int, ...]]:
+    """One of several b has none: on all ranks, or on one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, none = (torch.ones(*shape, dtype=torch.float16) for shape in ((8, 64), (64, 32), (64, 0)))
+    shapes = []
+    for second in (none, b if rank else none):
+        outs = weft.all_gather_matmul(a, [b, second], schedule="flag_gated:1")
+        shapes.append(tuple(out.shape[1] for out in outs))
+        assert all(torch.equal(out, torch.full((8 * size, out.shape[1]), 64.0, dtype=torch.float16)) for out in outs)
+    weft.close()
+    return shapes
+
+
+def test_a_matrix_without_columns_among_several(interpreted: Ranks) -> None:
+    first, *others = interpreted.run(_no_columns)
+    assert first == [(32, 0), (32, 0)]
+    assert others == [[(32, 0), (32, 32)]] * len(others)

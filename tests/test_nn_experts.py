@@ -74,8 +74,10 @@ def _sides(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     found = []
     for call in range(3):
         torch.manual_seed(call)
-        routing, counts = _routing(call), torch.tensor([[2, 0], [1 + call, 2]], dtype=torch.int32)
+        # Counts lie apart, and rows by columns now and then.
+        routing, counts = _routing(call), torch.tensor([[2, 7, 0], [1 + call, 7, 2]], dtype=torch.int32)[:, ::2]
         rows, weights, x = _drawn(TOKENS * TOP, WIDTH, dtype=dtype), _drawn(TOKENS, TOP), _drawn(TOKENS, WIDTH, dtype=dtype)
+        rows = rows.detach().t().contiguous().t() if call % 2 else rows
         hidden = _drawn(9, 2 * WIDTH, dtype=dtype).detach().clone()
         hidden[int(counts.sum()) :] = torch.nan
         works = {

@@ -14,6 +14,7 @@ from conftest import RankFixture
 from ragged_work import PATTERNS, Case, counts_of, round_trip
 
 import weft
+from weft.errors import WeftError
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 
@@ -146,35 +147,89 @@ def test_compiles_as_one_graph(ranks: RankFixture) -> None:
     ranks(2).run(_compiled)
 
 
-def _too_many() -> list[str]:
-    """More rows than there is room for: no element beyond, and a later call says so."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
+    """Calls until one raises, on this rank; what it said. Then all close, and go on. before: rank 1 comes too late to this
+    call."""
+    size = dist.get_world_size()
     a, b = torch.ones(24, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)
-    splits = torch.zeros(size, dtype=torch.int32)
-    splits[0] = 16
     told = []
-    for call in range(4):
+    for call in range(8):
+        if call == before and dist.get_rank() == 1:
+            time.sleep(4)
         try:
-            out, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
-            assert int(counts.sum()) == (20 if rank == 0 else 0)
-            assert torch.equal(out, torch.full((20, 8), float(rank == 0), dtype=torch.float16))
-        except ValueError as error:
-            told.append(f"{call}: {error}")
-            splits = splits // 4
-            weft.all_to_all_matmul(a, b, splits=splits, max_rows=20)
+            out, counts = weft.all_to_all_matmul((call + 1.0) * a, b, splits=splits, max_rows=most)
+        except (ValueError, WeftError) as error:
+            told.append(f"{call}: {type(error).__name__}: {error}")
+            break
+        arrived = int(counts.sum())
+        mine = torch.equal(out[:arrived], torch.full((arrived, 8), call + 1.0, dtype=torch.float16))
+        told.append(f"{call}: {'right' if mine else 'wrong'}, {arrived} rows")
     dist.barrier()
     weft.close()
-    splits.fill_(20)
-    weft.matmul_all_to_all(a, b, splits=splits, max_rows=24 * size)
+    splits = torch.full((size,), 24 // size, dtype=torch.int32)
+    again, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=24)
+    assert torch.equal(again, torch.ones(24, 8, dtype=torch.float16))
+    weft.close()
     return told
 
 
-def test_what_does_not_fit_is_left_out_and_told(interpreted: Ranks) -> None:
-    told = interpreted.run(_too_many)
-    assert told[1:] == [[]] * (len(told) - 1)
-    (text,) = told[0]
-    assert "max_rows is 20, but " in text
-    assert "rows arrived in an earlier call" in text
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Ranks]:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "2"}) as pool:
+        yield pool
+
+
+def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(hasty: Ranks) -> None:
+    """A rank that went on, or tried again, would take what the others send in their next call."""
+    first, second = hasty.run(_until_told, -1, torch.tensor([16, 0], dtype=torch.int32), 20)
+    assert first[:2] == ["0: right, 20 rows", "1: right, 20 rows"]
+    assert first[2].startswith("2: ValueError: max_rows is 20, but 32 rows arrived in an earlier call")
+    assert all("right" in told for told in second[:-1])
+    assert "WaitTimeout" in second[-1] or "PeerLost" in second[-1] or "broken" in second[-1]
+
+
+def test_a_late_rank_gets_no_rows_of_another_call(hasty: Ranks) -> None:
+    """Who did not wait for its counts would send to places that it still reads, or by counts of another call."""
+    first, second = hasty.run(_until_told, 2, torch.tensor([10, 10], dtype=torch.int32), 24)
+    for told in (first, second):
+        assert told[:2] == ["0: right, 20 rows", "1: right, 20 rows"]
+        # The call that the peer did not come to in time has no rows, or not all; who comes next is told.
+        assert not any("right" in text and "20 rows" in text for text in told[3:])
+        assert "WaitTimeout" in told[-1] or "PeerLost" in told[-1] or "broken" in told[-1]
+
+
+def _without_end() -> list[list[int]]:
+    """Splits that nobody filled, whose sum wraps around: no row past a's end is read."""
+    a, b = torch.ones(32, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16).repeat(2, 1, 1)
+    splits = torch.tensor([[1 << 62, 1 << 62], [1 << 62, 100]])
+    _, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=256)
+    dist.barrier()
+    weft.close()
+    return counts.tolist()  # type: ignore[no-any-return]
+
+
+def test_splits_past_any_number_of_rows(hasty: Ranks) -> None:
+    assert hasty.run(_without_end) == [[[32, 32], [0, 0]], [[0, 0], [0, 0]]]
+
+
+def _nothing_to_multiply() -> str:
+    try:
+        weft.all_to_all_matmul(
+            torch.ones(8, 0, dtype=torch.float16),
+            torch.ones(1, 0, 16, dtype=torch.float16),
+            splits=torch.full((2, 1), 4, dtype=torch.int32),
+            max_rows=16,
+        )
+    except ValueError as error:
+        return str(error)
+    finally:
+        weft.close()
+    return ""
+
+
+def test_no_columns_to_multiply(hasty: Ranks) -> None:
+    assert all(text.startswith("K is 0; ") for text in hasty.run(_nothing_to_multiply))
 
 
 def _signals() -> None:

@@ -132,3 +132,12 @@ def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> No
 def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:
     """What it had to do is done; only a rank that is needed once more is missed."""
     assert ranks(3).run(_with_team, "_last_call") == ["", "rank 2 has left the group", ""]
+
+
+def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -> None:
+    from weft.team import _TEXT_BYTES, _told
+
+    alike = "dims\n" * _TEXT_BYTES
+    one, other = (_told(f"{alike}schedule: {name}") for name in ("direct_store", "sequential"))
+    assert one[:_TEXT_BYTES] != other[:_TEXT_BYTES]
+    assert _told("short") == "short"

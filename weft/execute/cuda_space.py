@@ -73,9 +73,6 @@ _TOLD_S = 1.0
 """So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
-_REPLAYED: dict[int, tuple[CudaSpace, int, int]] = {}
-"""By device: the space, stream and ticket of the last replay that multiplies by cuBLAS. All use one workspace (capture_stream),
-so that the next one waits for it if it is on another stream."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
 
@@ -119,6 +116,8 @@ class CudaSpace:
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
         self._tickets = self._seen_done = 0
+        self._replayed: tuple[int | None, int] = (None, 0)
+        """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace (capture_stream)."""
         self._looked = time.monotonic()
         self._pending: deque[Pending] = deque()
         self._callers, self._holders = set[int](), set[int]()
@@ -259,14 +258,15 @@ class CudaSpace:
             self.driver.wait(stream, self._done[ticket % _TICKETS])
 
     def after_replays(self, stream: int) -> None:
-        """`stream` goes on once no replay of any space uses cuBLAS's workspace on another one."""
-        space, last, ticket = _REPLAYED.get(self._index, (self, stream, 0))
-        if last != stream:
-            space.after(stream, ticket)
+        """`stream` goes on once no replay of this space uses cuBLAS's workspace on another one. Those of other groups are not
+        waited for: ranks may call two groups in orders of their own."""
+        last, ticket = self._replayed
+        if last not in (None, stream):
+            self.after(stream, ticket)
 
     def replayed(self, stream: int) -> None:
         """The last call has replayed a graph that uses cuBLAS's workspace."""
-        _REPLAYED[self._index] = self, stream, self._tickets
+        self._replayed = stream, self._tickets
 
     def _under_way(self, ticket: int) -> bool:
         return self.driver.reached(self._begun[ticket % _TICKETS]) and not self.done(ticket)
@@ -397,8 +397,6 @@ class CudaSpace:
                     release()
 
     def close(self) -> None:
-        if self._index in _REPLAYED and _REPLAYED[self._index][0] is self:
-            del _REPLAYED[self._index]  # its programs have been closed, on an idle device
         self._stop.set()
         if self._watch is not threading.current_thread():
             self._watch.join()

@@ -163,7 +163,8 @@ class FusedGemm(FusedStep):
         plan = self._plan(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
         adds = self._whole(bindings, self._adds[0]) if self._adds else None
-        for (b, _), (out, _) in zip(bindings.pieces(self.step.b), bindings.tensors[self._out], strict=True):
+        outs = [out for out, _ in bindings.tensors[self._out] if out.shape[1]]
+        for (b, _), out in zip(bindings.pieces(self.step.b), outs, strict=True):
             gemm(
                 sources,
                 b,

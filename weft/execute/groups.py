@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from weft import codec, schedules
 from weft.checker import check
 from weft.controls.streams import comm_stream, give_back
+from weft.errors import WeftError
 from weft.execute.bound import BoundProgram
 from weft.execute.calls import Call
 from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, predicted
@@ -62,10 +63,8 @@ Held = TypeVar("Held", bound=MayBeHeld)
 T = TypeVar("T")
 _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
-"""Programs kept beside those in graphs; the least recently used goes first. Each holds a few KiB of flags, and on GPUs its data
-area and scratch."""
-_TOLD_AT_ONCE = 48
-"""Programs that a rank tells the others of in one number."""
+"""Kept beside those in graphs; the least recently used goes first. Each holds some KiB of flags; on GPUs data, too."""
+_TOLD_AT_ONCE = 48  # programs that a rank tells the others of in one number
 
 RAGGED_KEPT, RAGGED_BYTES = 8, 2 << 30
 """Programs of calls with splits: so many are kept whatever they take, others only while all take no more than these bytes.
@@ -118,7 +117,9 @@ class GroupState:
                 self.team.repeat(site.number)
             if not capturing and call.tried and self._unproved.due(site.program):
                 site = self._proved(call, site)
-            self._programs.move_to_end(site.program)
+            if not capturing:
+                # What one rank captures, others may not: the order must stay that of all.
+                self._programs.move_to_end(site.program)
             try:
                 return site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
@@ -135,17 +136,21 @@ class GroupState:
                 return on_host(self.team, call)
             capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
             number, program = self._ragged.get(call.key) or self._bind_ragged(call, capturing=capturing)
-            self._ragged.move_to_end(call.key)
+            if not capturing:
+                self._ragged.move_to_end(call.key)
             program.captured |= capturing
+            self.team.check_usable()
             try:
                 program.check_room(call)
-            except ValueError as error:
+                program.raise_noted()
+            except (ValueError, WeftError) as error:
                 raise self._failed(error) from None
-            if capturing:
-                self.team.check_usable()
-            else:
+            if not capturing:
                 self.team.repeat(number)
-            return program.run(call)
+            try:
+                return program.run(call)
+            except BaseException as error:
+                raise self._failed(error) from error.__cause__
 
     def _bind_ragged(self, call: RaggedCall, *, capturing: bool) -> tuple[int, RaggedProgram]:
         """Agree with the other ranks on a call, and allocate. Collective."""
@@ -172,7 +177,7 @@ class GroupState:
                 return
             try:
                 self._ragged.pop(key)[1].close()
-            except ValueError as error:
+            except (ValueError, WeftError) as error:
                 raise self._failed(error) from None
 
     def _failed(self, error: BaseException) -> BaseException:
@@ -299,7 +304,7 @@ class GroupState:
             self._forget(program)
 
     def _in_graphs(self, programs: Sequence[Held]) -> set[Held]:
-        """Those that any rank has captured: its graphs go on using their memory, and all ranks keep it. Collective."""
+        """Those that any rank has captured: its graphs go on using them, and all ranks keep theirs. Collective."""
         held: set[Held] = set()
         for first in range(0, len(programs), _TOLD_AT_ONCE):
             some = programs[first : first + _TOLD_AT_ONCE]

@@ -101,21 +101,20 @@ class RaggedProgram:
     def close(self) -> None:
         """Free its memory. Collective; waits for every rank's device. Raises what its last calls have noted."""
         self.peers.drop(self._symmetric.values())
-        self._raise_noted()
+        self.raise_noted()
 
     def run(self, call: RaggedCall) -> Arrived:
-        """One call, on torch's current stream. Raises what an earlier one has noted."""
-        self._raise_noted()
+        """One call, on torch's current stream. Whatever it raises, peers may wait for this rank."""
         self._follow(call.a.device)
         a, b = _aligned(call.a), _unit_stride(call.b)
         counts = call.received(self.peers.world_size)
-        self.exchange.start(call.splits.contiguous(), counts, a_rows=call.a.shape[0])
         out = a.new_empty(call.max_rows, self.shape.n)
+        rows = a.new_empty(call.max_rows, self.shape.k) if call.return_received else None
+        self.exchange.start(call.splits.contiguous(), counts, a_rows=call.a.shape[0])
         if not call.dispatch:
             self.exchange.combine(a, b, out)
             return Arrived(out=out, counts=counts)
         self.exchange.dispatch(a, b, out, keep_own=call.return_received)
-        rows = a.new_empty(call.max_rows, self.shape.k) if call.return_received else None
         if rows is not None:
             self.exchange.collect(rows)
         return Arrived(out=out, counts=counts, rows=rows)
@@ -139,7 +138,8 @@ class RaggedProgram:
             current.wait_stream(self._last)
         self._last = current
 
-    def _raise_noted(self) -> None:
+    def raise_noted(self) -> None:
+        """Raise what earlier calls have noted: rows that did not fit (ValueError), a peer that did not come (WaitTimeout)."""
         notes = self.exchange.host_notes.tolist()
         if notes[CUT]:
             self.exchange.host_notes.zero_()
@@ -178,6 +178,8 @@ def _check_kernels(call: RaggedCall, world_size: int) -> None:
     unit = 16 if call.gated else 8
     if call.a.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"a is {call.a.dtype}; with splits on GPUs, use bfloat16 or float16")
+    if not k:
+        raise ValueError("K is 0; with splits on GPUs it must be a multiple of 8, and at least 8")
     for name, extent, of in (("K", k, 8), ("N", n, unit)):
         if extent % of:
             raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of {of}")

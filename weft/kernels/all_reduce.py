@@ -296,7 +296,7 @@ def _product(
         b = tl.load(b_ptrs, mask=left[:, None] & there[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         a_ptrs += BLOCK_K
-        b_ptrs += BLOCK_K * stride_bk
+        b_ptrs += tl.cast(stride_bk, tl.int64) * BLOCK_K
     return total
 
 

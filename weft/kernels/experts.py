@@ -136,7 +136,7 @@ def total_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `total` with weights: (gradient of rows, gradient of weights). grad: [T, H]."""
     tokens, top = place.shape
-    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    grad_rows, grad_weights = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (rows, weights))
     if rows.numel():
         sources = grad.contiguous(), rows.contiguous(), place, weights.contiguous()
         _total_backward_kernel[(tokens,)](*sources, grad_rows, grad_weights, rows.shape[1], TOP=top, **_by_columns(rows))
@@ -149,7 +149,7 @@ def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     out = hidden.new_empty(rows, width)
     if out.numel():
         _swiglu_kernel[(rows,)](
-            hidden.contiguous(), counts, out, counts.numel(), width, **_by_columns(out), **_counting(counts)
+            hidden.contiguous(), counts.contiguous(), out, counts.numel(), width, **_by_columns(out), **_counting(counts)
         )
     return out
 
@@ -159,7 +159,7 @@ def swiglu_backward(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
     rows, width = grad.shape
     out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if out.numel():
-        sources = grad.contiguous(), hidden.contiguous(), counts
+        sources = grad.contiguous(), hidden.contiguous(), counts.contiguous()
         _swiglu_backward_kernel[(rows,)](*sources, out, counts.numel(), width, **_by_columns(grad), **_counting(counts))
     return out
 

@@ -77,12 +77,14 @@ def received(
     high = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     late = 1
     looks = 0
-    while (late > 0) & (looks < tries):
+    while (late == 1) & (looks < tries):
         # On its way together with the words.
         aborted = tl.load(abort_ptr, volatile=True)
         low, high, least = _look(words_ptr, offsets, mask, SOURCES, STRIDE, ELEMENT, BLOCK_M, WIDTH)
-        late = 1 - tl.min(tl.min(least, axis=1), axis=0).to(tl.int32)
-        looks = tl.where(aborted != 0, tries, looks + 1)
+        # Each thread loads `abort` by itself: what the block agrees on ends the loop, 0 all there, 1 not yet, 2 or 3 aborted.
+        state = tl.where(least == 0, 1, 0) + tl.where(aborted != 0, 2, 0)
+        late = tl.max(tl.max(state, axis=1), axis=0)
+        looks += 1
         pause()
     gave_up = (late > 0) & (tries > 0)
     if gave_up:

@@ -90,14 +90,15 @@ def _publish(
     Q: tl.constexpr,
     DISPATCH: tl.constexpr,
 ):
-    """This rank's counts, as far as a holds them, to all; then those of all are here."""
+    """This rank's counts, as far as a holds them, to all; whether those of all are here then."""
     place = tl.arange(0, Q)
     peer, expert, known = place // E, place % E, place < W * E
     if DISPATCH:
         asked = tl.load(splits_ptr + place, mask=known, other=0)
     else:
         asked = tl.load(splits_ptr + expert * W + peer, mask=known, other=0)
-    asked = tl.maximum(asked.to(tl.int64), 0)
+    # One more than there are is too many already, and cannot wrap around in a sum.
+    asked = tl.minimum(tl.maximum(asked.to(tl.int64), 0), a_rows + 1)
     earlier = _before(peer[None, :], expert[None, :], peer[:, None], expert[:, None], not DISPATCH)
     first = tl.sum(tl.where(earlier, asked[None, :], 0), axis=1)
     held = tl.minimum(asked, tl.maximum(a_rows - first, 0)).to(tl.int32)
@@ -106,8 +107,10 @@ def _publish(
         put(peer_pointer(counts_ptr, counts_peers_ptr, other), slot + rank * W * E + place, held, known)
     for other in range(W):
         signal(peer_pointer(told_ptr, told_peers_ptr, other) + rank)
+    told = 1
     for other in range(W):
-        wait(told_ptr + other, call, tries, notes_ptr - 3)
+        told = told & wait(told_ptr + other, call, tries, notes_ptr - 3).to(tl.int32)
+    return told
 
 
 @triton.jit
@@ -209,7 +212,7 @@ def layout_kernel(
         tl.store(host_address.to(tl.pointer_type(tl.int64)) + words, noted)
     call = tl.load(calls_ptr) + 1
     slot = call % 2 * W * W * E
-    _publish(
+    told = _publish(
         splits_ptr,
         counts_ptr,
         counts_peers_ptr,
@@ -228,7 +231,10 @@ def layout_kernel(
     )
     counts_ptr += slot
     place = tl.arange(0, Q)
-    expert, turn, known = place // W, place % W, place < W * E
+    # By counts that are not all there, or after a wait that has ended early (note LATE), rows would go where a late peer still
+    # reads: then none go at all.
+    late = tl.sum(tl.where(words == 0, noted, 0), axis=0) != 0
+    expert, turn, known = place // W, place % W, (place < W * E) & (told > 0) & (late == 0)
     me = tl.zeros((Q,), tl.int32) + rank
 
     # What this rank sends to dst. Beyond the last segment, no rows.

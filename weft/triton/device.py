@@ -135,7 +135,8 @@ def wait(flag_ptr, at_least, tries, status_ptr):
     """
     seen = look(flag_ptr)
     if behind(seen, at_least):
-        looks = tl.where(tl.load(status_ptr, volatile=True) == 0, 0, tries)
+        # By one thread for all: a block whose warps saw different words would part here.
+        looks = tl.where(tl.atomic_add(status_ptr, 0, sem="relaxed", scope="gpu") == 0, 0, tries)
         while behind(seen, at_least) & (looks < tries):
             pause()
             seen = look(flag_ptr)
