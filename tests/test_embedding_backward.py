@@ -112,3 +112,31 @@ def _fake() -> None:
 
 def test_fakes_have_the_shapes_of_results(ranks: RankFixture) -> None:
     ranks(2).run(_fake)
+
+
+def _weights_of_one_rank() -> list[list[float]]:
+    """Two lookups whose tables an optimizer updates: rank 0 asks for the gradient of the first one's weights, rank 1 of the
+    other's."""
+    rank = dist.get_rank()
+    tables = [torch.zeros(4, 2, requires_grad=True) for _ in range(2)]
+    weights = [torch.full((4,), 3.0, requires_grad=rank == lookup) for lookup in range(2)]
+    options = {"dims": [[2], [2]], "batch": 4, "schedule": "direct_store", "optimizer": weft.SGD(lr=1.0)}
+    with torch.no_grad():
+        for table in tables:
+            table += 1
+    outs = [
+        weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [table], per_sample_weights=weight, **options)  # type: ignore[arg-type]
+        for table, weight in zip(tables, weights, strict=True)
+    ]
+    (10 * outs[0].sum() + 1000 * outs[1].sum()).backward()
+    found = weights[rank].grad
+    assert found is not None
+    assert weights[1 - rank].grad is None
+    return [tables[0][:, 0].tolist(), tables[1][:, 0].tolist(), found.tolist()]
+
+
+def test_ranks_may_differ_in_whether_weights_need_gradients(ranks: RankFixture) -> None:
+    """One exchange on each, or one would take the other's rows."""
+    for rank, found in enumerate(ranks(2).run(_weights_of_one_rank)):
+        # The gradient of a weight is that of its row of the table before the step: two columns of 1.
+        assert found == [[1 - 30.0] * 4, [1 - 3000.0] * 4, [20.0 if rank == 0 else 2000.0] * 4]

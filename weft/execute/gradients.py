@@ -65,19 +65,25 @@ class Backward:
             of_rows = [_dense(table, rows, sums) for table, rows, sums in self._sums(home, places, tables)]
         return of_rows, self._of_weights(home, places, tables) if of_weights else None
 
-    def apply(self, grad: torch.Tensor, tables: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        """Update the tables in place. Collective."""
+    def apply(
+        self, grad: torch.Tensor, tables: Sequence[torch.Tensor], optimizer: Optimizer, *, of_weights: bool
+    ) -> torch.Tensor | None:
+        """Update the tables in place; the gradient of the weights, of the tables before, if asked for. Collective, and one
+        exchange whatever is asked for: ranks may differ in it."""
         arrive = self._start(grad)
         places = self._places(tables)
         kernels = self._kernels(tables)
         found = sort_indices(self.indices, places, _heights(tables), self.problem.m) if places and kernels else None
         home = arrive()
+        of_weights = of_weights and self.weights is not None
+        factors = self._of_weights(home, places, tables) if of_weights and places else None
         if found:
             lr, eps = optimizer.lr, optimizer.eps
             _kernels().update(optimizer.kind, home, found, tables, optimizer.states, lr=lr, eps=eps, sms=_sms(home))
         elif places:
             for at, (table, rows, sums) in enumerate(self._sums(home, places, tables)):
                 _apply(table, rows, sums, optimizer, at)
+        return torch.zeros_like(self.weights) if of_weights and factors is None else factors  # type: ignore[arg-type]
 
     def _start(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send each rank its columns; a function that waits for what comes: [batch, columns of this rank]."""

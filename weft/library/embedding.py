@@ -2,7 +2,7 @@
 
     weft::embedding_bag_all_to_all(tables, indices, offsets, weights, ...)       -> out [m, N]
     weft::embedding_bag_gradients(grad [m, N], tables, indices, ...)             -> the gradient of each table and of weights
-    weft::embedding_bag_update(grad [m, N], tables(a!), states(b!), ...)         -> nothing: an optimizer's step in place
+    weft::embedding_bag_update(grad [m, N], tables(a!), states(b!), ...)         -> [of weights]: an optimizer's step in place
 
 Backward: the gradient goes back by an all-to-all, beside which the indices are sorted (weft.execute.gradients). Tables with
 an optimizer are no saved tensors: several lookups of one table may be under way, and each one's backward changes it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, cast
 
@@ -163,13 +164,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grads = [g if needed else None for g, needed in zip(of_tables, ctx.needs_input_grad[0], strict=False)]
         return _returned(grads or [None] * ctx.tables_given, of_weights[0] if needs_weights else None)
     tables, states = ctx.updated
-    of_weights = None
-    if needs_weights:
-        flags = (False, False, True)
-        (of_weights,) = torch.ops.weft.embedding_bag_gradients(grad, tables, indices, offsets, weights, *site, *flags)
     own = [table.detach() for table in tables]
-    torch.ops.weft.embedding_bag_update(grad, own, states, indices, offsets, weights, *site, *ctx.optimizer)
-    return _returned([None] * ctx.tables_given, of_weights, len(states))
+    given = (grad, own, states, indices, offsets, weights, *site, *ctx.optimizer, needs_weights)
+    of_weights = torch.ops.weft.embedding_bag_update(*given)
+    return _returned([None] * ctx.tables_given, of_weights if needs_weights else None, len(states))
 
 
 class _Plain:
@@ -221,12 +219,26 @@ def _update(
     offsets: torch.Tensor,
     weights: torch.Tensor | None,
     *rest: Any,
-) -> None:
-    *site, kind, lr, eps = rest
+) -> torch.Tensor:
+    *site, kind, lr, eps, of_weights = rest
     with torch.no_grad():
         backward = _site(*site).backward(grad.dtype, indices, offsets, weights)
         optimizer = Optimizer(kind=kind, lr=lr, eps=eps, states=states)
-        GROUPS.watched(site[0], _WAY_HOME, grad.device, lambda: backward.apply(grad, tables, optimizer))
+        work = partial(backward.apply, grad, tables, optimizer, of_weights=of_weights)
+        factors = GROUPS.watched(site[0], _WAY_HOME, grad.device, work)
+    return grad.new_empty(0) if factors is None else factors
+
+
+def _update_fake(
+    grad: torch.Tensor,
+    tables: Tables,
+    states: Tables,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    *rest: Any,
+) -> torch.Tensor:
+    return weights.new_empty(weights.shape) if rest[-1] and weights is not None else grad.new_empty(0)
 
 
 register(
@@ -246,7 +258,7 @@ register(
 )
 register(
     "embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
-    f" Tensor? weights, {SITE}, str kind, float lr, float eps) -> ()",
+    f" Tensor? weights, {SITE}, str kind, float lr, float eps, bool of_weights) -> Tensor",
     run=_update,
-    fake=lambda *arguments: None,
+    fake=_update_fake,
 )
