@@ -57,6 +57,8 @@ _BOARD = Board(words=6, texts_at=_TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
 _NUMBERS = 4096
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
 _PEER_CHECK_S = 0.02
+_SAYS_S = 0.5
+"""A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
 _SILENT_S = 30.0
 """A rank of another node that nothing is heard of for so long is lost: a process publishes four times a second."""
 
@@ -263,13 +265,16 @@ class Team:
         for peer in (peer for peer in self._others() if peer in self.near):
             self._await_word(peer, _MAPPED, self._rounds + 1, "mapped")
 
-    def until(self, ready: Callable[[], bool], explain: Callable[[], str], within_s: float | None = None) -> None:
-        """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound. within_s: default, timeout_s."""
+    def until(
+        self, ready: Callable[[], bool], explain: Callable[[], str], within_s: float | None = None, *, grace_s: float = 0.0
+    ) -> None:
+        """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound. within_s: default, timeout_s.
+        grace_s: so much later, if a peer might say first what it waits for itself."""
         bound_s = self.timeout_s if within_s is None else within_s
         for _ in range(50):
             if ready():
                 return
-        deadline = time.monotonic() + bound_s
+        deadline = time.monotonic() + bound_s + grace_s
         next_check, pause = time.monotonic() + _PEER_CHECK_S, 1e-5
         while not ready():
             time.sleep(pause)
@@ -423,6 +428,7 @@ class Team:
                 f"seen {words.load(word)}; rank {peer} did not arrive"
             ),
             within_s,
+            grace_s=_SAYS_S,
         )
 
 
