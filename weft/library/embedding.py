@@ -229,16 +229,9 @@ def _update(
     return grad.new_empty(0) if factors is None else factors
 
 
-def _update_fake(
-    grad: torch.Tensor,
-    tables: Tables,
-    states: Tables,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    weights: torch.Tensor | None,
-    *rest: Any,
-) -> torch.Tensor:
-    return weights.new_empty(weights.shape) if rest[-1] and weights is not None else grad.new_empty(0)
+def _update_fake(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
+    weights, of_weights = rest[4], rest[-1]
+    return weights.new_empty(weights.shape) if of_weights and weights is not None else grad.new_empty(0)
 
 
 register(
