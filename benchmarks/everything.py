@@ -57,7 +57,10 @@ def spread(gpus: int, script: str, *options: str) -> Run:
 def checked(limit_s: float, *names: str) -> Part:
     """Tests of tests/gpu."""
     files = [str(HERE.parent / "tests" / "gpu" / f"test_{name}_cuda.py") for name in names]
-    return Part(runs=(Run(words=("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)),), limit_s=limit_s)
+    return Part(
+        runs=(Run(words=("-m", "pytest", "-q", "--tb=short", "--durations=5", "-p", "no:cacheprovider", *files)),),
+        limit_s=limit_s,
+    )
 
 
 def faults(seed: int) -> Run:
@@ -88,10 +91,13 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     return {
         "lifetimes": checked(80, "lifetimes"),
         "failures": checked(120, "failures"),
-        "operators": checked(240, "ops", "all_reduce", "all_to_all", "scatter", "embedding"),
+        "operators": checked(240, "ops"),
+        "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
         "trials": checked(100, "trial"),
         "modules": checked(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
-        "kernels": checked(240, "collectives", "nodes", "triton", "kernels"),
+        "collectives": checked(120, "collectives"),
+        "across_nodes": checked(150, "nodes"),
+        "kernels": checked(240, "triton", "kernels"),
         "tp": one("tp.py", 150, "--rounds", "7"),
         "all_reduce": one("fused.py", 80, "--only", "all_reduce", "--modes", "graph"),
         "all_to_all": one("fused.py", 90, "--only", "all_to_all", "--modes", "graph"),
@@ -151,7 +157,8 @@ def ended(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """As Ctrl-C does at first, at which pytest says what has failed until then."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
             process.wait(_ENDS_S)

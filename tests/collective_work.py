@@ -64,7 +64,7 @@ def sums(case: Case, spec: str, op: str = "sum") -> None:
     """reduce_scatter and all_reduce, exactly, unless the vendor has an order of its own; all_reduce alone where peers pull."""
     mine, options = case.drawn(dist.get_rank()), {"schedule": spec, "staging_bytes": case.staging_bytes}
     expected, out = case.summed(op), torch.empty_like(case.part(mine))
-    vendor = spec == "sequential" and mine.is_cuda
+    vendor = _by_vendor(spec, mine)
     if not spec.startswith("copy_engine_pull"):
         collectives.reduce_scatter_tensor(out, mine, op, **options)  # type: ignore[arg-type]
         agree(out, case.part(expected), vendor, (case, spec, op, "reduce_scatter"))
@@ -81,7 +81,7 @@ def in_place(case: Case, spec: str) -> None:
     if case.dtype.is_floating_point and not spec.startswith("copy_engine_pull"):
         whole = case.drawn(dist.get_rank())
         collectives.reduce_scatter_tensor(case.part(whole), whole, **options)  # type: ignore[arg-type]
-        vendor = spec == "sequential" and whole.is_cuda
+        vendor = _by_vendor(spec, whole)
         agree(case.part(whole), case.part(case.summed()), vendor, (case, spec, "reduce_scatter in place"))
 
 
@@ -91,7 +91,7 @@ def straight(elements: int, spec: str, calls: int) -> None:
     memory = collectives.empty(size * elements + 24, dtype=torch.float32, device=here())
     for turn in range(calls):
         case = Case(elements=elements, dtype=torch.float32, seed=turn, staging_bytes=1 << 16)
-        out, mine, vendor = memory[8 : 8 + size * elements], case.drawn(rank), spec == "sequential" and memory.is_cuda
+        out, mine, vendor = memory[8 : 8 + size * elements], case.drawn(rank), _by_vendor(spec, memory)
         gathered = torch.cat([one[r * elements : (r + 1) * elements] for r, one in enumerate(case.everyone)])
         collectives.all_gather_into_tensor(out, case.part(mine), schedule=spec)
         assert torch.equal(out, gathered), (turn, spec)
@@ -103,6 +103,11 @@ def straight(elements: int, spec: str, calls: int) -> None:
         out.copy_(mine)
         collectives.all_reduce(out, schedule=spec, staging_bytes=case.staging_bytes)
         agree(out, case.summed(), vendor, (turn, spec))
+
+
+def _by_vendor(spec: str, tensor: torch.Tensor) -> bool:
+    """Whether a sum has, or may have, NCCL's order."""
+    return spec in ("sequential", "auto") and tensor.is_cuda
 
 
 def agree(got: torch.Tensor, expected: torch.Tensor, vendor: bool, where: object) -> None:

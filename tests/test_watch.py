@@ -355,7 +355,7 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
     program = _program(ranks.space, _forks=dict.fromkeys(streams, (None, None)))
     ranks.space._streams = cast(Any, streams)
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
-    program._tape = lambda bindings: SimpleNamespace(merged=lanes)
+    program._tape = lambda bindings: SimpleNamespace(runs=lanes)
 
     def enqueue(items: list[str], bindings: object, stream: int) -> None:
         if at in items:
@@ -364,7 +364,7 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
     program._enqueue = enqueue
     with pytest.raises(KeyError, match=at):
         program._fork_and_join(None)
-    forks = [(streams[name].cuda_stream, STREAM) for name in (("copy",) if at == "copy" else ("copy", "blocks"))]
+    forks = [(stream.cuda_stream, STREAM) for stream in streams.values()]
     assert ranks.space.driver.log == [*(("after", *fork) for fork in forks), *(("after", *fork[::-1]) for fork in forks)]
 
 

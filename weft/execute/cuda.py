@@ -317,30 +317,29 @@ class CudaProgram(BoundProgram):
             self._read_spans(ticket, zero_us)
 
     def _fork_and_join(self, bindings: Bindings) -> None:
-        """Enqueue every lane: the compute lane on the caller's stream, the others forked from it and joined to it.
+        """Enqueue every lane: the compute lane on the caller's stream, the others forked from it first, and joined to it.
 
         Joined also where something is raised on the way: what a lane has yet to write is the caller's memory, which is given to
         others at once, on the caller's stream; and a capture whose streams are not joined cannot end.
         """
         caller, tape = self.space.current_stream(), self._tape(bindings)
-        lanes = tape.merged if self.spans is None else tape.lanes
         forked: list[str] = []
         try:
-            for lane, items in lanes:
-                if lane.kind != "compute":
-                    forked.append(lane.name)
-                    self._beside(lane.name, items, bindings, caller)
-            for lane, items in lanes:
+            for name, (fork, _) in self._forks.items():
+                forked.append(name)
+                self.driver.after(self.space.stream(name).cuda_stream, caller, fork)
+            for lane, items in tape.runs if self.spans is None else tape.runs_apart:
                 if lane.kind == "compute":
                     self._enqueue(items, bindings, caller)
+                else:
+                    self._beside(lane.name, items, bindings)
         finally:
             for name in forked:
                 self.driver.after(caller, self.space.stream(name).cuda_stream, self._forks[name][1])
 
-    def _beside(self, lane: str, items: Sequence[Item], bindings: Bindings, caller: int) -> None:
-        """Enqueue a lane that forks from the caller's stream."""
+    def _beside(self, lane: str, items: Sequence[Item], bindings: Bindings) -> None:
+        """Enqueue items of a lane that has forked from the caller's stream."""
         stream = self.space.stream(lane)
-        self.driver.after(stream.cuda_stream, caller, self._forks[lane][0])
         with torch.cuda.stream(stream) if any(_by_torch(item) for item in items) else nullcontext():
             self._enqueue(items, bindings, stream.cuda_stream)
 

@@ -21,13 +21,16 @@ on the others, which does those of a phase at once. A copy of rows that do not f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from weft.execute.arithmetic import Sliced, add_up, groups, multiply
 from weft.execute.bindings import Bindings, Where
 from weft.execute.driver import Word
+from weft.execute.order import before, behind, order, turns
 from weft.schedule import (
     Collective,
     Copy,
@@ -54,22 +57,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Memory operations, in this order."""
+    """Memory operations, in this order. moment: of the step, at which they are given (weft.execute.order)."""
 
     where: Where
     words: tuple[Word, ...]
+    moment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Enqueue something on a stream. by_torch: on torch's current stream, which must then be the lane's."""
+    """Enqueue something on a stream. by_torch: on torch's current one, which must then be the lane's. moment: as of Words."""
 
     where: Where
     run: Callable[[Bindings, int], None]
     by_torch: bool
+    moment: int = 0
 
 
 Item = Words | Work
+AHEAD = 256
+"""Items of a lane that may be given before other lanes have theirs: a stream takes some 1000 entries, an item is a few."""
 
 
 class Tape:
@@ -79,6 +86,30 @@ class Tape:
         self._program, self._running = program, running
         self.lanes = [(lane, list(self._lane(lane))) for lane in program.schedule.ranks[program.rank]]
         self.merged = [(lane, merged(items)) for lane, items in self.lanes]
+
+    @cached_property
+    def runs(self) -> list[tuple[Lane, list[Item]]]:
+        """The items with neighbouring Words as one, as streams are given them."""
+        return self._in_order(self.merged)
+
+    @cached_property
+    def runs_apart(self) -> list[tuple[Lane, list[Item]]]:
+        """The same with every item for itself, so that each can be timed."""
+        return self._in_order(self.lanes)
+
+    def _in_order(self, lanes: list[tuple[Lane, list[Item]]]) -> list[tuple[Lane, list[Item]]]:
+        """Lane after lane, that of the caller's stream last; where one is long, in turns."""
+        if max((len(items) for _, items in lanes), default=0) <= AHEAD:
+            return sorted(lanes, key=lambda one: one[0].kind == "compute")
+        places = order(self._program.schedule, self._program.rank)
+        # An item may be of several steps, and is given with the first.
+        given = [(places[i.where.lane, i.where.position, i.moment], lane, i) for lane, items in lanes for i in items]
+        found: list[tuple[Lane, list[Item]]] = []
+        for _, lane, item in sorted(given, key=itemgetter(0)):
+            if not found or found[-1][0] is not lane:
+                found.append((lane, []))
+            found[-1][1].append(item)
+        return found
 
     def _lane(self, lane: Lane) -> Iterator[Item]:
         position = 0
@@ -174,37 +205,48 @@ class Tape:
         yield from self._pass([gate for gate in gates if gate not in inside], where)
         if inside:
             yield Words(where, (self._program.here(where),))
-        yield Work(where, lambda bindings, stream: self._program.launch(kernel, bindings, stream), by_torch=True)
+        moment = 0 if inside else behind(0)
+        yield Work(where, lambda bindings, stream: self._program.launch(kernel, bindings, stream), True, moment)
         if inside:
             own = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in inside)
-            yield Words(where, tuple(Word("lower", address, 0) for address in own))
+            last = behind(len(turns(kernel.step)) - 1)
+            yield Words(where, tuple(Word("lower", address, 0) for address in own), last)
 
     def _matmuls(self, step: Gemm, where: Where) -> Iterator[Item]:
         passed: set[Flag] = set()
+        turn = 0
         for group in groups(step.parts):
-            yield from self._pass(group[0].gates, where, passed)
+            yield from _given(before(turn), self._pass(group[0].gates, where, passed))
             if group[0].inner:
-                yield from self._slices(step, group[0], where, passed)
+                yield from self._slices(step, group[0], where, passed, turn)
             else:
-                yield Work(where, lambda bindings, _, g=group: multiply(bindings, step, g, self._program.matmul), by_torch=True)  # type: ignore[misc]
+                run = partial(multiply, step=step, parts=group, matmul=self._program.matmul)
+                yield Work(where, lambda bindings, _, run=run: run(bindings), True, behind(turn))  # type: ignore[misc]
+            turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
-                yield self._raise(group[-1].count, where)
+                yield from _given(behind(turn - 1), [self._raise(group[-1].count, where)])
 
-    def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag]) -> Iterator[Item]:
-        """A part whose gates have been waited for, each slice behind its inner gate."""
+    def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Item]:
+        """A part whose gates have been waited for, each slice behind its inner gate. turn: of the first."""
         sliced = Sliced(step, part, self._program.matmul)
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
-            yield from self._pass(inner, where, passed)
-            yield Work(where, lambda bindings, _, n=number: sliced.multiply(bindings, n), by_torch=True)  # type: ignore[misc]
+            yield from _given(before(turn + number), self._pass(inner, where, passed))
+            run = partial(sliced.multiply, number=number)
+            yield Work(where, lambda bindings, _, run=run: run(bindings), True, behind(turn + number))  # type: ignore[misc]
 
     def _sums(self, step: Reduce, where: Where) -> Iterator[Item]:
         passed: set[Flag] = set()
-        for part in step.parts:
-            yield from self._pass(part.gates, where, passed)
-            yield Work(where, lambda bindings, _, p=part: add_up(bindings, p, step.divide_by), by_torch=True)  # type: ignore[misc]
+        for number, part in enumerate(step.parts):
+            yield from _given(behind(0) if number else before(0), self._pass(part.gates, where, passed))
+            run = partial(add_up, part=part, divide_by=step.divide_by)
+            yield Work(where, lambda bindings, _, run=run: run(bindings), True, behind(0))  # type: ignore[misc]
             if part.count is not None:
-                yield self._raise(part.count, where)
+                yield from _given(behind(0), [self._raise(part.count, where)])
+
+
+def _given(moment: int, words: Iterable[Words]) -> Iterator[Words]:
+    return (replace(one, moment=moment) for one in words)
 
 
 def phases(words: Sequence[Word]) -> list[Phase]:
@@ -238,7 +280,7 @@ def merged(items: Sequence[Item]) -> list[Item]:
     for item in items:
         last = found[-1] if found else None
         if isinstance(item, Words) and isinstance(last, Words):
-            found[-1] = Words(last.where, last.words + item.words)
+            found[-1] = Words(last.where, last.words + item.words, last.moment)
         else:
             found.append(item)
     return found
