@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from weft.execute import driver as driver_module
 from weft.execute import replay
 from weft.execute.bound import Inputs, Outputs
 from weft.execute.driver import Driver
-from weft.execute.replay import Replays
+from weft.execute.replay import Captures, Replays, give_captures, take_captures
 
 PAGE = 256
 
@@ -71,7 +72,7 @@ class Calls:
         self.a, self.b, self.out = (_alone() for _ in range(3))
         self.memory, self.captures = memory, 0
         self.pages = {name: memory.map(tensor) for name, tensor in (("a", self.a), ("b", self.b), ("out", self.out))}
-        self.replays = Replays(cast(Any, None), self._enqueue, Driver())
+        self.replays = Replays(cast(Any, SimpleNamespace(capturing=nullcontext)), self._enqueue, Driver())
 
     def _enqueue(self, inputs: Inputs, outputs: Outputs) -> None:
         self.captures += 1
@@ -85,7 +86,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     memory = Memory()
     monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(replay.torch.cuda, "stream", lambda stream: nullcontext())
     return Calls(memory)
 
 
@@ -179,3 +179,37 @@ def test_a_lookup_in_other_tables_at_the_same_address_is_another_call() -> None:
     longer = memory[:20].view(torch.int64)
     assert (longer.data_ptr(), longer.numel()) == (indices.data_ptr(), indices.numel())
     assert len({first, key(tables, indices), key(tables[:2000:2], indices), key(tables[:1000], longer)}) == 4
+
+
+def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives workspaces away when asked to; graphs go on using them."""
+    log: list[object] = []
+
+    @contextmanager
+    def within(name: str, *what: object) -> Iterator[None]:
+        log.append((name, *what))
+        yield
+        log.append(f"no {name}")
+
+    monkeypatch.setattr(replay, "comm_stream", lambda **_: "ours")
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: "pool", raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within("stream", stream))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: within("pool", pool, device), raising=False)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: log.append("mm"))
+    device = torch.device("cpu")
+    captures = Captures(device)
+    for _ in range(2):
+        with captures.capturing():
+            log.append("capture")
+    once = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool", "capture", "no stream"]
+    assert log == once * 2
+
+
+def test_groups_share_no_workspace_and_leave_theirs_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_IDLE", {})
+    device = torch.device("cuda", 0)
+    one, other = take_captures(device), take_captures(device)
+    assert one is not other
+    give_captures(one)
+    assert take_captures(device) is one
+    assert take_captures(torch.device("cuda", 1)) not in (one, other)

@@ -253,3 +253,42 @@ def _held_by_a_graph() -> list[float]:
 
 def test_what_a_graph_holds_is_not_given_back(pool: Ranks) -> None:
     assert all(not any(wrong) for wrong in pool.run(_held_by_a_graph))
+
+
+def _workspaces_given_away() -> int:
+    """A product that splits K, replayed after torch was asked to give all workspaces back and others took the memory. How many
+    of these others another matmul of this thread has written into: that workspaces are used, and memory is given away."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    weft.close()
+    size = dist.get_world_size()
+    generator = torch.Generator(device="cuda").manual_seed(7 + dist.get_rank())
+    a, b = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in ((64 * size, 16384), (16384, 64)))
+    out = [weft.matmul_reduce_scatter(a, b, schedule="shard_p2p") for _ in range(4)][-1].clone()
+    theirs, product = torch.cuda.Stream(), torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(theirs):
+        torch.mm(a[:64], b, out=product)
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.mm(a[:64], b, out=product)
+        graph.capture_end()
+    dist.barrier()
+    torch._C._cuda_clearCublasWorkspaces()
+    others = [torch.full((4 * MIB,), 7.0, device="cuda") for _ in range(64)]
+    others += [torch.full((2 * MIB,), 7.0, device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        assert torch.equal(weft.matmul_reduce_scatter(a, b, schedule="shard_p2p"), out)
+    torch.cuda.synchronize()
+    assert all(bool((other == 7.0).all()) for other in others), "a replay wrote into memory of others"
+    graph.replay()
+    torch.cuda.synchronize()
+    touched = sum(not bool((other == 7.0).all()) for other in others)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+    return touched
+
+
+def test_replays_keep_their_workspace_whoever_clears_it(pool: Ranks) -> None:
+    """A graph of torch's alone, by the same thread, does not: so the memory was given away, and matmuls here use it."""
+    assert min(pool.run(_workspaces_given_away)) > 0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from weft.calibrate.samples import Sample
 from weft.controls.streams import comm_stream, give_back
-from weft.execute.replay import capture_stream
+from weft.execute.replay import Captures
 
 ROUNDS = 7
 Work = Callable[[], object]
@@ -86,7 +87,7 @@ class Clock:
     def _captured(self, work: Work, repeat: int) -> Work:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(capture_stream(self.device)):
+        with _captures(self.device).capturing():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for _ in range(repeat):
@@ -94,6 +95,12 @@ class Clock:
             finally:
                 graph.capture_end()
         return graph.replay
+
+
+@cache
+def _captures(device: torch.device) -> Captures:
+    """For all measurements, which run one after the other."""
+    return Captures(device)
 
 
 def _repeated(work: Work, repeat: int) -> Work:

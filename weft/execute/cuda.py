@@ -39,7 +39,7 @@ from weft.execute.edges import Edges
 from weft.execute.network import SMS as NETWORK_SMS
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
-from weft.execute.replay import Replays, capture_stream
+from weft.execute.replay import Replays
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
 from weft.kernels.shapes import PUSH_SMS
@@ -91,7 +91,7 @@ class CudaProgram(BoundProgram):
         self._tapes: dict[frozenset[int], Tape] = {}
         self._batches: dict[int, Callable[[int], None]] = {}
         self._replays = Replays(
-            capture_stream(space.device),
+            space.captures,
             lambda inputs, outputs: self._fork_and_join(self.bind(inputs, outputs)),
             self.driver,
         )

@@ -46,6 +46,7 @@ from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group, transport_from_environment
 from weft.execute.nvshmem import Heap
 from weft.execute.pool import Pool
+from weft.execute.replay import give_captures, take_captures
 from weft.execute.vendor import Abort, backend_of
 from weft.team import Team
 
@@ -116,8 +117,9 @@ class CudaSpace:
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
         self._tickets = self._seen_done = 0
+        self.captures = take_captures(device)
         self._replayed: tuple[int | None, int] = (None, 0)
-        """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace (capture_stream)."""
+        """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace, that of `captures`."""
         self._looked = time.monotonic()
         self._pending: deque[Pending] = deque()
         self._callers, self._holders = set[int](), set[int]()
@@ -258,8 +260,8 @@ class CudaSpace:
             self.driver.wait(stream, self._done[ticket % _TICKETS])
 
     def after_replays(self, stream: int) -> None:
-        """`stream` goes on once no replay of this space uses cuBLAS's workspace on another one. Those of other groups are not
-        waited for: ranks may call two groups in orders of their own."""
+        """`stream` goes on once no replay of this space uses cuBLAS's workspace on another one. Other groups have their own, since
+        they could not be waited for: ranks may call two groups in orders of their own."""
         last, ticket = self._replayed
         if last not in (None, stream):
             self.after(stream, ticket)
@@ -406,6 +408,7 @@ class CudaSpace:
             self.driver.forget(event)
         for stream in (self.rescue, *self._streams.values()):
             give_back(stream)
+        give_captures(self.captures)
         self._streams, self._releases = {}, {}
         self.pool.close()
         if self.wire:

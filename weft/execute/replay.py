@@ -12,11 +12,12 @@ within cuGraphLaunch, driver 580). So before each replay the driver is asked whe
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 
 import torch
 
@@ -39,11 +40,56 @@ class Kept:
     memory: tuple[tuple[int, int], ...]
 
 
-class Replays:
-    """Graphs of one program. stream: to capture on. enqueue: puts a call with these tensors on torch's current stream."""
+class Captures:
+    """A stream of our own to capture on, and cuBLAS's workspace of it.
 
-    def __init__(self, stream: torch.cuda.Stream, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
-        self._stream, self._enqueue, self._driver = stream, enqueue, driver
+    cuBLAS has a workspace of 32 MiB for each stream, whose address a captured matmul keeps. torch gives all of them back to its
+    allocator where somebody asks for that (`torch._C._cuda_clearCublasWorkspaces`: torch's cudagraph trees do), and later
+    replays would write into other tensors. So this one comes from a pool of which nothing else is ever given, and is asked for
+    before each capture: one of a capture would be the graph's, and go with it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @cached_property
+    def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool, torch.Tensor]:
+        one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
+        return comm_stream(priority="normal", device=self.device), torch.cuda.MemPool(), one
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The stream is torch's current one, and has its workspace."""
+        stream, pool, one = self._made
+        with torch.cuda.stream(stream):
+            product = torch.empty_like(one)
+            with torch.cuda.use_mem_pool(pool, self.device):
+                torch.mm(one, one, out=product)
+            yield
+
+
+_IDLE: dict[torch.device, list[Captures]] = {}
+_TAKING = threading.Lock()
+
+
+def take_captures(device: torch.device) -> Captures:
+    """For one user alone, whose graphs are replayed one after the other, until `give_captures`. They live as long as the
+    process, as streams do, and the workspaces that torch keeps for them."""
+    with _TAKING:
+        idle = _IDLE.setdefault(device, [])
+        return idle.pop() if idle else Captures(device)
+
+
+def give_captures(captures: Captures) -> None:
+    """No graph that was captured there is replayed any more."""
+    _IDLE[captures.device].append(captures)
+
+
+class Replays:
+    """Graphs of one program. captures: where they are made. enqueue: puts a call with these tensors on the current stream."""
+
+    def __init__(self, captures: Captures, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
+        self._captures, self._enqueue, self._driver = captures, enqueue, driver
         self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
 
     def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
@@ -78,7 +124,7 @@ class Replays:
     def _capture(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph:
         """Capturing runs nothing. Other threads may go on using CUDA meanwhile. What is raised on the way is the reason."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with self._captures.capturing():
             try:
                 graph.capture_begin(capture_error_mode="thread_local")
                 self._enqueue(inputs, outputs)
@@ -91,21 +137,6 @@ class Replays:
 
     def close(self) -> None:
         self._graphs.clear()
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of this process on which calls are captured.
-
-    cuBLAS keeps a workspace of 32 MiB for each stream, for good. It is asked for here, outside of any capture: one of a capture
-    would be the graph's, and go with it.
-    """
-    stream = comm_stream(priority="normal", device=device)
-    with torch.cuda.stream(stream):
-        one = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-        torch.mm(one, one)
-    stream.synchronize()
-    return stream
 
 
 def _copied(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
