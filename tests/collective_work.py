@@ -90,7 +90,8 @@ def straight(elements: int, spec: str, calls: int) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     memory = collectives.empty(size * elements + 24, dtype=torch.float32, device=here())
     for turn in range(calls):
-        case = Case(elements=elements, dtype=torch.float32, seed=turn, staging_bytes=1 << 16)
+        # Many pieces, of as many as a schedule may have: each rank sends to all.
+        case = Case(elements=elements, dtype=torch.float32, seed=turn, staging_bytes=(max(1, size // 2) ** 2) << 16)
         out, mine, vendor = memory[8 : 8 + size * elements], case.drawn(rank), _by_vendor(spec, memory)
         gathered = torch.cat([one[r * elements : (r + 1) * elements] for r, one in enumerate(case.everyone)])
         collectives.all_gather_into_tensor(out, case.part(mine), schedule=spec)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -48,14 +48,15 @@ class Memory:
 class Graph:
     """What stands for a captured graph."""
 
-    def __init__(self) -> None:
-        self.ended = False
+    def __init__(self, log: list[object] | None = None) -> None:
+        self.ended, self._log = False, [] if log is None else log
 
     def capture_begin(self, *, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
+        self._log.append(capture_error_mode)
 
     def capture_end(self) -> None:
         self.ended = True
+        self._log.append("end")
 
 
 def _alone() -> torch.Tensor:
@@ -65,6 +66,13 @@ def _alone() -> torch.Tensor:
     return room[first : first + 1000]
 
 
+def _recorded(enqueue: Callable[[], None]) -> Graph:
+    graph = Graph()
+    enqueue()
+    graph.capture_end()
+    return graph
+
+
 class Calls:
     """Calls of one program, all with the same tensors: a -> out, by b."""
 
@@ -72,7 +80,7 @@ class Calls:
         self.a, self.b, self.out = (_alone() for _ in range(3))
         self.memory, self.captures = memory, 0
         self.pages = {name: memory.map(tensor) for name, tensor in (("a", self.a), ("b", self.b), ("out", self.out))}
-        self.replays = Replays(cast(Any, SimpleNamespace(capturing=nullcontext)), self._enqueue, Driver())
+        self.replays = Replays(cast(Any, SimpleNamespace(record=_recorded)), self._enqueue, Driver())
 
     def _enqueue(self, inputs: Inputs, outputs: Outputs) -> None:
         self.captures += 1
@@ -85,7 +93,6 @@ class Calls:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     memory = Memory()
     monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     return Calls(memory)
 
 
@@ -196,13 +203,21 @@ def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(m
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: within("stream", stream))
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: within("pool", pool, device), raising=False)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: log.append("mm"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(log))
     device = torch.device("cpu")
     captures = Captures(device)
-    for _ in range(2):
-        with captures.capturing():
-            log.append("capture")
-    once = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool", "capture", "no stream"]
-    assert log == once * 2
+    for loads in (False, True):
+        assert captures.record(lambda: log.append("work"), loads=loads).ended  # type: ignore[attr-defined]
+    before, after = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool"], ["work", "end", "no stream"]
+    assert log == [*before, "thread_local", *after, *before, "relaxed", *after]
+
+    def raises() -> None:
+        raise KeyError("planted")
+
+    log.clear()
+    with pytest.raises(KeyError, match="planted"):
+        captures.record(raises)
+    assert log == [*before, "thread_local", "end"]
 
 
 def test_groups_share_no_workspace_and_leave_theirs_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,39 +256,77 @@ def test_what_a_graph_holds_is_not_given_back(pool: Ranks) -> None:
 
 
 def _workspaces_given_away() -> int:
-    """A product that splits K, replayed after torch was asked to give all workspaces back and others took the memory. How many
-    of these others another matmul of this thread has written into: that workspaces are used, and memory is given away."""
+    """Products replayed after torch was asked to give all workspaces back and others got the memory. How many of these others a
+    graph of torch's alone has written into: that workspaces are used, and given away."""
     faulthandler.dump_traceback_later(60, exit=True)
     weft.close()
     size = dist.get_world_size()
     generator = torch.Generator(device="cuda").manual_seed(7 + dist.get_rank())
-    a, b = (torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in ((64 * size, 16384), (16384, 64)))
-    out = [weft.matmul_reduce_scatter(a, b, schedule="shard_p2p") for _ in range(4)][-1].clone()
-    theirs, product = torch.cuda.Stream(), torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
+    cases = [
+        [torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in ((m * size, k), (k, n))]
+        for m, k, n in ((2048, 2048, 7168), (4096, 1536, 4096), (64, 16384, 64))
+    ]
+    outs = [[weft.matmul_reduce_scatter(a, b, schedule="shard_p2p") for _ in range(4)][-1].clone() for a, b in cases]
+    theirs, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    products = [torch.empty(a.shape[0] // size, b.shape[1], device="cuda", dtype=torch.bfloat16) for a, b in cases]
     with torch.cuda.stream(theirs):
-        torch.mm(a[:64], b, out=product)
-        torch.cuda.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        torch.mm(a[:64], b, out=product)
-        graph.capture_end()
+        for capturing in (False, True):
+            if capturing:
+                graph.capture_begin(capture_error_mode="thread_local")
+            for (a, b), product in zip(cases, products, strict=True):
+                torch.mm(a[: product.shape[0]], b, out=product)
+            torch.cuda.synchronize() if not capturing else graph.capture_end()
     dist.barrier()
     torch._C._cuda_clearCublasWorkspaces()
-    others = [torch.full((4 * MIB,), 7.0, device="cuda") for _ in range(64)]
-    others += [torch.full((2 * MIB,), 7.0, device="cuda") for _ in range(64)]
+    space = GROUPS.state(dist.group.WORLD.group_name)._space(_here())  # type: ignore[union-attr]
+    others = dict[str, list[torch.Tensor]]()
+    for name, stream in (("ours", space.captures._made[0]), ("theirs", theirs)):  # type: ignore[union-attr]
+        # The allocator gives what a stream had to that stream.
+        with torch.cuda.stream(stream):
+            others[name] = [torch.full((count * MIB,), 7.0, device="cuda") for count in (8, 4, 2, 1) for _ in range(16)]
     torch.cuda.synchronize()
-    for _ in range(5):
-        assert torch.equal(weft.matmul_reduce_scatter(a, b, schedule="shard_p2p"), out)
-    torch.cuda.synchronize()
-    assert all(bool((other == 7.0).all()) for other in others), "a replay wrote into memory of others"
+    for _ in range(3):
+        for (a, b), out in zip(cases, outs, strict=True):
+            assert torch.equal(weft.matmul_reduce_scatter(a, b, schedule="shard_p2p"), out)
     graph.replay()
     torch.cuda.synchronize()
-    touched = sum(not bool((other == 7.0).all()) for other in others)
+    touched = {name: sum(not bool((other == 7.0).all()) for other in some) for name, some in others.items()}
+    assert touched["ours"] == 0, "a replay wrote into memory of others"
     weft.close()
     faulthandler.cancel_dump_traceback_later()
-    return touched
+    return touched["theirs"]
 
 
 def test_replays_keep_their_workspace_whoever_clears_it(pool: Ranks) -> None:
-    """A graph of torch's alone, by the same thread, does not: so the memory was given away, and matmuls here use it."""
     assert min(pool.run(_workspaces_given_away)) > 0
+
+
+def _lying_otherwise() -> None:
+    """Tensors of one size that lie in other ways than in the first calls: kernels that were not loaded."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    specs = {
+        weft.all_gather_matmul: ("hetero_unfused_1d:2", "flag_gated:2", "direct_store:1", "shard_p2p", "uniform_fused_2d:2"),
+        weft.matmul_reduce_scatter: ("hetero_unfused_1d:2", "track_and_trigger:1", "direct_store:1", "shard_p2p", "one_shot"),
+        weft.matmul_all_reduce: ("one_shot", "two_shot"),
+    }
+    for call, names in specs.items():
+        m, k, n = (48, 264, 328) if call is weft.all_gather_matmul else (48 * size, 264, 328)
+        for spec in names:
+            faulthandler.dump_traceback_later(40, exit=True)
+            for turn, (shift, transposed, wide) in enumerate(
+                ((0, False, 0), (0, True, 0), (1, False, 0), (0, False, 24), (3, True, 8))
+            ):
+                generator = torch.Generator(device="cuda").manual_seed(100 * turn + rank)
+                a = torch.randn(m * k + 8, generator=generator, device="cuda").bfloat16()[shift : shift + m * k].view(m, k)
+                b = torch.randn(k, n + wide, generator=generator, device="cuda").bfloat16()[:, :n]
+                b = b.t().contiguous().t() if transposed else b
+                wanted = call(a, b, schedule="sequential").float()
+                for _ in range(3):
+                    torch.testing.assert_close(call(a, b, schedule=spec).float(), wanted, atol=1.0, rtol=0.05)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_what_tensors_need_that_lie_otherwise_is_loaded_before_any_lane_waits(pool: Ranks) -> None:
+    """CUDA waits for all streams where it loads a kernel: this ended in the bound of the ranks' processes."""
+    pool.run(_lying_otherwise)

@@ -86,15 +86,7 @@ class Clock:
 
     def _captured(self, work: Work, repeat: int) -> Work:
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with _captures(self.device).capturing():
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                for _ in range(repeat):
-                    work()
-            finally:
-                graph.capture_end()
-        return graph.replay
+        return _captures(self.device).record(_repeated(work, repeat)).replay
 
 
 @cache
@@ -103,7 +95,7 @@ def _captures(device: torch.device) -> Captures:
     return Captures(device)
 
 
-def _repeated(work: Work, repeat: int) -> Work:
+def _repeated(work: Work, repeat: int) -> Callable[[], None]:
     def run() -> None:
         for _ in range(repeat):
             work()

@@ -25,7 +25,7 @@ alone took 0.5 to 0.7 ms of host time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from weft.execute.edges import Edges
 from weft.execute.network import SMS as NETWORK_SMS
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
-from weft.execute.replay import Replays
+from weft.execute.replay import Replays, lie
 from weft.execute.tape import Item, Tape, Work
 from weft.execute.vendor import Vendor
 from weft.kernels.shapes import PUSH_SMS
@@ -114,7 +114,8 @@ class CudaProgram(BoundProgram):
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
-        self._silent = self._rehearsed = False
+        self._silent = self._rehearsed = self._loads = False
+        self._loaded = set[Hashable]()
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
         self._last_ticket = 0
@@ -236,13 +237,13 @@ class CudaProgram(BoundProgram):
         return self._silent and isinstance(self.schedule.problem, CollectiveProblem)
 
     def collective(self, step: Collective, bindings: Bindings) -> None:
-        if not self.keeps_outputs:
+        if not (self.keeps_outputs or self._loads):
             self._vendors[id(step)].run(bindings.view(step.src), bindings.view(step.dst))
 
     def send_receive(self, step: SendReceive, where: Where, bindings: Bindings) -> None:
         """On torch's current stream."""
-        if self.keeps_outputs:
-            return  # on no rank: all rehearse at once
+        if self.keeps_outputs or self._loads:
+            return  # on no rank: all rehearse at once, and where one loads it runs nothing
         if self._mail:
             self._mail.exchange(where, bindings)
             return
@@ -262,6 +263,8 @@ class CudaProgram(BoundProgram):
             self._replay(graph)
             return
         bindings = self.bind(inputs, outputs)
+        if not capturing:
+            self._load(bindings, lie(inputs, outputs))
         if capturing:
             self.captured = True
             self.space.captured()
@@ -296,6 +299,27 @@ class CudaProgram(BoundProgram):
         self._submit(lambda: self._fork_and_join(bindings))
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
+
+    def _load(self, bindings: Bindings, how: Hashable) -> None:
+        """Load what a call needs whose tensors lie otherwise than those before: kernels for other strides and alignments.
+
+        CUDA waits for all streams where it loads a kernel, and meanwhile keeps the watch from releasing any: behind a lane of
+        this call that waits for another one that would be for good. So all is loaded by capturing the call, which runs nothing,
+        before any of it is enqueued, and once what was enqueued before has ended, which is watched.
+        """
+        if not self._forks or how in self._loaded:
+            return
+        if self._loaded:
+            torch.cuda.synchronize(self.space.device)
+            self._tape(bindings)
+            for push in self.pushes.values():
+                push.laid_out(bindings)
+            spans, self.spans, self._loads = self.spans, None, True
+            try:
+                self.space.captures.record(lambda: self._fork_and_join(bindings), loads=True)
+            finally:
+                self.spans, self._loads = spans, False
+        self._loaded.add(how)
 
     def _submit(self, enqueue: Callable[[], None]) -> None:
         """One call on the caller's stream, after the program's last one, and under watch."""

@@ -39,6 +39,11 @@ class FusedPush:
 
     def launch(self, bindings: Bindings, *, silent: bool, sms: int, stream: int | None = None) -> None:
         """Send. silent: do not count, for a rehearsal. sms: blocks."""
+        base, plan = self.laid_out(bindings)
+        push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
+
+    def laid_out(self, bindings: Bindings) -> tuple[int, PushTables]:
+        """What source addresses count from, and the tables. Makes them where a call's rows lie otherwise than before."""
         ((source, _),) = bindings.tensors[self._source]
         base = source.data_ptr() & ~15
         # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
@@ -53,7 +58,7 @@ class FusedPush:
                 )
             # Kept as long as the program: a graph may hold any of them.
             self._tables[key] = self._lay_out(bindings, base)
-        push(self._tables[key], sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
+        return base, self._tables[key]
 
     def _lay_out(self, bindings: Bindings, base: int) -> PushTables:
         def address(region: Region) -> int:

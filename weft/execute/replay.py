@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,7 +41,7 @@ class Kept:
 
 
 class Captures:
-    """A stream of our own to capture on, and cuBLAS's workspace of it.
+    """Where graphs are made: a stream of our own, and cuBLAS's workspace of it.
 
     cuBLAS has a workspace of 32 MiB for each stream, whose address a captured matmul keeps. torch gives all of them back to its
     allocator where somebody asks for that (`torch._C._cuda_clearCublasWorkspaces`: torch's cudagraph trees do), and later
@@ -57,15 +57,24 @@ class Captures:
         one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
         return comm_stream(priority="normal", device=self.device), torch.cuda.MemPool(), one
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """The stream is torch's current one, and has its workspace."""
+    def record(self, enqueue: Callable[[], None], *, loads: bool = False) -> torch.cuda.CUDAGraph:
+        """The graph of what `enqueue` puts on torch's current stream. Runs nothing; other threads may use CUDA meanwhile.
+        loads: also what CUDA refuses in a capture otherwise. What is raised on the way is the reason."""
         stream, pool, one = self._made
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             product = torch.empty_like(one)
             with torch.cuda.use_mem_pool(pool, self.device):
                 torch.mm(one, one, out=product)
-            yield
+            try:
+                graph.capture_begin(capture_error_mode="relaxed" if loads else "thread_local")
+                enqueue()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
 
 
 _IDLE: dict[torch.device, list[Captures]] = {}
@@ -119,24 +128,16 @@ class Replays:
             if behind is None:
                 return None
             memory += behind
-        return Kept(self._capture(inputs, outputs), tuple(memory))
-
-    def _capture(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph:
-        """Capturing runs nothing. Other threads may go on using CUDA meanwhile. What is raised on the way is the reason."""
-        graph = torch.cuda.CUDAGraph()
-        with self._captures.capturing():
-            try:
-                graph.capture_begin(capture_error_mode="thread_local")
-                self._enqueue(inputs, outputs)
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph
+        return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs)), tuple(memory))
 
     def close(self) -> None:
         self._graphs.clear()
+
+
+def lie(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
+    """How the tensors of a call lie: all that decides which kernels it needs."""
+    tensors = [*inputs.values(), *outputs.values()]
+    return tuple(one for some in tensors for t in some for one in (t.data_ptr() & 15, t.shape, t.stride(), t.dtype))
 
 
 def _copied(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:

@@ -1,0 +1,98 @@
+"""What a call on a GPU loads before any of it is enqueued."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.execute.cuda import CudaProgram
+from weft.execute.replay import lie
+
+
+class Program:
+    """A CudaProgram of one lane beside the caller's, without a GPU, and what it does in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, lanes: int = 1) -> None:
+        self.log: list[str] = []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append("all has ended"))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self.capturing = False
+        program: Any = CudaProgram.__new__(CudaProgram)
+        nothing: dict[str, Any] = {"_rehearsed": True, "_replayable": False, "_vendors": {}, "_mail": None, "_loads": False}
+        nothing |= {"_loaded": set(), "spans": ["of a timed call"], "_silent": False, "schedule": SimpleNamespace(problem=None)}
+        push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
+        nothing |= {"pushes": {0: push}, "_forks": dict.fromkeys(range(lanes)), "bind": lambda inputs, outputs: None}
+        space = SimpleNamespace(device=None, captured=lambda: None, captures=SimpleNamespace(record=self._recorded))
+        nothing |= {"_tape": lambda bindings: self.log.append("tape"), "_fork_and_join": self._enqueued}
+        nothing |= {"_submit": lambda enqueue: enqueue(), "space": space}
+        for name, value in nothing.items():
+            setattr(program, name, value)
+        self.program = program
+
+    def _recorded(self, enqueue: Any, *, loads: bool) -> None:
+        assert loads
+        self.log.append("record")
+        enqueue()
+
+    def _enqueued(self, bindings: None) -> None:
+        self.log.append("loads" if self.program._loads else "enqueue")
+        assert self.program._loads == (self.program.spans is None)
+
+    def call(self, *tensors: torch.Tensor) -> list[str]:
+        self.log.clear()
+        self.program.play({"a": list(tensors)}, {"out": []})
+        return self.log
+
+
+LOADED = ["all has ended", "tape", "table", "record", "loads"]
+
+
+def test_tensors_that_lie_otherwise_are_loaded_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, room = Program(monkeypatch), torch.zeros(64, 8)
+    assert program.call(room[:8]) == ["enqueue"], "the first call has been rehearsed"
+    assert program.call(room[8:16]) == ["enqueue"]
+    turned = room[:8].t()
+    assert program.call(turned) == [*LOADED, "enqueue"]
+    assert program.call(turned) == ["enqueue"]
+    assert program.call(room[:8]) == ["enqueue"]
+    shifted = torch.zeros(65)[1:].view(8, 8)
+    assert program.call(shifted) == [*LOADED, "enqueue"]
+
+
+def test_one_lane_waits_for_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(monkeypatch, lanes=0)
+    program.call(torch.zeros(8, 8))
+    assert program.call(torch.zeros(8, 8).t()[1:]) == ["enqueue"]
+
+
+def test_a_capture_of_the_callers_loads_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(monkeypatch)
+    program.call(torch.zeros(8, 8))
+    program.capturing = True
+    program.program.spans = ["of a timed call"]
+    assert program.call(torch.zeros(8, 8).t()) == ["enqueue"]
+
+
+def test_what_is_raised_while_it_loads_leaves_the_program_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(monkeypatch)
+    program.call(torch.zeros(8, 8))
+
+    def raises(enqueue: Any, *, loads: bool) -> None:
+        raise RuntimeError("out of memory")
+
+    program.program.space.captures.record = raises
+    with pytest.raises(RuntimeError, match="out of memory"):
+        program.call(torch.zeros(8, 8).t())
+    assert (program.program._loads, program.program.spans) == (False, ["of a timed call"])
+    program.program.space.captures.record = program._recorded
+    assert program.call(torch.zeros(8, 8).t()) == [*LOADED, "enqueue"]
+
+
+def test_how_tensors_lie() -> None:
+    room = torch.zeros(64, 8)
+    ways = [room[:4], room[:4].t(), room[:8], room[:4].half(), torch.zeros(40)[1:33].view(4, 8), room[:, :4][:4]]
+    assert len({lie({"a": [way]}, {"out": []}) for way in ways}) == len(ways)
+    assert lie({"a": [room[:4]]}, {}) == lie({"a": [room[4:8]]}, {})
