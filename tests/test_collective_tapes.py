@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_tape import FakeProgram, _can, _do
+from test_tape import FakeProgram, _can, _do, streams_of
 
 from weft.execute.bindings import Bindings
 from weft.execute.tape import Tape, Words
@@ -67,7 +67,7 @@ class World:
         for peer in self.ranks if self.problem.reachable else ():
             bindings.bind("out", peer, self.callers[peer]["out"])
         lanes: list[list[Any]] = []
-        for _, items in Tape(program, frozenset()).merged:
+        for _, items in streams_of(Tape(program, frozenset()), rank):
             lanes.append([])
             for item in items:
                 found = list(item.words) if isinstance(item, Words) else [lambda i=item: i.run(bindings, 0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -26,11 +26,16 @@ class Rank:
 
     def __init__(self, schedule: Schedule, rank: int, room: int, *, apart: bool) -> None:
         tape = Tape(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
-        runs = tape.runs_apart if apart else tape.runs
-        self.given = [(lane.name, item) for lane, items in runs for item in items]
-        self.lengths = {lane.name: len(items) for lane, items in (tape.lanes if apart else tape.merged)}
+        self.given = list[tuple[str, Item, tuple[str, int]]]()
+        self.lengths: Counter[str] = Counter()
+        for lane, items in tape.runs_apart if apart else tape.runs:
+            for item in items:
+                aside = isinstance(item, Words) and item.aside
+                # Signals aside come after what their lane has been given before.
+                self.given.append(("aside" if aside else lane.name, item, (lane.name, self.lengths[lane.name])))
+                self.lengths["aside" if aside else lane.name] += 1
         self.room, self.next = room, 0
-        self.streams: dict[str, deque[tuple[int, Item]]] = {name: deque() for name in self.lengths}
+        self.streams: dict[str, deque[tuple[int, Item, tuple[str, int]]]] = {name: deque() for name in self.lengths}
         self.ended = dict.fromkeys(self.lengths, 0)
         self.inside = dict.fromkeys(self.lengths, 0)
 
@@ -39,10 +44,10 @@ class Rank:
         call, at = divmod(self.next, len(self.given))
         if call == CALLS:
             return False
-        name, item = self.given[at]
+        name, item, after = self.given[at]
         if len(self.streams[name]) == self.room:
             return False
-        self.streams[name].append((call, item))
+        self.streams[name].append((call, item, after))
         self.next += 1
         return True
 
@@ -50,8 +55,10 @@ class Rank:
         """One operation of a stream: whether there was one that could run. Calls wait for all lanes of the one before."""
         if not self.streams[name]:
             return False
-        call, item = self.streams[name][0]
+        call, item, (lane, items) = self.streams[name][0]
         if any(self.ended[other] < call * length for other, length in self.lengths.items()):
+            return False
+        if name == "aside" and self.ended[lane] < call * self.lengths[lane] + items:
             return False
         words = list(item.words) if isinstance(item, Words) else []
         if words:

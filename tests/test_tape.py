@@ -20,7 +20,7 @@ from weft.execute.driver import Word
 from weft.execute.edges import Edges
 from weft.execute.fused import growth
 from weft.execute.pushes import push_growth
-from weft.execute.tape import Tape, Words, merged, phases
+from weft.execute.tape import Item, Tape, Words, Work, merged, phases
 from weft.problem import Op, Problem
 from weft.schedule import Flag, Region, Schedule, waits
 from weft.schedules import build
@@ -76,10 +76,31 @@ class FakeProgram:
 def words_of(program: FakeProgram) -> list[list[Word]]:
     """By lane, its memory operations of one call: as they are on copy lanes, phase by phase on the others."""
     tape = Tape(program, frozenset())  # type: ignore[arg-type]
-    found = []
+    return [
+        [
+            word
+            for item in items
+            if isinstance(item, Words)
+            for word in (item.words if kind == "copy" else in_phases(item.words))
+        ]
+        for kind, items in streams_of(tape, program.rank)
+    ]
+
+
+def streams_of(tape: Tape, rank: int) -> list[tuple[str, list[Item]]]:
+    """What each stream is given, with the kind of its lane: signals aside have one of their own, which waits for the lane to come
+    to each of them, by a word that no schedule has."""
+    found: list[tuple[str, list[Item]]] = []
     for lane, items in tape.merged:
-        batches = [item.words for item in items if isinstance(item, Words)]
-        found.append([word for batch in batches for word in (batch if lane.kind == "copy" else in_phases(batch))])
+        main, aside = list[Item](), list[Item]()
+        for item in items:
+            if not (isinstance(item, Words) and item.aside):
+                main.append(item)
+                continue
+            here = rank * _RANK_BYTES + _RANK_BYTES // 2 + 4 * len(aside)
+            main.append(Words(item.where, (Word("signal", here, 1),)))
+            aside.append(Words(item.where, (Word("wait", here, 1), Word("lower", here, 0), *item.words)))
+        found += [(lane.kind, main)] + [("copy", aside)] * bool(aside)
     return found
 
 
@@ -178,3 +199,26 @@ def test_phases() -> None:
     gates, after = phases([lower(1), lower(2), wait(3), lower(3)])
     assert gates.kinds == ([], [], [(1, 1), (2, 2)], [])
     assert after.kinds == ([], [(3, 3)], [(3, 3)], [])
+
+
+def test_signals_before_more_work_go_aside() -> None:
+    """Those of the caller's stream: the next matmul need not wait until a peer's word is written."""
+    schedule = build(Problem(op="matmul_all_to_all", m=64, n=48, k=32, world_size=4), "shard_p2p")
+    tape = Tape(FakeProgram(schedule, 0), frozenset())  # type: ignore[arg-type]
+    for lane, items in tape.merged:
+        aside = [at for at, item in enumerate(items) if isinstance(item, Words) and item.aside]
+        works = [at for at, item in enumerate(items) if isinstance(item, Work)]
+        assert bool(aside) == (lane.kind == "compute")
+        assert all(word.kind == "signal" for at in aside for word in items[at].words)  # type: ignore[union-attr]
+        assert not aside or works[0] < aside[0] <= aside[-1] < works[-1]
+        rest = [item.words for item in items if isinstance(item, Words) and not item.aside]
+        assert lane.kind != "compute" or all(words[0].kind != "signal" for words in rest[:-1])
+    for lane, items in tape.lanes:
+        assert not any(isinstance(item, Words) and item.aside for item in items), lane
+
+
+def test_without_work_between_them_signals_are_one_submission_with_what_follows() -> None:
+    schedule = build(Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2), "flag_gated", 1)
+    for _, items in Tape(FakeProgram(schedule, 0), frozenset()).merged:  # type: ignore[arg-type]
+        last = max((at for at, item in enumerate(items) if isinstance(item, Work)), default=0)
+        assert not any(isinstance(item, Words) and item.aside for item in items[last:])

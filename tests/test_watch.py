@@ -26,6 +26,7 @@ from weft.execute.calls import MatmulCall
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import Pending
 from weft.execute.groups import GROUPS, GroupState, Site
+from weft.execute.tape import Words
 from weft.problem import Problem
 from weft.schedules import build
 from weft.team import _STATE, _TOLD, Team
@@ -308,7 +309,7 @@ def _program(space: FakeSpace, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
     empty: dict[str, Any] = {"_vendors": {}, "_mail": None, "_forks": {}, "_pieces": [], "exchanges": {}, "_replays": None}
-    empty |= {"_words": None, "_area": None, "spans": None}
+    empty |= {"_words": None, "_area": None, "spans": None, "_aside": (), "_has_asides": False}
     for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "team": space.team}.items():
         setattr(program, name, value)
     return program
@@ -366,6 +367,24 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
         program._fork_and_join(None)
     forks = [(stream.cuda_stream, STREAM) for stream in streams.values()]
     assert ranks.space.driver.log == [*(("after", *fork) for fork in forks), *(("after", *fork[::-1]) for fork in forks)]
+
+
+def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> None:
+    side = FakeStream(13)
+    program = _program(ranks.space, _aside=("fork", "join"), _batches={}, _silent=False, _off_sms=set())
+    ranks.space._streams = cast(Any, {"signals": side})
+    ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
+    told: list[tuple[bool, int]] = []
+    ranks.space.words = lambda words, by_kernel: lambda stream: told.append((by_kernel, stream))  # type: ignore[method-assign]
+    items = [Words(SimpleNamespace(lane="compute"), (), aside=aside) for aside in (False, True)]  # type: ignore[arg-type]
+    lanes = [(SimpleNamespace(name="compute", kind="compute"), items)]
+    program._tape = lambda bindings: SimpleNamespace(runs=lanes)
+    program._fork_and_join(None)
+    assert told == [(True, STREAM), (False, side.cuda_stream)]
+    assert ranks.space.driver.log == [("after", side.cuda_stream, STREAM), ("after", STREAM, side.cuda_stream)]
+    lanes[0] = (lanes[0][0], items[:1])
+    program._fork_and_join(None)
+    assert len(ranks.space.driver.log) == 2, "nothing to join: in a capture that stream would be foreign"
 
 
 def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ranks) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +57,8 @@ _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
 
 
+_ASIDES = "signals"
+"""The stream of the compute lane's signals."""
 _PUSH_SMS_ALONE = 64
 """Of 132: SMs that stores to peers get where nothing runs meanwhile."""
 
@@ -114,12 +117,13 @@ class CudaProgram(BoundProgram):
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
-        self._silent = self._rehearsed = self._loads = False
+        self._silent = self._rehearsed = self._loads = self._has_asides = False
         self._loaded = set[Hashable]()
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
         self._last_ticket = 0
         self._forks = {lane.name: (self.driver.event(), self.driver.event()) for lane in lanes if lane.kind != "compute"}
+        self._aside = self.driver.event(), self.driver.event()
         space.keep_releasable(id(self), self._release)
 
     def _raise_what_no_call_left(self) -> None:
@@ -172,9 +176,8 @@ class CudaProgram(BoundProgram):
         self._replays.close()
         if self._mail:
             self._mail.close()
-        for pair in self._forks.values():
-            for event in pair:
-                self.driver.forget(event)
+        for event in chain(self._aside, *self._forks.values()):
+            self.driver.forget(event)
         self._give_back()
         del self._words, self._area
         self.exchanges = {}
@@ -360,6 +363,9 @@ class CudaProgram(BoundProgram):
         finally:
             for name in forked:
                 self.driver.after(caller, self.space.stream(name).cuda_stream, self._forks[name][1])
+            if self._has_asides:
+                self._has_asides = False
+                self.driver.after(caller, self.space.stream(_ASIDES).cuda_stream, self._aside[1])
 
     def _beside(self, lane: str, items: Sequence[Item], bindings: Bindings) -> None:
         """Enqueue items of a lane that has forked from the caller's stream."""
@@ -379,9 +385,15 @@ class CudaProgram(BoundProgram):
             item.run(bindings, stream)
             return
         if id(item) not in self._batches:
-            self._batches[id(item)] = self.space.words(item.words, by_kernel=item.where.lane not in self._off_sms)
-        if not self._silent:
-            self._batches[id(item)](stream)
+            by_kernel = not item.aside and item.where.lane not in self._off_sms
+            self._batches[id(item)] = self.space.words(item.words, by_kernel=by_kernel)
+        if self._silent:
+            return
+        if item.aside:
+            side = self.space.stream(_ASIDES).cuda_stream
+            self.driver.after(side, stream, self._aside[0])
+            self._has_asides, stream = True, side
+        self._batches[id(item)](stream)
 
     def _timed(self, where: Where | None, stream: int, work: Callable[[], None]) -> None:
         on = self.space.named(stream)

@@ -260,8 +260,8 @@ class CudaSpace:
             self.driver.wait(stream, self._done[ticket % _TICKETS])
 
     def after_replays(self, stream: int) -> None:
-        """`stream` goes on once no replay of this space uses cuBLAS's workspace on another one. Other groups have their own, since
-        they could not be waited for: ranks may call two groups in orders of their own."""
+        """`stream` goes on once no replay of this space uses cuBLAS's workspace on another one. Other groups have their own,
+        since they could not be waited for: ranks may call two groups in orders of their own."""
         last, ticket = self._replayed
         if last not in (None, stream):
             self.after(stream, ticket)

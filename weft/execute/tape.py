@@ -14,6 +14,9 @@
     gemm part by part        for each group of parts: Words: its gates; Work: a matmul; Words: its count. Of a part with inner
                              gates: Words and Work for each slice
 
+What the compute lane signals while it has more to do goes aside, on a stream that waits for the work before: a word in a peer's
+memory takes 10 us or more where the links are full, and the next matmul need not wait for it.
+
 Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
 may hold, and on all lanes of a collective alone, which other kernels run beside; of a kernel of one warp (weft.kernels.words)
 on the others, which does those of a phase at once. A copy of rows that do not follow each other is one two-dimensional copy.
@@ -57,11 +60,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Memory operations, in this order. moment: of the step, at which they are given (weft.execute.order)."""
+    """Memory operations, in this order. moment: of the step, at which they are given (weft.execute.order). aside: signals that
+    what comes after them in the lane does not wait for."""
 
     where: Where
     words: tuple[Word, ...]
     moment: int = 0
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class Tape:
     def __init__(self, program: CudaProgram, running: frozenset[int]) -> None:
         self._program, self._running = program, running
         self.lanes = [(lane, list(self._lane(lane))) for lane in program.schedule.ranks[program.rank]]
-        self.merged = [(lane, merged(items)) for lane, items in self.lanes]
+        self.merged = [(lane, _with_asides(lane, merged(items))) for lane, items in self.lanes]
 
     @cached_property
     def runs(self) -> list[tuple[Lane, list[Item]]]:
@@ -243,6 +248,26 @@ class Tape:
             yield Work(where, lambda bindings, _, run=run: run(bindings), True, behind(0))  # type: ignore[misc]
             if part.count is not None:
                 yield from _given(behind(0), [self._raise(part.count, where)])
+
+
+def _with_asides(lane: Lane, items: list[Item]) -> list[Item]:
+    """The same items, with signals of the caller's stream aside where work follows."""
+    last = max((at for at, item in enumerate(items) if isinstance(item, Work)), default=0)
+    found: list[Item] = []
+    for at, item in enumerate(items):
+        first = _signals(item) if lane.kind == "compute" and at < last else 0
+        if isinstance(item, Words) and first:
+            found.append(replace(item, words=item.words[:first], aside=True))
+            item = replace(item, words=item.words[first:])
+        if isinstance(item, Work) or item.words:
+            found.append(item)
+    return found
+
+
+def _signals(item: Item) -> int:
+    """How many signals an item begins with."""
+    words = item.words if isinstance(item, Words) else ()
+    return next((at for at, word in enumerate(words) if word.kind != "signal"), len(words))
 
 
 def _given(moment: int, words: Iterable[Words]) -> Iterator[Words]:
