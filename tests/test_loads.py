@@ -10,6 +10,7 @@ import torch
 
 from weft.execute.cuda import CudaProgram
 from weft.execute.replay import lie
+from weft.execute.tape import Words
 
 
 class Program:
@@ -26,11 +27,18 @@ class Program:
         push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
         nothing |= {"pushes": {0: push}, "_forks": dict.fromkeys(range(lanes)), "bind": lambda inputs, outputs: None}
         space = SimpleNamespace(device=None, captured=lambda: None, captures=SimpleNamespace(record=self._recorded))
-        nothing |= {"_tape": lambda bindings: self.log.append("tape"), "_fork_and_join": self._enqueued}
+        words = Words(SimpleNamespace(lane="compute"), ())  # type: ignore[arg-type]
+        tape = SimpleNamespace(runs=[(None, [words, "work"])])
+        nothing |= {"_tape": lambda bindings: self.log.append("tape") or tape, "_fork_and_join": self._enqueued}
+        nothing |= {"_batches": {}, "_off_sms": set(), "kernels": {at: self._kernel(at) for at in range(2)}}
+        space.words = lambda words, by_kernel: self.log.append("words")
         nothing |= {"_submit": lambda enqueue: enqueue(), "space": space}
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program
+
+    def _kernel(self, at: int) -> Any:
+        return SimpleNamespace(runs=lambda bindings: at == 1, lay_out=lambda bindings: self.log.append(f"kernel {at}"))
 
     def _recorded(self, enqueue: Any, *, loads: bool) -> None:
         assert loads
@@ -43,11 +51,13 @@ class Program:
 
     def call(self, *tensors: torch.Tensor) -> list[str]:
         self.log.clear()
+        self.program._batches.clear()
         self.program.play({"a": list(tensors)}, {"out": []})
         return self.log
 
 
-LOADED = ["all has ended", "tape", "table", "record", "loads"]
+LOADED = ["all has ended", "tape", "kernel 1", "table", "words", "record", "loads"]
+"""Tables first, of kernels that run and of words: they are copied to the GPU."""
 
 
 def test_tensors_that_lie_otherwise_are_loaded_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

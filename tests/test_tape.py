@@ -88,8 +88,8 @@ def words_of(program: FakeProgram) -> list[list[Word]]:
 
 
 def streams_of(tape: Tape, rank: int) -> list[tuple[str, list[Item]]]:
-    """What each stream is given, with the kind of its lane: signals aside have one of their own, which waits for the lane to come
-    to each of them, by a word that no schedule has."""
+    """What each stream is given, with the kind of its lane: signals aside have one of their own, which waits for the lane to
+    come to each of them, by a word that no schedule has."""
     found: list[tuple[str, list[Item]]] = []
     for lane, items in tape.merged:
         main, aside = list[Item](), list[Item]()

@@ -41,7 +41,7 @@ from weft.execute.network import SMS as NETWORK_SMS
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
 from weft.execute.replay import Replays, lie
-from weft.execute.tape import Item, Tape, Work
+from weft.execute.tape import Item, Tape, Words, Work
 from weft.execute.vendor import Vendor
 from weft.kernels.shapes import PUSH_SMS
 from weft.problem import CollectiveProblem
@@ -293,11 +293,12 @@ class CudaProgram(BoundProgram):
     def _rehearse(self, bindings: Bindings) -> None:
         """Run the first call's steps once without flags, on all ranks, and throw the result away.
 
-        CUDA loads a kernel, and the allocator takes memory, at first use, and both may wait for all streams: behind a stream
-        that waits for a flag which this thread has yet to enqueue, that would never end.
+        CUDA loads a kernel at first use, and waits for all streams then: behind a stream that waits for a flag which this thread
+        has yet to enqueue, that would never end. Nor could the watch end it, so what was enqueued before is waited for first.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
+        torch.cuda.synchronize(self.space.device)
         spans, self.spans, self._silent = self.spans, None, True
         self._submit(lambda: self._fork_and_join(bindings))
         self.spans, self._silent, self._rehearsed = spans, False, True
@@ -314,15 +315,26 @@ class CudaProgram(BoundProgram):
             return
         if self._loaded:
             torch.cuda.synchronize(self.space.device)
-            self._tape(bindings)
-            for push in self.pushes.values():
-                push.laid_out(bindings)
+            self._lay_out(bindings)
             spans, self.spans, self._loads = self.spans, None, True
             try:
                 self.space.captures.record(lambda: self._fork_and_join(bindings), loads=True)
             finally:
                 self.spans, self._loads = spans, False
         self._loaded.add(how)
+
+    def _lay_out(self, bindings: Bindings) -> None:
+        """Make the tables that a call's kernels read: they are copied to the GPU, which no capture takes."""
+        tape = self._tape(bindings)
+        for kernel in self.kernels.values():
+            if kernel.runs(bindings):
+                kernel.lay_out(bindings)
+        for push in self.pushes.values():
+            push.laid_out(bindings)
+        for _, items in tape.runs:
+            for item in items:
+                if isinstance(item, Words):
+                    self._submission(item)
 
     def _submit(self, enqueue: Callable[[], None]) -> None:
         """One call on the caller's stream, after the program's last one, and under watch."""
@@ -384,16 +396,20 @@ class CudaProgram(BoundProgram):
         if isinstance(item, Work):
             item.run(bindings, stream)
             return
-        if id(item) not in self._batches:
-            by_kernel = not item.aside and item.where.lane not in self._off_sms
-            self._batches[id(item)] = self.space.words(item.words, by_kernel=by_kernel)
+        submit = self._submission(item)
         if self._silent:
             return
         if item.aside:
             side = self.space.stream(_ASIDES).cuda_stream
             self.driver.after(side, stream, self._aside[0])
             self._has_asides, stream = True, side
-        self._batches[id(item)](stream)
+        submit(stream)
+
+    def _submission(self, item: Words) -> Callable[[int], None]:
+        if id(item) not in self._batches:
+            by_kernel = not item.aside and item.where.lane not in self._off_sms
+            self._batches[id(item)] = self.space.words(item.words, by_kernel=by_kernel)
+        return self._batches[id(item)]
 
     def _timed(self, where: Where | None, stream: int, work: Callable[[], None]) -> None:
         on = self.space.named(stream)

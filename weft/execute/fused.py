@@ -89,6 +89,10 @@ class FusedStep(ABC):
         """Whether the kernel can load this call's operands."""
 
     @abstractmethod
+    def lay_out(self, bindings: Bindings) -> None:
+        """Make the tables that the kernel reads in a call."""
+
+    @abstractmethod
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         """Run it. silent: neither wait nor count, for a rehearsal. stream: default, torch's current one."""
 
@@ -159,6 +163,9 @@ class FusedGemm(FusedStep):
         alike = len({(out.dtype, out.stride()) for out in outs}) == 1
         return not self._elsewhere or (len(bs) == 1 and alike)
 
+    def lay_out(self, bindings: Bindings) -> None:
+        self._plan(bindings)
+
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plan(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
@@ -187,10 +194,10 @@ class FusedGemm(FusedStep):
     def _plan(self, bindings: Bindings) -> Tables:
         moved = _moved(bindings, self._elsewhere)
         if self._tables is None or self._tables[0] != moved:
-            self._tables = moved, self._lay_out(bindings)
+            self._tables = moved, self._laid_out(bindings)
         return self._tables[1]
 
-    def _lay_out(self, bindings: Bindings) -> Tables:
+    def _laid_out(self, bindings: Bindings) -> Tables:
         def stored_at(part: Part, row: int) -> torch.Tensor | None:
             return None if (part.out.buffer, part.out.rank) == self._out else bindings.view(part.out)[row:]
 
@@ -228,15 +235,13 @@ class FusedReduce(FusedStep):
         return alike and not (more or others) and len({len(part.srcs) for part in self.step.parts}) == 1 and out[0].numel() > 0
 
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        moved = _moved(bindings, self._sources)
-        if self._tables is None or self._tables[0] != moved:
-            self._tables = moved, self._lay_out(bindings)
+        plan = self._plan(bindings)
         ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
         like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
         reduce(
             like,
             out,
-            self._tables[1],
+            plan,
             self.status,
             divide_by=self.step.divide_by,
             epoch=epoch,
@@ -247,7 +252,16 @@ class FusedReduce(FusedStep):
             stream=stream,
         )
 
-    def _lay_out(self, bindings: Bindings) -> ReduceTables:
+    def lay_out(self, bindings: Bindings) -> None:
+        self._plan(bindings)
+
+    def _plan(self, bindings: Bindings) -> ReduceTables:
+        moved = _moved(bindings, self._sources)
+        if self._tables is None or self._tables[0] != moved:
+            self._tables = moved, self._laid_out(bindings)
+        return self._tables[1]
+
+    def _laid_out(self, bindings: Bindings) -> ReduceTables:
         return reduce_tables(
             self.step,
             device=self._device,

@@ -53,6 +53,10 @@ class FusedLookup(FusedStep):
                 self._loaded.add(key)
         return True
 
+    def lay_out(self, bindings: Bindings) -> None:
+        if self._columns:
+            self._plan(bindings)
+
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         if self._columns:
             self._launch(self._plan(bindings), bindings, silent=silent, sms=sms, stream=stream)

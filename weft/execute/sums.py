@@ -33,6 +33,9 @@ class FusedSum(FusedStep):
         self._laid_out(bindings)
         return True
 
+    def lay_out(self, bindings: Bindings) -> None:
+        self._laid_out(bindings)
+
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         """silent: add nothing up, for a rehearsal: the result may lie on what is to be summed."""
         if silent:
