@@ -293,8 +293,8 @@ class CudaProgram(BoundProgram):
     def _rehearse(self, bindings: Bindings) -> None:
         """Run the first call's steps once without flags, on all ranks, and throw the result away.
 
-        CUDA loads a kernel at first use, and waits for all streams then: behind a stream that waits for a flag which this thread
-        has yet to enqueue, that would never end. Nor could the watch end it, so what was enqueued before is waited for first.
+        CUDA loads a kernel at first use, and waits for all streams then: behind a stream that waits for a flag which this
+        thread has yet to enqueue, that would never end. Nor could the watch end it, so what was enqueued before is waited for.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
