@@ -30,7 +30,7 @@ def _measured(
     heads: Sequence[str], cases: Sequence[dict[str, Any]], made: Callable[[dict[str, Any]], tuple[str, ...]], mode: str
 ) -> str:
     """A table of a row a case."""
-    return table([heads, *map(made, cases)]) + source(cases[0], mode)
+    return table([heads, *map(made, cases)]) + source(cases, mode)
 
 
 def results(mode: str) -> str:
@@ -71,7 +71,7 @@ def paper(mode: str) -> str:
         less = [100 * (1 - row["auto_us"] / time(row)) for row in cases if row["op"] == op]
         found = (statistics.fmean(less), max(less), min(less))
         rows.append((op, against, str(len(less)), *(f"{x:.0f} %" for x in found), f"{mean} %", f"{largest} %"))
-    return table(rows) + source(cases[0], mode)
+    return table(rows) + source(cases, mode)
 
 
 def beside(mode: str) -> str:
@@ -95,7 +95,7 @@ def conccl(mode: str) -> str:
     shares = ("auto", "vendor")
     means = (f"{statistics.fmean(row['share'][way] for row in cases):.2f}" for way in shares)
     rows = [heads, *map(_conccl, cases), ("mean", *[""] * (len(heads) - 1 - len(shares)), *means)]
-    return table(rows) + source(cases[0], mode)
+    return table(rows) + source(cases, mode)
 
 
 def _conccl(row: dict[str, Any]) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def resident(bench: str, mode: str) -> str:
     rows = [(*heads, "normalised", "overlap", "hidden", *moved)]
     for workload in dict.fromkeys((row["op"], tuple(row["tile"])) for row in cases):
         rows.append(_resident([row for row in cases if (row["op"], tuple(row["tile"])) == workload]))
-    return table(rows) + source(cases[0], mode)
+    return table(rows) + source(cases, mode)
 
 
 def _resident(points: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def gemms(bench: str, mode: str) -> str:
     """FiCCO's GEMMs that fit."""
     made = benchmark("ficco_gemms")
     found, known = made.measured(RESULTS / f"{bench}.jsonl")
-    return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines(bench)[0], mode)}"
+    return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines(bench), mode)}"
 
 
 MAKERS: dict[str, Callable[..., str]] = {

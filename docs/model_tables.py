@@ -32,7 +32,7 @@ def models(part: str) -> str:
     rows = [row for row in lines("models") if row["op"] == part]
     used = [name for name in NAMES if any(name in row["candidates"] for row in rows)]
     heads = ("case", "mode", "computation", "NCCL", *(NAMES[name] for name in used), "over torch")
-    return table([heads, *(_model(row, used) for row in rows)]) + source(rows[0])
+    return table([heads, *(_model(row, used) for row in rows)]) + source(rows)
 
 
 def _model(row: dict[str, Any], used: Sequence[str]) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def layers(bench: str) -> str:
     rows = [row for row in lines(bench) if "peers" in row]
     others = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     heads = ("case", "mode", "computation", "NCCL", *others, "weft", *(f"over {name}" for name in others))
-    return table([heads, *(_layer(row, others) for row in rows)]) + source(rows[0])
+    return table([heads, *(_layer(row, others) for row in rows)]) + source(rows)
 
 
 def _layer(row: dict[str, Any], others: Sequence[str]) -> tuple[str, ...]:

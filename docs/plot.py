@@ -39,7 +39,7 @@ def figure(rows: list[dict[str, Any]]) -> go.Figure:
             made.add_bar(x=cases, y=values, name=name, marker_color=colour, showlegend=panel == 1, row=panel, col=1)
     made.add_hline(y=1.0, line={"dash": "dot", "color": "#444444"})
     made.update_yaxes(range=[0, 1.1], tickformat=".0%", title="of the ideal")
-    machine = f"{rows[0]['machine']}, commit {rows[0]['commit']}"
+    machine = f"{rows[0]['machine']}, {' and '.join(dict.fromkeys(row['commit'] for row in rows))}"
     legend = {"orientation": "h", "y": 1.18, "x": 1, "xanchor": "right"}
     margin = {"l": 70, "r": 20, "t": 80, "b": 30}
     made.update_layout(width=WIDTH, height=HEIGHT, template="plotly_white", legend=legend, title=machine, margin=margin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -34,8 +35,22 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in each)
 
 
-def source(row: dict[str, Any], mode: str = "") -> str:
-    """What stands below a table of measured cases, of which this is one."""
+def source(rows: Sequence[dict[str, Any]], mode: str = "") -> str:
+    """What stands below a table of measured cases."""
+    row = rows[0]
     versions = " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
     how = f", mode {mode}" if mode else ""
-    return f"\n\n{row['machine']}, {versions}, {row['dtype']}{how}, commit {row['commit']}"
+    return f"\n\n{row['machine']}, {versions}, {row['dtype']}{how}, {commits(rows)}"
+
+
+def commits(rows: Sequence[dict[str, Any]]) -> str:
+    """Of which commits cases are: by operator where each operator's are of one, else with the number of cases."""
+    ops: dict[str, set[str]] = {}
+    for row in rows:
+        ops.setdefault(row["commit"], set()).add(row["op"])
+    if len(ops) == 1:
+        return f"commit {rows[0]['commit']}"
+    apart = sum(map(len, ops.values())) == len(set().union(*ops.values()))
+    count = Counter(row["commit"] for row in rows)
+    of = {commit: ", ".join(sorted(some)) if apart else f"{count[commit]} cases" for commit, some in ops.items()}
+    return f"commits {', '.join(f'{commit} ({what})' for commit, what in of.items())}"

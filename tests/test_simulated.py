@@ -37,7 +37,7 @@ def test_every_line_in_a_graph_is_read() -> None:
 def test_a_line_is_what_it_says() -> None:
     one = next(one for one in lines.measured() if one.bench == "all_to_all" and one.spec == "track_and_trigger:1")
     assert (one.problem.m, one.problem.k, one.problem.n, one.problem.world_size) == (4096, 14336, 4096, 4)
-    assert one.us == pytest.approx(689.98, abs=0.01)
+    assert one.us == pytest.approx(703.94, abs=0.01)
     assert Counter(one.spec for one in lines.measured())["sequential"] > 100
 
 
