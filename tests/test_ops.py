@@ -13,6 +13,8 @@ from rank_work import both_have, check_both, check_gather, check_scatter, whole
 
 import weft
 from weft.errors import RankMismatch
+from weft.execute import choose
+from weft.execute.host import HostSpace
 from weft.problem import split
 from weft.schedules import FAMILIES
 
@@ -276,6 +278,12 @@ def _disagree(what: str) -> str:
         dtype = torch.bfloat16
     if what == "schedule" and odd:
         schedule = "shard_p2p"
+    patch = pytest.MonkeyPatch()
+    if what == "choice":
+        schedule = "heuristic"
+        patch.setattr(choose, "by_sizes", lambda *_: "shard_p2p" if odd else "flag_gated:1")
+    if what == "SMs" and odd:
+        patch.setattr(HostSpace, "blocks", 108)
     a, b = torch.ones(rows, 4, dtype=dtype), torch.ones(4, 2, dtype=dtype)
     try:
         if what == "op" and odd:
@@ -286,6 +294,7 @@ def _disagree(what: str) -> str:
         message = str(error)
     else:
         raise AssertionError(f"ranks that disagree on {what} were not told")
+    patch.undo()
     dist.barrier()
     weft.close()
     check_gather(8, 6, 4, torch.float32, "flag_gated", 2)
@@ -299,6 +308,8 @@ def _disagree(what: str) -> str:
         ("dtype", "dtype: rank . has torch.(float32|bfloat16), rank . has torch.(float32|bfloat16)"),
         ("op", "op: rank . has (all_gather_matmul|matmul_reduce_scatter)"),
         ("schedule", "schedule: rank . has (flag_gated|shard_p2p)"),
+        ("choice", "chosen: rank . has (flag_gated:1|shard_p2p), rank . has (flag_gated:1|shard_p2p)"),
+        ("SMs", r"SMs: rank . has \d+, rank . has \d+"),
     ],
 )
 def test_ranks_that_disagree_are_all_told(ranks: RankFixture, what: str, difference: str) -> None:

@@ -102,11 +102,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Looked up once: a call of an operator would pay some microseconds for it each time."""
     if name in _MODULES:
-        return importlib.import_module(f"weft.{name}")
-    if name not in _HOMES:
+        found: Any = importlib.import_module(f"weft.{name}")
+    elif name in _HOMES:
+        found = getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
+    else:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
+    return globals().setdefault(name, found)
 
 
 def __dir__() -> list[str]:

@@ -205,10 +205,13 @@ class GroupState:
         """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest. What was
         not measured here, and is no sequential program, is to be proved in use."""
         problem, spec, device = key
-        # All ranks choose from the same agreed values: an error here is the same on all, and leaves the team whole.
+        # All ranks choose from agreed values: an error here is the same on all, and leaves the team whole. What they have of
+        # their own, as a machine's profile, may differ.
         timer = timer_for(device) if spec in CHOSEN_HERE and call.tried and effort() != "none" else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
+        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(device).blocks
+        self.team.enter(f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}")
         trials: tuple[Trial, ...] = ()
         try:
             if timer is None or len(specs) == 1:
@@ -452,13 +455,11 @@ class Groups:
 
     def known(self, name: str) -> GroupState | None:
         """The group's state, if it has been used. Not collective."""
-        known = self._states.get(name)
-        return known[1] if known else None
+        return self._states[name][1] if name in self._states else None
 
     def watched(self, name: str, what: str, device: torch.device, work: Callable[[], T]) -> T:
         """As GroupState.watched; as it is in a group that has been closed."""
-        known = self.known(name)
-        return known.watched(what, device, work) if known else work()
+        return known.watched(what, device, work) if (known := self.known(name)) else work()
 
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
@@ -467,8 +468,7 @@ class Groups:
 
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""
-        known = self.known(name)
-        return known.choices() if known else []
+        return known.choices() if (known := self.known(name)) else []
 
     def keep(self, schedule: Schedule) -> str:
         """Remember a Schedule value; the string that names it in calls, the same on every rank."""
