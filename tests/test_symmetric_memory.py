@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric
+from lone_ranks import teams
 
 from weft import memory
+from weft.errors import PeerLost
+from weft.execute.reach import Reachable
 
 
 class Handle:
@@ -72,3 +78,46 @@ def test_others_stay() -> None:
     pieces[1] = (pieces[0][0], pieces[1][1])
     memory.free_symmetric()
     assert [handle() is None for _, handle in pieces] == [False, True, False]
+
+
+@pytest.fixture
+def torchs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch's symmetric memory is asked for; full: the next allocation fails."""
+    asked: list[str] = []
+
+    def empty(nbytes: int, **_: object) -> torch.Tensor:
+        if "full" in asked:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        asked.append(f"{nbytes} bytes")
+        return torch.ones(nbytes, dtype=torch.uint8)
+
+    def rendezvous(area: torch.Tensor, group: object) -> Handle:
+        asked.append("rendezvous")
+        return Handle()
+
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    return asked
+
+
+def test_ranks_meet_once_each_has_its_memory(torchs: list[str]) -> None:
+    """In torch's rendezvous a rank waits for the others, watches nobody, and lets no other thread of it run."""
+    cpu, group = torch.device("cpu"), cast(Any, None)
+    area, _ = memory.gpu_symmetric(2048, group, cpu, meet=lambda: torchs.append("meet"))
+    assert torchs == ["2048 bytes", "meet", "rendezvous"]
+    assert area.sum() == 0
+    torchs.append("full")
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.gpu_symmetric(2048, group, cpu, meet=lambda: torchs.append("meet"))
+    assert torchs[3:] == ["full"]
+
+
+def test_a_rank_without_memory_ends_the_calls_of_all(torchs: list[str]) -> None:
+    full, other = teams()
+    space: Any = SimpleNamespace(team=full, device=torch.device("cpu"), held=lambda: None, settle=lambda: torchs.append("meet"))
+    torchs.append("full")
+    with pytest.raises(torch.OutOfMemoryError):
+        Reachable(0).take(space, 2048)
+    assert torchs == ["full"]
+    with pytest.raises(PeerLost, match=r"rank 0.*CUDA out of memory"):
+        other.check_peers()

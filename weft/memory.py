@@ -155,15 +155,20 @@ class Words:
         self._store(self._offset + 8 * index, value)
 
 
-def gpu_symmetric(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[torch.Tensor, Any]:
+def gpu_symmetric(
+    nbytes: int, group: dist.ProcessGroup, device: torch.device, *, meet: Callable[[], None]
+) -> tuple[torch.Tensor, Any]:
     """Zeroed bytes of this GPU that the group's other GPUs can reach, and their handle (`buffer_ptrs`: addresses by rank).
 
-    Collective. A peer may use them once every rank's device has ended its work.
+    Collective. A peer may use them once every rank's device has ended its work. meet: waits for all ranks, and raises if one
+    has failed; called once this rank has its memory, since the rendezvous keeps Python's lock while it waits for the others,
+    and watches nobody. Raises torch.OutOfMemoryError before.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
     free_symmetric()
     area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=device)
+    meet()
     handle = symmetric_memory.rendezvous(area, group)
     area.zero_()
     return lent(area, handle), handle

@@ -47,7 +47,7 @@ def peers(clock: Clock, nbytes: int) -> Peers:
     """Zeroed symmetric memory of the world. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    made = Peers(*gpu_symmetric(nbytes, group, clock.device))
+    made = Peers(*gpu_symmetric(nbytes, group, clock.device, meet=clock.meet))
     clock.meet()
     return made
 

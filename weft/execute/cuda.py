@@ -266,14 +266,14 @@ class CudaProgram(BoundProgram):
             self._replay(graph)
             return
         bindings = self.bind(inputs, outputs)
-        if not capturing:
-            self._load(bindings, lie(inputs, outputs))
         if capturing:
             self.captured = True
             self.space.captured()
             self._fork_and_join(bindings)
-        else:
-            self._submit(lambda: self._fork_and_join(bindings))
+            return
+        if self._forks:
+            self._load(bindings, lie(inputs, outputs))
+        self._submit(lambda: self._fork_and_join(bindings))
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if not self._multiplies:
@@ -309,9 +309,10 @@ class CudaProgram(BoundProgram):
 
         CUDA waits for all streams where it loads a kernel, and meanwhile keeps the watch from releasing any: behind a lane of
         this call that waits for another one that would be for good. So all is loaded by capturing the call, which runs nothing,
-        before any of it is enqueued, and once what was enqueued before has ended, which is watched.
+        before any of it is enqueued, and once what was enqueued before has ended, which is watched. One lane alone waits for
+        nothing that comes later.
         """
-        if not self._forks or how in self._loaded:
+        if how in self._loaded:
             return
         if self._loaded:
             torch.cuda.synchronize(self.space.device)

@@ -81,9 +81,7 @@ class Pool:
         self.__dict__.pop("_group", None)
 
     def _made(self, nbytes: int) -> Piece:
-        """New memory. Ranks meet first: the rendezvous keeps Python's lock while it waits for them, and watches nobody."""
-        self._settle()
-        return Piece(*gpu_symmetric(nbytes, self._group, self._device))
+        return Piece(*gpu_symmetric(nbytes, self._group, self._device, meet=self._settle))
 
     def _prove(self, piece: Piece) -> None:
         """Every rank writes a word at every peer, and reads one back."""

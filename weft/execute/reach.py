@@ -43,7 +43,10 @@ class Reachable:
             piece = tuple(segment.matrix(0, 1, nbytes, torch.uint8)[0] for segment in segments)
         else:
             space.held()
-            memory, handle = gpu_symmetric(nbytes, space.team.group, space.device)
+            try:
+                memory, handle = gpu_symmetric(nbytes, space.team.group, space.device, meet=space.settle)
+            except RuntimeError as error:  # this GPU is full: the others wait for this rank
+                raise space.team.fail(error) from None
             space.settle()
             others = [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(space.team.world_size)]
             piece = tuple(memory[:nbytes] if rank == self._rank else other for rank, other in enumerate(others))

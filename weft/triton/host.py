@@ -107,7 +107,10 @@ class Peers:
         count = math.prod(shape)
         backing: Any
         if self.device.type == "cuda":
-            area, backing = gpu_symmetric(count * dtype.itemsize, self._team.group, self.device)
+            try:
+                area, backing = gpu_symmetric(count * dtype.itemsize, self._team.group, self.device, meet=self.settle)
+            except RuntimeError as error:  # this GPU is full: the others wait for this rank
+                raise self._team.fail(error) from None
             local = area[: count * dtype.itemsize].view(dtype).view(shape)
             addresses = [int(pointer) for pointer in backing.buffer_ptrs]
         else:
