@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.execute import cuda
 from weft.execute.cuda import CudaProgram
 from weft.execute.replay import lie
 from weft.execute.tape import Words
@@ -22,8 +23,13 @@ class Program:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
         program: Any = CudaProgram.__new__(CudaProgram)
-        nothing: dict[str, Any] = {"_rehearsed": True, "_replayable": False, "_vendors": {}, "_mail": None, "_loads": False}
-        nothing |= {"_loaded": set(), "spans": ["of a timed call"], "_silent": False, "schedule": SimpleNamespace(problem=None)}
+        nothing: dict[str, Any] = {"_rehearsed": False, "_replayable": False, "_vendors": {}, "_mail": None, "_loads": False}
+        nothing |= {
+            "_loaded": set(),
+            "spans": ["of a timed call"],
+            "_silent": False,
+            "schedule": SimpleNamespace(problem=None, buffer={"a", "out"}),
+        }
         push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
         nothing |= {"pushes": {0: push}, "_forks": dict.fromkeys(range(lanes)), "bind": lambda inputs, outputs: None}
         space = SimpleNamespace(device=None, captured=lambda: None, captures=SimpleNamespace(record=self._recorded))
@@ -32,6 +38,7 @@ class Program:
         nothing |= {"_tape": lambda bindings: self.log.append("tape") or tape, "_fork_and_join": self._enqueued}
         nothing |= {"_batches": {}, "_off_sms": set(), "kernels": {at: self._kernel(at) for at in range(2)}}
         space.words = lambda words, by_kernel: self.log.append("words")
+        nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
         nothing |= {"_submit": lambda enqueue: enqueue(), "space": space}
         for name, value in nothing.items():
             setattr(program, name, value)
@@ -49,10 +56,11 @@ class Program:
         self.log.append("loads" if self.program._loads else "enqueue")
         assert self.program._loads == (self.program.spans is None)
 
-    def call(self, *tensors: torch.Tensor) -> list[str]:
+    def call(self, *tensors: torch.Tensor, loose: int = 8) -> list[str]:
+        """loose: length of an input that is no matrix of the schedule."""
         self.log.clear()
         self.program._batches.clear()
-        self.program.play({"a": list(tensors)}, {"out": []})
+        self.program.play({"a": list(tensors), "indices": [torch.zeros(loose)]}, {"out": []})
         return self.log
 
 
@@ -70,6 +78,22 @@ def test_tensors_that_lie_otherwise_are_loaded_for_once(monkeypatch: pytest.Monk
     assert program.call(room[:8]) == ["enqueue"]
     shifted = torch.zeros(65)[1:].view(8, 8)
     assert program.call(shifted) == [*LOADED, "enqueue"]
+
+
+def test_bags_of_other_lengths_need_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups load for themselves what their indices need, and indices are others in each call."""
+    program, a = Program(monkeypatch), torch.zeros(8, 8)
+    assert all(program.call(a, loose=length) == ["enqueue"] for length in range(1, 50))
+    assert len(program.program._loaded) == 1
+
+
+def test_no_more_ways_are_remembered_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_WAYS_KEPT", 3)
+    program, room = Program(monkeypatch), torch.zeros(8, 100)
+    for width in range(1, 9):
+        program.call(room[:, :width])
+        assert len(program.program._loaded) <= 3
+    assert program.call(room[:, :8]) == ["enqueue"]
 
 
 def test_one_lane_waits_for_nothing_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,8 +208,9 @@ def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(m
     captures = Captures(device)
     for loads in (False, True):
         assert captures.record(lambda: log.append("work"), loads=loads).ended  # type: ignore[attr-defined]
-    before, after = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool"], ["work", "end", "no stream"]
-    assert log == [*before, "thread_local", *after, *before, "relaxed", *after]
+    before, after = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool", "no stream"], ["work", "end", "no stream"]
+    stream = ("stream", "ours")
+    assert log == [*before, stream, "thread_local", *after, *before, stream, "relaxed", *after]
 
     def raises() -> None:
         raise KeyError("planted")
@@ -217,7 +218,46 @@ def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(m
     log.clear()
     with pytest.raises(KeyError, match="planted"):
         captures.record(raises)
-    assert log == [*before, "thread_local", "end"]
+    assert log == [*before, ("stream", "ours"), "thread_local", "end"]
+
+
+def test_memory_that_the_allocator_keeps_for_later_is_asked_back_before_a_capture_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a capture it does not do that itself."""
+    log: list[str] = []
+
+    def full(enqueue: Callable[[], None], loads: bool) -> Graph:
+        log.append("record")
+        if len(log) < tries:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Graph()
+
+    captures = Captures(torch.device("cpu"))
+    monkeypatch.setattr(captures, "_recorded", full)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty"))
+    tries = 3
+    captures.record(lambda: None)
+    assert log == ["record", "empty", "record"]
+    log.clear()
+    tries = 99
+    with pytest.raises(torch.OutOfMemoryError):
+        captures.record(lambda: None)
+
+
+def test_without_memory_for_a_graph_calls_go_on_step_by_step(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls.graph()
+    tried: list[int] = []
+
+    def full(enqueue: Callable[[], None]) -> Graph:
+        tried.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(calls.replays._captures, "record", full)
+    with pytest.warns(UserWarning, match="not replayed from a CUDA graph.*out of memory"):
+        assert calls.graph() is None
+    assert [calls.graph() for _ in range(3)] == [None] * 3
+    assert tried == [1]
 
 
 def test_groups_share_no_workspace_and_leave_theirs_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:

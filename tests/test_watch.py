@@ -372,7 +372,7 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
 def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> None:
     side = FakeStream(13)
     program = _program(ranks.space, _aside=("fork", "join"), _batches={}, _silent=False, _off_sms=set())
-    ranks.space._streams = cast(Any, {"signals": side})
+    ranks.space._aside = cast(Any, side)
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
     told: list[tuple[bool, int]] = []
     ranks.space.words = lambda words, by_kernel: lambda stream: told.append((by_kernel, stream))  # type: ignore[method-assign]

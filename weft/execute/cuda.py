@@ -57,8 +57,8 @@ _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
 
 
-_ASIDES = "signals"
-"""The stream of the compute lane's signals."""
+_WAYS_KEPT = 256
+"""In which a program remembers that matrices have lain."""
 _PUSH_SMS_ALONE = 64
 """Of 132: SMs that stores to peers get where nothing runs meanwhile."""
 
@@ -257,6 +257,7 @@ class CudaProgram(BoundProgram):
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         if not self._rehearsed:
             self._rehearse(self.bind(inputs, outputs))
+            self._loaded.add(self._how(inputs, outputs))
         capturing = torch.cuda.is_current_stream_capturing()
         # A vendor collective keeps books of its own about graphs: those schedules are never replayed.
         graph = None
@@ -272,7 +273,7 @@ class CudaProgram(BoundProgram):
             self._fork_and_join(bindings)
             return
         if self._forks:
-            self._load(bindings, lie(inputs, outputs))
+            self._load(bindings, self._how(inputs, outputs))
         self._submit(lambda: self._fork_and_join(bindings))
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -299,6 +300,7 @@ class CudaProgram(BoundProgram):
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         torch.cuda.synchronize(self.space.device)
+        self.space.captures.ready()
         spans, self.spans, self._silent = self.spans, None, True
         self._submit(lambda: self._fork_and_join(bindings))
         self.spans, self._silent, self._rehearsed = spans, False, True
@@ -314,15 +316,20 @@ class CudaProgram(BoundProgram):
         """
         if how in self._loaded:
             return
-        if self._loaded:
-            torch.cuda.synchronize(self.space.device)
-            self._lay_out(bindings)
-            spans, self.spans, self._loads = self.spans, None, True
-            try:
-                self.space.captures.record(lambda: self._fork_and_join(bindings), loads=True)
-            finally:
-                self.spans, self._loads = spans, False
+        torch.cuda.synchronize(self.space.device)
+        self._lay_out(bindings)
+        spans, self.spans, self._loads = self.spans, None, True
+        try:
+            self.space.captures.record(lambda: self._fork_and_join(bindings), loads=True)
+        finally:
+            self.spans, self._loads = spans, False
+        if len(self._loaded) == _WAYS_KEPT:
+            self._loaded.clear()
         self._loaded.add(how)
+
+    def _how(self, inputs: Inputs, outputs: Outputs) -> Hashable:
+        """How the matrices of a call lie. Lookups load what their tables and indices need themselves."""
+        return lie({name: some for name, some in inputs.items() if name in self.schedule.buffer}, outputs)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Make the tables that a call's kernels read: they are copied to the GPU, which no capture takes."""
@@ -364,6 +371,7 @@ class CudaProgram(BoundProgram):
         """
         caller, tape = self.space.current_stream(), self._tape(bindings)
         forked: list[str] = []
+        self._has_asides = False
         try:
             for name, (fork, _) in self._forks.items():
                 forked.append(name)
@@ -377,8 +385,7 @@ class CudaProgram(BoundProgram):
             for name in forked:
                 self.driver.after(caller, self.space.stream(name).cuda_stream, self._forks[name][1])
             if self._has_asides:
-                self._has_asides = False
-                self.driver.after(caller, self.space.stream(_ASIDES).cuda_stream, self._aside[1])
+                self.driver.after(caller, self.space.aside.cuda_stream, self._aside[1])
 
     def _beside(self, lane: str, items: Sequence[Item], bindings: Bindings) -> None:
         """Enqueue items of a lane that has forked from the caller's stream."""
@@ -401,7 +408,7 @@ class CudaProgram(BoundProgram):
         if self._silent:
             return
         if item.aside:
-            side = self.space.stream(_ASIDES).cuda_stream
+            side = self.space.aside.cuda_stream
             self.driver.after(side, stream, self._aside[0])
             self._has_asides, stream = True, side
         submit(stream)

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.controls.streams import comm_stream, current_lane_priority, give_back
+from weft.controls.streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.alarm import addressed, raise_in
 from weft.execute.driver import Driver, Word
@@ -61,6 +61,8 @@ launches. Then the launch waits within the driver, where nobody can be told of a
 behind it: those of the watch, too. A call and what comes between two of them are some ten launches."""
 _ASKS_S = 2.0
 """How long the watch asks what a call waits for, for the same reason."""
+_ASIDE_PRIORITY = -3
+"""Of the signals' stream: lanes have -1, calls beside the caller's -2 (weft.execute.groups), the rescue the highest."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _LONGEST_S = 1000.0
@@ -109,6 +111,7 @@ class CudaSpace:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._aside: torch.cuda.Stream | None = None
         self._priority = current_lane_priority()
         # Of another priority than the lanes', so that no hardware queue is shared with a lane, or a graph's branch, that waits.
         self.rescue = comm_stream(priority="high", device=device)
@@ -159,6 +162,14 @@ class CudaSpace:
         if name not in self._streams:
             self._streams[name] = comm_stream(priority=self._priority, device=self.device)
         return self._streams[name]
+
+    @property
+    def aside(self) -> torch.cuda.Stream:
+        """Where the compute lane's signals go: of a priority that no other stream of weft's has, since a lane may wait for them
+        that shared its hardware queue."""
+        if self._aside is None:
+            self._aside = comm_stream(priority=max(_ASIDE_PRIORITY, priority_number("high")), device=self.device)
+        return self._aside
 
     def current_stream(self) -> int:
         """The caller's stream."""
@@ -406,7 +417,7 @@ class CudaSpace:
             self._abort.ended()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
-        for stream in (self.rescue, *self._streams.values()):
+        for stream in (self.rescue, *self._streams.values(), *([self._aside] if self._aside else ())):
             give_back(stream)
         give_captures(self.captures)
         self._streams, self._releases = {}, {}

@@ -13,6 +13,7 @@ within cuGraphLaunch, driver 580). So before each replay the driver is asked whe
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -57,15 +58,28 @@ class Captures:
         one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
         return comm_stream(priority="normal", device=self.device), torch.cuda.MemPool(), one
 
-    def record(self, enqueue: Callable[[], None], *, loads: bool = False) -> torch.cuda.CUDAGraph:
-        """The graph of what `enqueue` puts on torch's current stream. Runs nothing; other threads may use CUDA meanwhile.
-        loads: also what CUDA refuses in a capture otherwise. What is raised on the way is the reason."""
+    def ready(self) -> None:
+        """Have the workspace, of this thread. The first time, where no lane waits: it loads kernels."""
         stream, pool, one = self._made
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             product = torch.empty_like(one)
             with torch.cuda.use_mem_pool(pool, self.device):
                 torch.mm(one, one, out=product)
+
+    def record(self, enqueue: Callable[[], None], *, loads: bool = False) -> torch.cuda.CUDAGraph:
+        """The graph of what `enqueue` puts on torch's current stream. Runs nothing; other threads may use CUDA meanwhile.
+        loads: also what CUDA refuses in a capture otherwise. What is raised on the way is the reason."""
+        try:
+            return self._recorded(enqueue, loads)
+        except torch.OutOfMemoryError:
+            # In a pool of its own, and in a capture, the allocator gives nothing back that it keeps for later.
+            torch.cuda.empty_cache()
+            return self._recorded(enqueue, loads)
+
+    def _recorded(self, enqueue: Callable[[], None], loads: bool) -> torch.cuda.CUDAGraph:
+        self.ready()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._made[0]):
             try:
                 graph.capture_begin(capture_error_mode="relaxed" if loads else "thread_local")
                 enqueue()
@@ -100,10 +114,14 @@ class Replays:
     def __init__(self, captures: Captures, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
         self._captures, self._enqueue, self._driver = captures, enqueue, driver
         self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
+        self._full = False
 
     def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
         """The graph for a call with these tensors; None if they are here for the first time, where there is no result (torch
-        warns of graphs that hold nothing), and where the driver does not tell memory apart."""
+        warns of graphs that hold nothing), where the driver does not tell memory apart, and once there was none for a graph.
+        """
+        if self._full:
+            return None
         addresses = _addresses(inputs, outputs)
         if addresses not in self._graphs:
             self._graphs[addresses] = None
@@ -128,7 +146,12 @@ class Replays:
             if behind is None:
                 return None
             memory += behind
-        return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs)), tuple(memory))
+        try:
+            return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs)), tuple(memory))
+        except torch.OutOfMemoryError as error:
+            self._full = True
+            warnings.warn(f"calls are not replayed from a CUDA graph, and take longer on the host: {error}", stacklevel=2)
+            return None
 
     def close(self) -> None:
         self._graphs.clear()

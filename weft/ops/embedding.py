@@ -63,7 +63,8 @@ def embedding_bag_all_to_all(
 
     sparse: gradients of tables are sparse, as torch's embedding_bag has them; not in torch.compile or a CUDA graph.
     optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient. The
-    gradient's way home is overlapped with sorting the indices. Backward is collective: all ranks run it, or none.
+    gradient's way home is overlapped with sorting the indices. Backward is collective: all ranks run it, or none. A rank
+    without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
 
     Returns out [m, N]: this rank's samples as torch.chunk cuts the batch; columns in the order of ranks, then tables: the
     layout of a table-wise sharded EmbeddingBagCollection. Raises ValueError for wrong shapes, dtypes or names; RankMismatch if
