@@ -8,6 +8,7 @@ from __future__ import annotations
 import _thread
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -488,3 +489,12 @@ def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) ->
     assert ranks.team._words[1].load(_STATE) == _TOLD
     ranks.team.told(5.0)
     assert time.monotonic() - began < 1
+
+
+def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, warned in (("1", 1), ("7", 1), ("8", 0), ("32", 0), ("", 0), ("all", 0)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cuda_space._warn_of_few_queues()
+        assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in str(one.message) for one in caught] == [True] * warned

@@ -26,9 +26,11 @@ released, the calls under way have not ended, or a captured one may be replayed.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -63,6 +65,7 @@ _ASKS_S = 2.0
 """How long the watch asks what a call waits for, for the same reason."""
 _ASIDE_PRIORITY = -3
 """Of the signals' stream: lanes have -1, calls beside the caller's -2 (weft.execute.groups), the rescue the highest."""
+_QUEUES = 8
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _LONGEST_S = 1000.0
@@ -102,6 +105,7 @@ class CudaSpace:
                 f"WEFT_TIMEOUT_S is {team.timeout_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
             )
         self.team, self.device = team, device
+        _warn_of_few_queues()
         self.driver = Driver()
         self._near = near_group(team)
         self.pool = Pool(self._near, device, self.settle, team.near)
@@ -429,6 +433,17 @@ class CudaSpace:
                 dist.destroy_process_group(self._near)
         self.__dict__.pop("_near", None)
         self.wire = None
+
+
+def _warn_of_few_queues() -> None:
+    """Lanes wait for each other. Where all streams share a queue of the GPU, one that waits may hold up what it waits for."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if given.isdecimal() and int(given) < _QUEUES:
+        warnings.warn(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {given}: streams that wait for each other may share a hardware queue, and calls "
+            f"may end in WaitTimeout; leave it out ({_QUEUES} is CUDA's default), or use schedule='sequential'",
+            stacklevel=2,
+        )
 
 
 def _say(text: str) -> None:
