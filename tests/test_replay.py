@@ -204,6 +204,8 @@ def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(m
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: within("pool", pool, device), raising=False)
     monkeypatch.setattr(torch, "mm", lambda a, b, out: log.append("mm"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(log))
+    backend = ["native"]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend[0])
     device = torch.device("cpu")
     captures = Captures(device)
     for loads in (False, True):
@@ -211,6 +213,10 @@ def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(m
     before, after = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool", "no stream"], ["work", "end", "no stream"]
     stream = ("stream", "ours")
     assert log == [*before, stream, "thread_local", *after, *before, stream, "relaxed", *after]
+    log.clear()
+    backend[0] = "cudaMallocAsync"
+    Captures(device).record(lambda: log.append("work"))
+    assert log == [stream, "mm", "no stream", stream, "thread_local", *after]
 
     def raises() -> None:
         raise KeyError("planted")

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,16 +54,18 @@ class Captures:
         self.device = device
 
     @cached_property
-    def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool, torch.Tensor]:
+    def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool | None, torch.Tensor]:
         one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
-        return comm_stream(priority="normal", device=self.device), torch.cuda.MemPool(), one
+        # CUDA's own asynchronous allocator has no pools: there, workspaces are torch's.
+        pool = torch.cuda.MemPool() if torch.cuda.get_allocator_backend() == "native" else None
+        return comm_stream(priority="normal", device=self.device), pool, one
 
     def ready(self) -> None:
         """Have the workspace, of this thread. The first time, where no lane waits: it loads kernels."""
         stream, pool, one = self._made
         with torch.cuda.stream(stream):
             product = torch.empty_like(one)
-            with torch.cuda.use_mem_pool(pool, self.device):
+            with torch.cuda.use_mem_pool(pool, self.device) if pool else nullcontext():
                 torch.mm(one, one, out=product)
 
     def record(self, enqueue: Callable[[], None], *, loads: bool = False) -> torch.cuda.CUDAGraph:
