@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft.execute import cuda
+from weft.execute import cuda, lookups
 from weft.execute.cuda import CudaProgram
 from weft.execute.replay import lie
 from weft.execute.tape import Words
@@ -130,3 +130,26 @@ def test_how_tensors_lie() -> None:
     ways = [room[:4], room[:4].t(), room[:8], room[:4].half(), torch.zeros(40)[1:33].view(4, 8), room[:, :4][:4]]
     assert len({lie({"a": [way]}, {"out": []}) for way in ways}) == len(ways)
     assert lie({"a": [room[:4]]}, {}) == lie({"a": [room[4:8]]}, {})
+
+
+def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("all has ended"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(lookups, "variant", lambda plan, indices, *_, mean: indices.dtype)
+    kernel: Any = lookups.FusedLookup.__new__(lookups.FusedLookup)
+    kernel._columns, kernel._problem, kernel._device = 1, SimpleNamespace(mode="sum"), torch.device("cuda", 0)
+    kernel._loaded, kernel._plan, kernel._out = set(), lambda bindings: None, lambda bindings: None
+    kernel._launch = lambda plan, bindings, *, load_only: log.append("load")
+
+    def call(dtype: torch.dtype) -> list[str]:
+        log.clear()
+        indices = torch.zeros(3, dtype=dtype)
+        assert kernel.runs(SimpleNamespace(loose={"indices": [indices], "offsets": [indices]}))
+        return log
+
+    assert call(torch.int64) == ["all has ended", "load"]
+    assert call(torch.int64) == []
+    capturing[0] = True
+    assert call(torch.int32) == ["load"]

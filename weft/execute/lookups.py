@@ -49,6 +49,9 @@ class FusedLookup(FusedStep):
             mean = self._problem.mode == "mean"
             key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
             if key not in self._loaded:
+                if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                    # What was enqueued before may wait for a peer: in the driver, where kernels are loaded, nobody watches.
+                    torch.cuda.synchronize(self._device)
                 self._launch(plan, bindings, load_only=True)
                 self._loaded.add(key)
         return True
