@@ -163,7 +163,8 @@ def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
             break
         arrived = int(counts.sum())
         mine = torch.equal(out[:arrived], torch.full((arrived, 8), call + 1.0, dtype=torch.float16))
-        told.append(f"{call}: {'right' if mine else 'wrong'}, {arrived} rows")
+        what = "NaN" if bool(out.isnan().any()) else "right" if mine else "wrong"
+        told.append(f"{call}: {what}, {arrived} rows")
     dist.barrier()
     weft.close()
     splits = torch.full((size,), 24 // size, dtype=torch.int32)
@@ -185,7 +186,9 @@ def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(hasty: Ra
     first, second = hasty.run(_until_told, -1, torch.tensor([16, 0], dtype=torch.int32), 20)
     assert first[:2] == ["0: right, 20 rows", "1: right, 20 rows"]
     assert first[2].startswith("2: ValueError: max_rows is 20, but 32 rows arrived in an earlier call")
-    assert all("right" in told for told in second[:-1])
+    # Nothing goes to the second. What it is given while it waits for the first is no result.
+    assert second[:2] == ["0: right, 0 rows", "1: right, 0 rows"]
+    assert all("NaN, 0 rows" in told for told in second[2:-1])
     assert "WaitTimeout" in second[-1] or "PeerLost" in second[-1] or "broken" in second[-1]
 
 
@@ -194,7 +197,9 @@ def test_a_late_rank_gets_no_rows_of_another_call(hasty: Ranks) -> None:
     first, second = hasty.run(_until_told, 2, torch.tensor([10, 10], dtype=torch.int32), 24)
     for told in (first, second):
         assert told[:2] == ["0: right, 20 rows", "1: right, 20 rows"]
-        # The call that the peer did not come to in time has no rows, or not all; who comes next is told.
+        # What the call returns to which the peer did not come in time is no result; who comes next is told.
+        late = [text for text in told[2:-1] if "20 rows" not in text]
+        assert all("NaN" in text for text in late), told
         assert not any("right" in text and "20 rows" in text for text in told[3:])
         assert "WaitTimeout" in told[-1] or "PeerLost" in told[-1] or "broken" in told[-1]
 

@@ -25,7 +25,8 @@ A block that waits never keeps back what it waits for: pushing blocks wait for n
 every peer; multiplying blocks of a combine wait for nothing, and come before pulling ones. They pull, too, in the end, if all
 of them have begun.
 
-Zeros below what arrives are stored between tiles, when memory is idle.
+Zeros below what arrives are stored between tiles, when memory is idle. Once a wait has ended early, what has not come in time,
+and all that follows, is NaN: the error is raised by a later call only.
 
 b has three dimensions, expert by expert; both of its last two may be the contiguous one. A gated dispatch multiplies by 2 N
 columns and stores silu(left half) * right half: a block makes both tiles, and what is not stored is not read again (3 x 235 MB
@@ -38,7 +39,16 @@ import triton
 import triton.language as tl
 
 from weft.kernels.gemm_kernel import place_of
-from weft.kernels.ragged_rows import await_rows, pull_rows, push_rows, store_rows, tell_of_rows, zero_rows
+from weft.kernels.ragged_rows import (
+    await_rows,
+    fill_below,
+    fill_of,
+    in_time,
+    pull_rows,
+    push_rows,
+    store_rows,
+    tell_of_rows,
+)
 from weft.kernels.segments import tile_of
 
 
@@ -174,10 +184,10 @@ def dispatch_kernel(
     units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(N, COLS)
     unit = tl.program_id(0)
     each = tl.cdiv(units, tl.maximum(tiles, 1))
-    known = tl.full((), 0, tl.int64)
+    known, came = tl.full((), 0, tl.int64), in_time(notes_ptr)
     while tile < tiles:
         times = tl.minimum(each, tl.cdiv(units - unit, blocks))
-        unit = zero_rows(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
+        unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), MOVE_ROWS, COLS, ALIGN)
         row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
         expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
         part = parts_ptr + PART_FIELDS * (expert * W + rank)
@@ -186,14 +196,15 @@ def dispatch_kernel(
         if (first <= row) & (first + tl.load(part + 1) >= row + valid):
             src_row, src_desc = tl.load(part + 2) + row - first, a_desc
         else:
-            known = await_rows(
-                row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS
+            known, came = await_rows(
+                row, valid, expert, known, came, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS
             )
         col = col_tile * BLOCK_N
         if GATED:
             acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
         else:
             acc = _multiply(src_desc, b_desc, src_row, expert, col, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)
+        acc += fill_of(came)
         if valid == BLOCK_M:
             out_desc.store([row, col], acc.to(out_ptr.dtype.element_ty))
         else:
@@ -201,7 +212,8 @@ def dispatch_kernel(
         tile += blocks - movers
         if tile >= own:
             tile = own + tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
-    zero_rows(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
+    times = tl.cdiv(units - unit, blocks)
+    fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill_of(came), MOVE_ROWS, COLS, ALIGN)
 
 
 @triton.jit(do_not_specialize=["tries", "rank", "movers"])
@@ -245,7 +257,7 @@ def combine_kernel(
     ASYNCHRONOUS: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0) - movers
-    pulls = 1
+    pulls, fill = 1, fill_of(in_time(notes_ptr))
     if block < blocks:
         tl.atomic_add(turn_ptr + 1, 1, sem="relaxed", scope="gpu")
         row_tiles, col_tiles = tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), tl.cdiv(N, BLOCK_N)
@@ -258,7 +270,7 @@ def combine_kernel(
         told, told_row, told_rows = 0, 0, 0
         for tile in range(block, tiles, blocks):
             times = tl.minimum(each, tl.cdiv(units - unit, blocks))
-            unit = zero_rows(out_ptr, below, max_rows, N, unit, blocks, times, MOVE_ROWS, COLS, ALIGN)
+            unit = fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, MOVE_ROWS, COLS, ALIGN)
             row_tile, col_tile = place_of(tile, row_tiles, col_tiles, GROUP)
             expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, False)
             col = col_tile * BLOCK_N
@@ -281,7 +293,8 @@ def combine_kernel(
         tell_of_rows(
             told, told_row, told_rows, arrived_ptr, arrived_peers_ptr, parts_ptr, rank, W, E, PART_FIELDS, ASYNCHRONOUS
         )
-        zero_rows(out_ptr, below, max_rows, N, unit, blocks, tl.cdiv(units - unit, blocks), MOVE_ROWS, COLS, ALIGN)
+        times = tl.cdiv(units - unit, blocks)
+        fill_below(out_ptr, below, max_rows, N, unit, blocks, times, fill, MOVE_ROWS, COLS, ALIGN)
         # Not before all that multiply are on an SM: one that waits here would keep an SM from those.
         pulls = (tl.atomic_add(turn_ptr + 1, 0, sem="relaxed", scope="gpu") >= blocks).to(tl.int32)
     if pulls != 0:

@@ -2,7 +2,7 @@
 
     push_rows   pull_rows         units of segments, by the table of moves (weft.kernels.segments)
     await_rows  tell_of_rows      the segments that a tile has rows of
-    copy_rows   store_rows   zero_rows
+    copy_rows   store_rows   fill_rows   fill_below
     collect_kernel                what has landed, to where the caller has it; zeros below it
 
 weft.kernels.ragged has the kernels that multiply, and says which of their blocks call these; weft.kernels.exchange launches
@@ -52,14 +52,39 @@ def store_rows(base_ptr, row, acc, low, high, col, N, BLOCK_M: tl.constexpr, BLO
 
 
 @triton.jit
-def zero_rows(out_ptr, first, max_rows, N, unit, stride, times, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
-    """Zeros for `times` units of ROWS x COLS from row `first` on, of which this block has every stride-th; the next unit."""
+def in_time(notes_ptr):
+    """1, or, once a wait has ended early, 0: then results are NaN. Those that the caller reads before a later call raises would
+    else look like results."""
+    return (tl.load(notes_ptr) == 0).to(tl.int32)
+
+
+@triton.jit
+def fill_of(came):
+    """What is stored where nothing arrives, and added to what does."""
+    return tl.where(came != 0, 0.0, float("nan"))
+
+
+@triton.jit
+def fill_rows(dst_ptr, row, valid, width, fill, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr):
+    """Up to ROWS rows of a contiguous matrix, all with one value."""
+    rows = tl.arange(0, ROWS)[:, None]
+    for col in range(0, width, COLS):
+        cols = col + tl.arange(0, COLS)[None, :]
+        there = (rows < valid) & (cols < width)
+        put(dst_ptr + row.to(tl.int64) * width, rows * width + cols, tl.zeros((ROWS, COLS), tl.float32) + fill, there, ALIGN)
+
+
+@triton.jit
+def fill_below(
+    out_ptr, first, max_rows, N, unit, stride, times, fill, ROWS: tl.constexpr, COLS: tl.constexpr, ALIGN: tl.constexpr
+):
+    """One value for `times` units of ROWS x COLS from row `first` on, of which this block has every stride-th; the next one."""
     across = tl.cdiv(N, COLS)
     for _ in range(times):
         row = first + unit // across * ROWS
         rows, cols = tl.arange(0, ROWS)[:, None], unit % across * COLS + tl.arange(0, COLS)[None, :]
         there = (row + rows < max_rows) & (cols < N)
-        put(out_ptr + row.to(tl.int64) * N, rows * N + cols, tl.zeros((ROWS, COLS), tl.float32), there, ALIGN)
+        put(out_ptr + row.to(tl.int64) * N, rows * N + cols, tl.zeros((ROWS, COLS), tl.float32) + fill, there, ALIGN)
         unit += stride
     return unit
 
@@ -135,10 +160,13 @@ def pull_rows(
         at = within * ROWS
         peer = tl.load(fields + 4)
         segment = peer * E + tl.load(fields + 5)
-        wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
+        came = wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
         product = peer_pointer(product_ptr, product_peers_ptr, peer)
-        here, there = tl.load(fields + 2) + at, tl.load(fields + 3) + at
-        copy_rows(product, here, out_ptr, there, tl.load(fields + 1) - at, N, ROWS, COLS, STAGES, ALIGN)
+        here, there, rows = tl.load(fields + 2) + at, tl.load(fields + 3) + at, tl.load(fields + 1) - at
+        if came:
+            copy_rows(product, here, out_ptr, there, rows, N, ROWS, COLS, STAGES, ALIGN)
+        else:
+            fill_rows(out_ptr, there, rows, N, float("nan"), ROWS, COLS, ALIGN)
         unit = tl.atomic_add(turn_ptr, 1, sem="relaxed", scope="gpu")
 
 
@@ -148,6 +176,7 @@ def await_rows(
     valid,
     expert,
     known,
+    came,
     arrived_ptr,
     parts_ptr,
     goals_ptr,
@@ -158,7 +187,7 @@ def await_rows(
     FIELDS: tl.constexpr,
 ):
     """Wait for all segments that have rows of [row, row + valid). known: bits of those that this block knows to be there, if
-    there are at most 64; returned with what it has waited for."""
+    there are at most 64; came: whether all came in time that it has waited for. Both are returned as they are then."""
     for other in range(W):
         part = parts_ptr + FIELDS * (expert * W + other)
         first, rows = tl.load(part), tl.load(part + 1)
@@ -166,9 +195,9 @@ def await_rows(
             segment = other * E + expert
             bit = tl.full((), 1, tl.int64) << (segment % 64)
             if (W * E > 64) | ((known & bit) == 0):
-                wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr)
+                came = came & wait(arrived_ptr + segment, tl.load(goals_ptr + segment), tries, notes_ptr).to(tl.int32)
                 known = known | bit
-    return known
+    return known, came
 
 
 @triton.jit
@@ -223,12 +252,18 @@ def collect_kernel(
     ALIGN: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    known = tl.full((), 0, tl.int64)
+    known, came = tl.full((), 0, tl.int64), in_time(notes_ptr)
     for row_tile in range(block, tl.load(groups_ptr + GROUP_FIELDS * (EQ - 1)), blocks):
         expert, row, valid = tile_of(groups_ptr, row_tile, EQ, GROUP_FIELDS, BLOCK_M, True)
-        known = await_rows(row, valid, expert, known, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS)
+        known, came = await_rows(
+            row, valid, expert, known, came, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS
+        )
         for at in range(0, valid, MOVE_ROWS):
-            copy_rows(landing_ptr, row + at, out_ptr, row + at, valid - at, width, MOVE_ROWS, COLS, STAGES, ALIGN)
+            if came != 0:
+                copy_rows(landing_ptr, row + at, out_ptr, row + at, valid - at, width, MOVE_ROWS, COLS, STAGES, ALIGN)
+            else:
+                fill_rows(out_ptr, row + at, valid - at, width, float("nan"), MOVE_ROWS, COLS, ALIGN)
     below = tl.load(moves_ptr + MOVE_FIELDS * Q)
     units = tl.cdiv(max_rows - below, MOVE_ROWS) * tl.cdiv(width, COLS)
-    zero_rows(out_ptr, below, max_rows, width, block, blocks, tl.cdiv(units - block, blocks), MOVE_ROWS, COLS, ALIGN)
+    times = tl.cdiv(units - block, blocks)
+    fill_below(out_ptr, below, max_rows, width, block, blocks, times, fill_of(came), MOVE_ROWS, COLS, ALIGN)
