@@ -98,8 +98,9 @@ def _interpreted() -> tuple[int, int]:
         nonlocal adding, through_one
         adding += any(part.adds for part in self.step.parts)
         launch(self, *arguments, **options)  # type: ignore[arg-type]
-        assert self._tables is not None
-        through_one += self._tables[1].at_peers and self._tables[1].far is not None
+        assert self._plans._kept is not None
+        _, plan = self._plans._kept
+        through_one += plan.at_peers and plan.far is not None
 
     fused.FusedGemm.launch = counted  # type: ignore[method-assign]
     try:

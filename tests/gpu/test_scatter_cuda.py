@@ -103,8 +103,9 @@ def _through_one_descriptor() -> tuple[bool, bool]:
 
     def watched(self: FusedGemm, *arguments: object, **options: object) -> None:
         launch(self, *arguments, **options)  # type: ignore[arg-type]
-        assert self._tables is not None
-        seen.append(self._tables[1].at_peers and self._tables[1].far is not None)
+        assert self._plans._kept is not None
+        _, plan = self._plans._kept
+        seen.append(plan.at_peers and plan.far is not None)
 
     FusedGemm.launch = watched  # type: ignore[method-assign]
     try:

@@ -8,8 +8,8 @@ within a step of its loop, multiplies part by part and advances the same flags a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import blocks_for, tiles_of
 from weft.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
+
+T = TypeVar("T")
 
 
 def is_fused(step: Step) -> bool:
@@ -118,6 +120,20 @@ def _moved(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
     return tuple(bindings.tensors[key][0][0].data_ptr() for key in buffers)
 
 
+class Plans(Generic[T]):
+    """Tables of addresses into the buffers of some regions, made anew where those lie elsewhere."""
+
+    def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
+        self._regions, self._make = regions, make
+        self._kept: tuple[tuple[int, ...], T] | None = None
+
+    def of(self, bindings: Bindings) -> T:
+        moved = _moved(bindings, self._regions)
+        if self._kept is None or self._kept[0] != moved:
+            self._kept = moved, self._make(bindings)
+        return self._kept[1]
+
+
 class FusedGemm(FusedStep):
     """A GEMM with gates, counts, adds, or parts that are stored at peers.
 
@@ -134,7 +150,7 @@ class FusedGemm(FusedStep):
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
         whole = whole_slices(step, blocks_for(step, device))
         self._regular = whole and in_order(step) and all(pitch(part) is not None for part in step.parts if part.adds)
-        self._tables: tuple[tuple[int, ...], Tables] | None = None
+        self._plans = Plans(self._elsewhere, self._laid_out)
         self._launcher = gemm_kernel.launcher()
         self._fits: dict[tuple[int, ...], bool] = {}
 
@@ -164,10 +180,10 @@ class FusedGemm(FusedStep):
         return not self._elsewhere or (len(bs) == 1 and alike)
 
     def lay_out(self, bindings: Bindings) -> None:
-        self._plan(bindings)
+        self._plans.of(bindings)
 
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        plan = self._plan(bindings)
+        plan = self._plans.of(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
         adds = self._whole(bindings, self._adds[0]) if self._adds else None
         outs = [out for out, _ in bindings.tensors[self._out] if out.shape[1]]
@@ -190,12 +206,6 @@ class FusedGemm(FusedStep):
     def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[key]
         return matrix
-
-    def _plan(self, bindings: Bindings) -> Tables:
-        moved = _moved(bindings, self._elsewhere)
-        if self._tables is None or self._tables[0] != moved:
-            self._tables = moved, self._laid_out(bindings)
-        return self._tables[1]
 
     def _laid_out(self, bindings: Bindings) -> Tables:
         def stored_at(part: Part, row: int) -> torch.Tensor | None:
@@ -221,7 +231,7 @@ class FusedReduce(FusedStep):
         super().__init__(where, device, flags)
         self.step: Reduce = step
         self._sources = [src for part in step.parts for src in part.srcs]
-        self._tables: tuple[tuple[int, ...], ReduceTables] | None = None
+        self._plans = Plans(self._sources, self._laid_out)
         self._launcher = reduce_kernel.launcher()
 
     def runs(self, bindings: Bindings) -> bool:
@@ -235,7 +245,7 @@ class FusedReduce(FusedStep):
         return alike and not (more or others) and len({len(part.srcs) for part in self.step.parts}) == 1 and out[0].numel() > 0
 
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        plan = self._plan(bindings)
+        plan = self._plans.of(bindings)
         ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
         like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
         reduce(
@@ -253,13 +263,7 @@ class FusedReduce(FusedStep):
         )
 
     def lay_out(self, bindings: Bindings) -> None:
-        self._plan(bindings)
-
-    def _plan(self, bindings: Bindings) -> ReduceTables:
-        moved = _moved(bindings, self._sources)
-        if self._tables is None or self._tables[0] != moved:
-            self._tables = moved, self._laid_out(bindings)
-        return self._tables[1]
+        self._plans.of(bindings)
 
     def _laid_out(self, bindings: Bindings) -> ReduceTables:
         return reduce_tables(
