@@ -66,6 +66,7 @@ _ASKS_S = 2.0
 _ASIDE_PRIORITY = -3
 """Of the signals' stream: lanes have -1, calls beside the caller's -2 (weft.execute.groups), the rescue the highest."""
 _QUEUES = 8
+"""Hardware queues that CUDA has for streams, unless told otherwise."""
 _LOOKS_PER_S = 20_000_000
 """More than a block can look at a flag in a second: a kernel gives up after the watch does."""
 _LONGEST_S = 1000.0

@@ -71,12 +71,12 @@ class Captures:
     def record(self, enqueue: Callable[[], None], *, loads: bool = False) -> torch.cuda.CUDAGraph:
         """The graph of what `enqueue` puts on torch's current stream. Runs nothing; other threads may use CUDA meanwhile.
         loads: also what CUDA refuses in a capture otherwise. What is raised on the way is the reason."""
-        try:
+        with suppress(torch.OutOfMemoryError):
             return self._recorded(enqueue, loads)
-        except torch.OutOfMemoryError:
-            # In a pool of its own, and in a capture, the allocator gives nothing back that it keeps for later.
-            torch.cuda.empty_cache()
-            return self._recorded(enqueue, loads)
+        # In a pool of its own, and in a capture, the allocator gives nothing back that it keeps for later. Not while the error
+        # is handled: it holds the graph that failed.
+        torch.cuda.empty_cache()
+        return self._recorded(enqueue, loads)
 
     def _recorded(self, enqueue: Callable[[], None], loads: bool) -> torch.cuda.CUDAGraph:
         self.ready()
