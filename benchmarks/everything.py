@@ -70,7 +70,7 @@ def faults(seed: int) -> Run:
 
 def campaigns(gpus: int, minutes: float, seed: int) -> tuple[Run, ...]:
     """18 runs of random calls beside each other: six of all GPUs (at most 4), twelve of two each."""
-    pairs = [f"{first},{first + 1}" for first in range(0, gpus - 1, 2)]
+    pairs = [f"{first},{first + 1}" for first in range(0, gpus - 1, 2)] or [None]
     sizes = [(min(4, gpus), None)] * 6 + [(2, pairs[number % len(pairs)]) for number in range(12)]
     return tuple(
         Run(
