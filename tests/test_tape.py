@@ -188,10 +188,19 @@ def test_neighbours_are_one_submission() -> None:
     assert merged([first, second]) == [Words(where, first.words + second.words)]
 
 
+def test_a_lane_that_waits_on_says_once_where_it_is() -> None:
+    where = Where(0, "copy", 0, None)  # type: ignore[arg-type]
+    here, wait, lower, signal = (lambda at, k=kind: Word(k, at, 1) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
+    first, second = (here(0), wait(4), lower(4)), (here(0), wait(8), lower(8))
+    (both,) = merged([Words(where, first), Words(where, second), Words(where, (signal(12),)), Words(where, second)])
+    assert isinstance(both, Words)
+    assert both.words == (*first, *second[1:], signal(12), *second)
+
+
 def test_phases() -> None:
     """Waits that follow each other are one phase; what comes after a signal is another; so is a step that says where it is."""
     here, wait, lower, signal = (lambda at, k=kind: Word(k, at, at) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
-    batch = [here(9), wait(1), lower(1), here(8), wait(2), lower(2), signal(3), wait(4), lower(4), here(7)]
+    batch = [here(9), wait(1), lower(1), wait(2), lower(2), signal(3), wait(4), lower(4), here(7)]
     first, second, third = phases(batch)
     assert first.kinds == ([(9, 9)], [(1, 1), (2, 2)], [(1, 1), (2, 2)], [(3, 3)])
     assert second.kinds == ([], [(4, 4)], [(4, 4)], [])

@@ -25,7 +25,7 @@ alone took 0.5 to 0.7 ms of host time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
 _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
-
-
 _WAYS_KEPT = 256
 """In which a program remembers that matrices have lain."""
 _PUSH_SMS_ALONE = 64
@@ -79,14 +77,12 @@ class CudaProgram(BoundProgram):
 
     def _set_up(self, schedule: Schedule) -> None:
         space = self.space
-        words = self._take(4 * self.edges.words)
+        words = self._take(4 * (self.edges.words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.memory, words.addresses
         super().__init__(space, schedule)
         self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
-        self._progress_pinned = torch.zeros(len(lanes) + 1, dtype=torch.int32).pin_memory()
-        self._progress = self._progress_pinned.numpy()
-        self._progress_at = {lane.name: self._progress_pinned.data_ptr() + 4 * i for i, lane in enumerate(lanes)}
+        self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.edges.words + i) for i, lane in enumerate(lanes)}
         own = (self._words.data_ptr() + 4 * slot for slot in range(self.edges.words))
         self._raise_all = self.driver.words([Word("signal", address, _RELEASED) for address in own])
         self._raise_what_no_call_left()
@@ -184,7 +180,7 @@ class CudaProgram(BoundProgram):
         self._scratch, self._tapes, self.fixed = {}, {}, Bindings()
 
     def here(self, where: Where) -> Word:
-        """Before a step may wait: let its lane say in host memory where it is."""
+        """Before a step may wait: let its lane say where it is."""
         return Word("here", self._progress_at[where.lane], where.position + 1)
 
     def waiters(self, flag: Flag) -> list[int]:
@@ -445,24 +441,25 @@ class CudaProgram(BoundProgram):
         with torch.cuda.stream(self.space.rescue):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
-        for index, lane in enumerate(self.schedule.ranks[self.rank]):
-            for where, wait in self._may_wait_for(lane, int(self._progress[index]) - 1):
+        come_to = dict(zip(self._progress_at, seen[self.edges.words :], strict=False))
+        for lane in self.schedule.ranks[self.rank]:
+            for where, wait in self._may_wait_for(lane, come_to[lane.name] - 1):
                 value, need = seen[self.edges.slot[wait.flag, lane.name, where.position]], self.growth_of(wait.flag)
                 if value < need:
                     stuck.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {self.raiser(wait.flag)}")
                     break
-        stuck = stuck or list(self._unsent())
+        stuck = stuck or list(self._unsent(come_to))
         return "\n".join(stuck) or f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"
 
-    def _unsent(self) -> Iterator[str]:
+    def _unsent(self, come_to: Mapping[str, int]) -> Iterator[str]:
         """The messages that a lane came to last, and collectives: nothing tells whether they are through."""
         others = ", ".join(f"rank {peer}" for peer in range(self.team.world_size) if peer != self.rank)
         for rank, lane, at, collective in self.schedule:
             if rank == self.rank and id(collective) in self._vendors:
                 where = Where(rank, lane.name, at, collective)
                 yield f"{where}: no flag is missing; perhaps not all ranks have begun it ({others})"
-        for index, lane in enumerate(self.schedule.ranks[self.rank]):
-            position = int(self._progress[index]) - 1
+        for lane in self.schedule.ranks[self.rank]:
+            position = come_to[lane.name] - 1
             step = lane.steps[position] if position >= 0 else None
             if isinstance(step, SendReceive):
                 where = Where(self.rank, lane.name, position, step)

@@ -15,7 +15,8 @@
                              gates: Words and Work for each slice
 
 What the compute lane signals while it has more to do goes aside, on a stream that waits for the work before: a word in a peer's
-memory takes 10 us or more where the links are full, and the next matmul need not wait for it.
+memory takes 10 us or more where the links are full, and the next matmul need not wait for it. Not so on copy lanes: copies that
+something hangs on between them are slower than the signals (docs/log.md).
 
 Neighbouring Words become one submission: of memory operations on copy lanes, which must not need an SM that waiting blocks
 may hold, and on all lanes of a collective alone, which other kernels run beside; of a kernel of one warp (weft.kernels.words)
@@ -284,10 +285,7 @@ def phases(words: Sequence[Word]) -> list[Phase]:
 
     found = [Phase()]
     closed = False
-    for i, word in enumerate(words):
-        before_wait = word.kind == "here" and i + 1 < len(words) and words[i + 1].kind == "wait"
-        if word.kind == "here" and found[-1].here and before_wait and not closed:
-            continue
+    for word in words:
         if word.kind in ("here", "wait") and (closed or (word.kind == "here" and found[-1] != Phase())):
             found.append(Phase())
             closed = False
@@ -305,7 +303,14 @@ def merged(items: Sequence[Item]) -> list[Item]:
     for item in items:
         last = found[-1] if found else None
         if isinstance(item, Words) and isinstance(last, Words):
-            found[-1] = Words(last.where, last.words + item.words, last.moment)
+            found[-1] = Words(last.where, _joined(last.words, item.words), last.moment)
         else:
             found.append(item)
     return found
+
+
+def _joined(before: tuple[Word, ...], words: tuple[Word, ...]) -> tuple[Word, ...]:
+    """Operations of one lane. Where waits follow waits, the lane has said where it is: from there on it waits for all."""
+    passing = any(word.kind == "wait" for word in before) and before[-1].kind == "lower"
+    waits_on = len(words) > 1 and words[0].kind == "here" and words[1].kind == "wait"
+    return before + words[1:] if passing and waits_on else before + words

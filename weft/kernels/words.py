@@ -44,10 +44,9 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class WordsTable:
-    """Phases on the device. operations: address and value by phase, kind and place; counts: by phase and kind."""
+    """Phases on the device. operations: address and value by phase, kind and place; the address 0 where there is none."""
 
     operations: torch.Tensor
-    counts: torch.Tensor
     phases: int
     size: int
 
@@ -57,10 +56,7 @@ def words_table(phases: Sequence[Phase], device: torch.device) -> WordsTable:
     size = triton.next_power_of_2(max((len(kind) for phase in phases for kind in phase.kinds), default=1))
     size = max(size, _LEAST)
     rows = [[*kind, *[(0, 0)] * (size - len(kind))] for phase in phases for kind in phase.kinds]
-    counts = [len(kind) for phase in phases for kind in phase.kinds]
-    return WordsTable(
-        operations=table(rows, torch.int64, device), counts=table(counts, torch.int32, device), phases=len(phases), size=size
-    )
+    return WordsTable(operations=table(rows, torch.int64, device), phases=len(phases), size=size)
 
 
 def launcher() -> Launcher:
@@ -73,36 +69,35 @@ def do_words(plan: WordsTable, *, tries: int, launched_by: Launcher | None = Non
 
     launched_by, stream: as for weft.kernels.gemm.gemm.
     """
-    arguments = (plan.operations, plan.counts, plan.phases if tries else 0, tries)
+    arguments = (plan.operations, plan.phases if tries else 0, tries)
     constants = {"KINDS": _KINDS, "SIZE": plan.size}
     (launched_by or launcher())(1, arguments, constants, key=plan.size, stream=stream, num_warps=1)
 
 
 @triton.jit
-def _load(operations_ptr, counts_ptr, row, SIZE: tl.constexpr):
+def _load(operations_ptr, row, SIZE: tl.constexpr):
     """The words, values and mask of one kind in one phase."""
-    place = tl.arange(0, SIZE)
-    there = place < tl.load(counts_ptr + row)
-    fields = operations_ptr + 2 * (row * SIZE + place)
-    words = tl.load(fields, mask=there, other=0).to(tl.pointer_type(tl.int32))
-    return words, tl.load(fields + 1, mask=there, other=0).to(tl.int32), there
+    fields = operations_ptr + 2 * (row * SIZE + tl.arange(0, SIZE))
+    addresses = tl.load(fields)
+    return addresses.to(tl.pointer_type(tl.int32)), tl.load(fields + 1).to(tl.int32), addresses != 0
 
 
 @triton.jit(do_not_specialize=["phases", "tries"])
-def _words_kernel(operations_ptr, counts_ptr, phases, tries, KINDS: tl.constexpr, SIZE: tl.constexpr):
+def _words_kernel(operations_ptr, phases, tries, KINDS: tl.constexpr, SIZE: tl.constexpr):
     for phase in range(phases):
-        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase, SIZE)
-        tl.store(words, values, mask=there)
-        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase + 1, SIZE)
+        # All of them first: one after the other, each would wait for the memory again.
+        here, places, told = _load(operations_ptr, KINDS * phase, SIZE)
+        words, needs, waited = _load(operations_ptr, KINDS * phase + 1, SIZE)
+        lowers, lows, lowered = _load(operations_ptr, KINDS * phase + 2, SIZE)
+        signals, raised, signalled = _load(operations_ptr, KINDS * phase + 3, SIZE)
+        tl.store(here, places, mask=told)
         looks = 0
-        late = tl.max(there.to(tl.int32), axis=0)
+        late = tl.max(waited.to(tl.int32), axis=0)
         while (late > 0) & (looks < tries):
-            seen = tl.atomic_add(words, 0, mask=there, sem="acquire", scope="sys")
-            late = tl.max((there & (seen < values)).to(tl.int32), axis=0)
+            seen = tl.atomic_add(words, 0, mask=waited, sem="acquire", scope="sys")
+            late = tl.max((waited & (seen < needs)).to(tl.int32), axis=0)
             looks += 1
         tl.debug_barrier()
-        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase + 2, SIZE)
-        tl.store(words, values, mask=there)
+        tl.store(lowers, lows, mask=lowered)
         tl.debug_barrier()
-        words, values, there = _load(operations_ptr, counts_ptr, KINDS * phase + 3, SIZE)
-        tl.atomic_xchg(words, values, mask=there, sem="release", scope="sys")
+        tl.atomic_xchg(signals, raised, mask=signalled, sem="release", scope="sys")

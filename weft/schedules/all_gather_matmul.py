@@ -106,14 +106,16 @@ class _Gather(Builder):
         """
         for rank in range(self.world_size):
             peers = self.peers(rank, step=-1)
-            if lane and self.pieces[rank]:
-                self.add(rank, lane, *(Wait(Flag("free", rank, peer), 0) for peer in peers))
+            self._wait_until_free(rank, peers if self.pieces[rank] else [], lane)
             for piece in self.pieces[rank]:
                 for peer in [*peers, rank] if lane and stage_own else [rank] * stage_own + peers:
                     on = lane or self.copy_lane(peer)
-                    if peer != rank and piece is self.pieces[rank][0] and not lane:
-                        self.add(rank, on, Wait(Flag("free", rank, peer), 0))
                     self.add(rank, on, Copy(self.own(piece), self.landing(peer, piece)), Signal(self.arrived(peer, piece)))
+
+    def _wait_until_free(self, rank: int, peers: Sequence[int], lane: str | None) -> None:
+        """All of the last call's readers at once: one wait before the first copy is shorter than one before each."""
+        for peer in peers:
+            self.add(rank, lane or self.copy_lane(peer), Wait(Flag("free", rank, peer), 0))
 
     def slice_arrived(self, rank: int, shard: int, index: int) -> Flag:
         """Slice `index` of a peer's columns lies in rank's a_full."""
@@ -122,13 +124,10 @@ class _Gather(Builder):
     def push_columns(self, rank: int, slices: Sequence[Span1D], *, lane: str | None = None) -> None:
         """The rank sends its shard to all peers, slice by slice of its columns. lane: as for push_all."""
         peers = self.peers(rank, step=-1) if self.pieces[rank] else []
-        if lane and peers:
-            self.add(rank, lane, *(Wait(Flag("free", rank, peer), 0) for peer in peers))
+        self._wait_until_free(rank, peers, lane)
         for index, cols in enumerate(slices):
             for peer in peers:
                 on = lane or self.copy_lane(peer)
-                if index == 0 and not lane:
-                    self.add(rank, on, Wait(Flag("free", rank, peer), 0))
                 dst = self.region("a_full", peer, self.problem.shards[rank], cols)
                 arrived = Signal(self.slice_arrived(peer, rank, index))
                 self.add(rank, on, Copy(self.region("a", rank, cols=cols), dst), arrived)

@@ -71,13 +71,14 @@ class _Combine(Exchange):
         return [p for index in range(self.chunks) for peer in self.peers(rank) for p in self.pieces[peer] if p.index == index]
 
     def bring(self, rank: int) -> None:
-        """The owner's copy lanes: every piece in order of production, into its result; then the peer may write anew."""
+        """The owner's copy lanes: every piece in order of production, into its result; then the peers may write anew, in their
+        next call: they are told at the end, so that no copy waits for that."""
         pieces, peers = self.pieces[rank], self.peers(rank, step=-1)
         by_peer, by_chunk = product(peers, pieces), ((peer, piece) for piece in pieces for peer in peers)
         for peer, piece in by_peer if self.sends_columns else by_chunk:
             self.add(rank, self.copy_lane(peer), Wait(self.ready(peer, piece)), self._copy(peer, piece))
-            if piece is pieces[-1]:
-                self.add(rank, self.copy_lane(peer), Signal(Flag("free", peer, rank)))
+        for peer in peers if pieces else []:
+            self.add(rank, self.copy_lane(peer), Signal(Flag("free", peer, rank)))
 
     def whole(self, rank: int) -> list[tuple[int, Part]]:
         """All of the product, by destination where each has a kernel."""
@@ -128,9 +129,8 @@ def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) 
     """A GEMM for each piece, pulled by its owner when done; the own shard last, as one GEMM. chunks=1: shard by shard."""
     s = _Combine(problem, name, chunks, fan_out=fan_out)
     for rank in range(s.world_size):
+        s.add(rank, "compute", *(s.free(rank, peer) for peer in s.peers(rank) if s.pieces[peer]))
         for piece in s.by_step(rank):
-            if piece is s.pieces[piece.shard][0]:
-                s.add(rank, "compute", s.free(rank, piece.shard))
             rows = piece.rows
             s.multiply(rank, [(piece.shard, Part(s.source(rank, piece.shard, rows), s.region("product", rank, rows)))])
             s.add(rank, "compute", Signal(s.ready(rank, piece)))
