@@ -21,8 +21,8 @@ too: graphs are dropped and captured anew.
 Traps. Calls of one kind have the same tensors: what flows is memory of weft's, not of the test's. p99 on a busy machine tells
 of the machine. The allocator's first growth is no leak: hence thirds, not ends. A burst that is timed stands behind a kernel
 that spins until the host has enqueued it, or else times would be the host's; its first call is not timed: ranks meet in it.
-With NCCL's collectives in a graph the host gets some 17 replays ahead and no further, whatever spins: the next ones then wait for
-the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H200). So fewer are timed in a row.
+With NCCL's collectives in a graph the host gets some 17 replays ahead and no further, whatever spins: the next ones then wait
+for the host, 100 us and more (torch's all_reduce alone, without weft, on 2 x H200). So fewer are timed in a row.
 """
 
 from __future__ import annotations

@@ -161,15 +161,17 @@ def gpu_symmetric(
     """Zeroed bytes of this GPU that the group's other GPUs can reach, and their handle (`buffer_ptrs`: addresses by rank).
 
     Collective. A peer may use them once every rank's device has ended its work. meet: waits for all ranks, and raises if one
-    has failed; called once this rank has its memory, since the rendezvous keeps Python's lock while it waits for the others,
-    and watches nobody. Raises torch.OutOfMemoryError before.
+    has failed; called once this rank has its memory, since the rendezvous watches nobody. Raises torch.OutOfMemoryError before,
+    and as weft.rendezvous.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
+
+    from weft.rendezvous import rendezvous
 
     free_symmetric()
     area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=device)
     meet()
-    handle = symmetric_memory.rendezvous(area, group)
+    handle = rendezvous(area, group)
     area.zero_()
     return lent(area, handle), handle
 

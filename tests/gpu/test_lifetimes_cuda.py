@@ -5,12 +5,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_work import Case, moves, sums
+from rank_work import check_gather
 
 import weft
 from weft import collectives
@@ -172,6 +173,30 @@ def _many_groups(count: int) -> None:
 
 def test_every_group_has_lanes_of_its_own(pool: Ranks) -> None:
     pool.run(_many_groups, 20)
+
+
+def _overlapping(left_out: Sequence[int]) -> None:
+    """Groups that each leave a rank out, and the world, take symmetric memory in turns: more of it each time."""
+    faulthandler.dump_traceback_later(80, exit=True)
+    weft.close()
+    everyone, rank = list(range(dist.get_world_size())), dist.get_rank()
+    groups = [dist.new_group([r for r in everyone if r != out], backend="cpu:gloo,cuda:nccl") for out in left_out]
+    for turn, out in enumerate(left_out):
+        for group, member in ((groups[turn], rank != out), (dist.group.WORLD, True)):
+            if member:
+                check_gather(96 << turn, 64, 32, torch.bfloat16, "shard_p2p", turn, group)
+    for group, out in zip(groups, left_out, strict=True):
+        if rank != out:
+            weft.close(group)
+            dist.destroy_process_group(group)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.skipif(GPUS < 3, reason=f"needs three GPUs, of which two are a group, this machine has {GPUS}")
+def test_groups_that_overlap(pool: Ranks) -> None:
+    """torch's own rendezvous waits for good there."""
+    pool.run(_overlapping, [2, 0, 1, 0])
 
 
 def _free_everywhere() -> int:

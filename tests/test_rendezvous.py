@@ -1,0 +1,27 @@
+"""torch's rendezvous in groups that share some of their ranks."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import RankFixture
+from meeting_work import as_torch_meets, groups_that_overlap, one_stays_away
+
+pytestmark = pytest.mark.ranks
+
+
+def test_groups_that_overlap_meet(ranks: RankFixture) -> None:
+    first, second, third = ranks(3).run(groups_that_overlap)
+    assert first == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]
+    assert second == [[0, 1], [0, 1], [0, 1, 2], [1, 2], [0, 1, 2]]
+    assert third == [[0, 1, 2], [1, 2], [0, 1, 2]]
+
+
+def test_by_torchs_own_numbers_they_do_not(ranks: RankFixture) -> None:
+    """Else weft's store is no longer needed."""
+    assert all("imeout" in error for error in ranks(3).run(as_torch_meets))
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_the_bound(ranks: RankFixture) -> None:
+    message, _ = ranks(2).run(one_stays_away)
+    assert "rank 0 has waited for 1 s at most" in message
+    assert "imeout" in message

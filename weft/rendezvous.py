@@ -1,0 +1,120 @@
+"""torch's rendezvous of symmetric memory, for groups that share only some of their ranks.
+
+There, ranks find what the others tell them by a number that torch counts for the process and not for the group (2.11 to 2.13;
+https://github.com/pytorch/pytorch/issues/196082): once a group has met that leaves a rank out, one with that rank waits for
+good, each under another number. So here a group meets in a store of its own, which counts anew:
+
+    torch on ranks 0 and 1    set CUDASymmetricMemory/7/0    get CUDASymmetricMemory/7/2
+    torch on rank 2           set CUDASymmetricMemory/5/2
+    in the store, of all      meeting 3/CUDASymmetricMemory/0/0, meeting 3/CUDASymmetricMemory/0/2
+
+Bad interleaving: two threads meet in two groups at once, so that the numbers of either have gaps. What counts is the order in
+which a group's store sees them, and that is the same on its ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
+
+from weft.errors import WaitTimeout
+
+BOUND_S = 60.0
+"""Of a wait in a rendezvous, to which all ranks have come: for what dies on the way."""
+_NUMBERED = re.compile(r"(.*?/)(\d+)(/.*)?")
+
+
+class _Counting(Store):
+    """A store in which the numbers of keys, `words/number/words`, are counted from 0 as they come. lost: what a wait ended by,
+    if not by what it was for."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+        self.lost: RuntimeError | None = None
+
+    def _key(self, key: str) -> str:
+        found = _NUMBERED.fullmatch(key)
+        if not found:
+            return key
+        before, number, behind = found.groups(default="")
+        return f"{before}{self._numbers.setdefault(number, len(self._numbers))}{behind}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._waits(self._store.get, self._key(key))
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self._waits(self._store.multi_get, [self._key(key) for key in keys])
+        return values
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._store.add(self._key(key), value))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check([self._key(key) for key in keys]))
+
+    def wait(self, keys: Sequence[str], *within: timedelta) -> None:
+        self._waits(self._store.wait, [self._key(key) for key in keys], *within)
+
+    def _waits(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return ask(*arguments)
+        except RuntimeError as error:
+            self.lost = error
+            raise
+
+
+@dataclass
+class _Meetings:
+    """Of one group on this rank. store: on a connection of its own. count: so far."""
+
+    store: Any
+    count: int = 0
+
+
+_OF: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
+
+
+def rendezvous(area: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """torch's handle of a group's symmetric memory. Collective.
+
+    Raises WaitTimeout if a rank does not hear of another in BOUND_S, or the group's store is gone.
+    """
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    if group not in _OF:
+        store: Any = _get_process_group_store(group)
+        _OF[group] = _Meetings(PrefixStore("weft/symmetric memory", store.clone()))
+    meetings = _OF[group]
+    meetings.count += 1
+    own: Any = PrefixStore(f"meeting {meetings.count}", meetings.store)
+    own.set_timeout(timedelta(seconds=BOUND_S))
+    counting = _Counting(own)  # held here: of what is Python's of it, and of groups by name, torch keeps nothing
+    stand_in = dist.ProcessGroup(counting, group.rank(), group.size())
+    name: Any = f"weft/{group.group_name}/{meetings.count}"
+    _register_process_group(name, stand_in)
+    try:
+        return symmetric_memory.rendezvous(area, name)
+    except RuntimeError:
+        if counting.lost is None:
+            raise
+        raise WaitTimeout(
+            f"group {group.group_name}: rank {group.rank()} has waited for {BOUND_S:g} s at most in torch's rendezvous of "
+            f"symmetric memory, to which all {group.size()} ranks had come: {counting.lost}"
+        ) from counting.lost
+    finally:
+        _unregister_process_group(name)
