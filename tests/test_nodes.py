@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from collective_work import Case, in_place, moves, sums
 from nodes_work import SPECS, check_every_operator
 from rank_work import check_gather, whole
@@ -174,27 +175,28 @@ def test_memory_of_another_node_is_not_mapped(two_nodes: Ranks) -> None:
     assert two_nodes.run(_out_of_reach) == [((2, 2), [0, 1])] * 2 + [((2, 2), [2, 3])] * 2
 
 
-def _near() -> list[int]:
-    """Twice, as after a close: the ranks of the group that GPUs of a node share memory by, and their sum of ranks in it."""
+def _near() -> list[list[int]]:
+    """Twice, as after a close: whom ranks meet in the group that GPUs of a node share memory by."""
+    from meeting_work import meet, told
+
     from weft.execute.network import near_group
 
-    found: list[int] = []
+    found = []
     group = dist.group.WORLD
     assert group is not None
-    for _ in range(2):
-        team = Team(group)
-        near = near_group(team)
-        ranks = torch.tensor([dist.get_rank()])
-        dist.all_reduce(ranks, group=near)
-        found += [*dist.get_process_group_ranks(near), int(ranks)]
-        dist.destroy_process_group(near)
-        team.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "rendezvous", told)
+        for _ in range(2):
+            team = Team(group)
+            near = near_group(team)
+            found += [meet(near), meet(near)]
+            team.close()
     return found
 
 
 @pytest.mark.ranks
 def test_a_node_has_a_group_of_its_own(two_nodes: Ranks) -> None:
-    assert two_nodes.run(_near) == [[0, 1, 1] * 2] * 2 + [[2, 3, 5] * 2] * 2
+    assert two_nodes.run(_near) == [[[0, 1]] * 4] * 2 + [[[2, 3]] * 4] * 2
 
 
 def _refused() -> list[str]:
@@ -245,11 +247,11 @@ def _collectives_alone() -> list[str]:
 
 @pytest.mark.ranks
 def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
-    for pushed, pulled, symmetric in two_nodes.run(_collectives_alone):
+    for pushed, pulled, shared in two_nodes.run(_collectives_alone):
         why = "which loads from and stores to all ranks; on nodes of (2, 2) ranks, use sequential"
         assert pushed == f"schedule is 'copy_engine', {why}"
         assert pulled == f"schedule is 'copy_engine_pull', {why}"
-        assert symmetric.startswith("group is on nodes of (2, 2) ranks; peers write memory within one node alone")
+        assert shared.startswith("group is on nodes of (2, 2) ranks; peers write memory within one node alone")
 
 
 def _beside() -> list[bool]:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import WaitTimeout
 
@@ -97,7 +97,7 @@ def rendezvous(area: torch.Tensor, group: dist.ProcessGroup) -> Any:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     if group not in _OF:
-        store: Any = _get_process_group_store(group)
+        store: Any = group.get_group_store()
         _OF[group] = _Meetings(PrefixStore("weft/symmetric memory", store.clone()))
     meetings = _OF[group]
     meetings.count += 1
@@ -105,7 +105,7 @@ def rendezvous(area: torch.Tensor, group: dist.ProcessGroup) -> Any:
     own.set_timeout(timedelta(seconds=BOUND_S))
     counting = _Counting(own)  # held here: of what is Python's of it, and of groups by name, torch keeps nothing
     stand_in = dist.ProcessGroup(counting, group.rank(), group.size())
-    name: Any = f"weft/{group.group_name}/{meetings.count}"
+    name: Any = f"weft/{id(group)}/{meetings.count}"
     _register_process_group(name, stand_in)
     try:
         return symmetric_memory.rendezvous(area, name)
@@ -113,8 +113,8 @@ def rendezvous(area: torch.Tensor, group: dist.ProcessGroup) -> Any:
         if counting.lost is None:
             raise
         raise WaitTimeout(
-            f"group {group.group_name}: rank {group.rank()} has waited for {BOUND_S:g} s at most in torch's rendezvous of "
-            f"symmetric memory, to which all {group.size()} ranks had come: {counting.lost}"
+            f"rank {group.rank()} has waited for {BOUND_S:g} s at most in torch's rendezvous of symmetric memory, to which all "
+            f"{group.size()} ranks of the group had come: {counting.lost}"
         ) from counting.lost
     finally:
         _unregister_process_group(name)

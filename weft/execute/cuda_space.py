@@ -39,7 +39,6 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from weft.controls.streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.errors import WaitTimeout, WeftError
@@ -108,8 +107,7 @@ class CudaSpace:
         self.team, self.device = team, device
         _warn_of_few_queues()
         self.driver = Driver()
-        self._near = near_group(team)
-        self.pool = Pool(self._near, device, self.settle, team.near)
+        self.pool = Pool(near_group(team), device, self.settle, team.near)
         transport = transport_from_environment() if team.nodes else None
         self.wire = CudaWire(team, device) if transport == "nccl" else None
         self.heap = Heap.of(team, device) if transport == "nvshmem" else None
@@ -429,10 +427,6 @@ class CudaSpace:
         self.pool.close()
         if self.wire:
             self.wire.close()
-        if self.team.nodes:
-            with suppress(ValueError, RuntimeError):  # gone with all groups of the process
-                dist.destroy_process_group(self._near)
-        self.__dict__.pop("_near", None)
         self.wire = None
 
 

@@ -8,8 +8,8 @@ taking the caller's group along, which is how a message that never comes ends.
 
 A GPU's symmetric memory reaches the ranks of its node. It is torch's, over a group of these ranks.
 
-Both are made with names and stores of the team's own: torch names groups that only some ranks make by their ranks and by how
-many groups a rank has, so that ranks could differ in a name, and a name could come back with what an earlier group left.
+Both are made with stores of the team's own and are in none of torch's lists: torch names groups that only some ranks make by
+their ranks and by how many groups a rank has, so that ranks could differ in a name, of these groups or of the caller's next.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from weft.execute.vendor import Abort
 from weft.team import Team
@@ -44,19 +42,10 @@ def transport_from_environment() -> str:
 
 
 def near_group(team: Team) -> dist.ProcessGroup:
-    """A group of the ranks of this one's node; the team's own where there is one node. Collective."""
-    if not team.nodes:
-        return team.group
-    everyone = dist.get_process_group_ranks(team.group)
-    ranks = [everyone[near] for near in team.near]
-    first, bound = team.near.start, timedelta(seconds=team.timeout_s)
-    make: Any = distributed_c10d._new_process_group_helper
-    group: dist.ProcessGroup
-    group, _ = make(
-        len(ranks), team.rank - first, ranks, "gloo", team.store("near"), f"weft-{team.topic}-{first}", timeout=bound
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
-    return group
+    """The ranks of this one's node, which can meet (weft.rendezvous) and nothing else; the team's own group where there is one
+    node."""
+    first = team.near.start
+    return dist.ProcessGroup(team.store(f"near {first}"), team.rank - first, len(team.near)) if team.nodes else team.group
 
 
 class CudaWire:
