@@ -18,6 +18,10 @@ from weft.execute.bindings import Bindings
 from weft.execute.collective_calls import affordable
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
+from weft.execute.vendor import Vendor
+from weft.problem import COLLECTIVE_OPS, CollectiveProblem
+from weft.schedule import Collective
+from weft.schedules import build
 
 pytestmark = pytest.mark.ranks
 LEAST = 1 << 16
@@ -323,3 +327,22 @@ def _kernels() -> int:
 def test_sums_run_as_kernels(interpreted: Ranks) -> None:
     for launches in interpreted.run(_kernels):
         assert launches >= 10
+
+
+def _rehearsed() -> list[int]:
+    """By operator: how many collectives of the group the rehearsal of its sequential program is."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
+    found = []
+    for op in COLLECTIVE_OPS:
+        schedule = build(CollectiveProblem(op=op, m=6 * size, world_size=size, dtype="float32"), "sequential")
+        (step,) = (step for rank, _, _, step in schedule if rank == dist.get_rank() and isinstance(step, Collective))
+        before = group._get_sequence_number_for_group()
+        Vendor(group, step, schedule.problem).rehearse(torch.device("cpu"))
+        found.append(group._get_sequence_number_for_group() - before)
+    return found
+
+
+def test_collectives_that_may_work_in_place_are_rehearsed_on_other_tensors(ranks: RankFixture) -> None:
+    """So that NCCL has made its communicator, which may take longer than a call may, before the first call."""
+    assert ranks(2).run(_rehearsed) == [[1] * len(COLLECTIVE_OPS)] * 2

@@ -92,6 +92,19 @@ class Vendor:
         else:
             self._plain(src, dst)
 
+    def rehearse(self, device: torch.device) -> None:
+        """The same collective of one element a rank: NCCL makes a communicator, and connections for each kind of collective, at
+        first use, which takes a second and more where many processes do. Collective."""
+        one, many = torch.zeros(1, device=device), torch.zeros(len(self._shards), device=device)
+        if self._step.op == "all_reduce":
+            _in_order(self._group.allreduce([one], self._all_options))
+        elif self._step.op == "all_gather":
+            self._gather(many, one)
+        elif self._step.op == "reduce_scatter":
+            self._scatter(one, many)
+        else:
+            dist.all_to_all_single(torch.empty_like(many), many, group=self._group)
+
     def _gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """As dist.all_gather_into_tensor, without what that checks and logs, which is most of its host time."""
         _in_order(self._group._allgather_base(dst, src, _GATHER))
