@@ -32,7 +32,9 @@ class Program:
         }
         push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
         nothing |= {"pushes": {0: push}, "_forks": dict.fromkeys(range(lanes)), "bind": lambda inputs, outputs: None}
-        space = SimpleNamespace(device=None, captured=lambda: None, captures=SimpleNamespace(record=self._recorded))
+        space = SimpleNamespace(
+            device=None, captured=lambda: None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded)
+        )
         words = Words(SimpleNamespace(lane="compute"), ())  # type: ignore[arg-type]
         tape = SimpleNamespace(runs=[(None, [words, "work"])])
         nothing |= {"_tape": lambda bindings: self.log.append("tape") or tape, "_fork_and_join": self._enqueued}
@@ -40,6 +42,7 @@ class Program:
         space.words = lambda words, by_kernel: self.log.append("words")
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
         nothing |= {"_submit": lambda enqueue: enqueue(), "space": space}
+        nothing["_replays"] = SimpleNamespace(branches=SimpleNamespace(enqueue=lambda stream, call: call()))
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program

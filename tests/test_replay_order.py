@@ -13,6 +13,7 @@ from lone_ranks import FakeSpace, space_of, teams
 from weft.execute import bound
 from weft.execute.bindings import Bindings, Where
 from weft.execute.cuda import CudaProgram
+from weft.execute.replay import Branches
 from weft.problem import Problem
 from weft.schedule import Flag, Reduce
 from weft.schedules import build
@@ -60,6 +61,52 @@ def test_replays_that_multiply_take_turns_with_the_workspace(spaces: list[FakeSp
     assert _replay(other, FIRST) == ["replayed"]
     assert _replay(one, FIRST, multiplies=False) == ["replayed"]
     assert _replay(one, FIRST) == [("wait", FIRST, one._done[3]), "replayed"]
+
+
+class Capturing:
+    """A driver whose streams are in captures."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.captures = {FIRST: 7, SECOND: 7}
+
+    def capture(self, stream: int) -> int:
+        return self.captures[stream]
+
+    def event(self) -> str:
+        return "event"
+
+    def record(self, event: str, stream: int) -> None:
+        self.log.append(("record", stream))
+
+    def wait(self, stream: int, event: str) -> None:
+        self.log.append(("wait", stream))
+
+    def forget(self, event: str) -> None:
+        self.log.append("forget")
+
+
+def test_branches_of_one_capture_come_one_after_the_other() -> None:
+    driver = Capturing()
+    branches = Branches(cast(Any, driver))
+
+    def calls(*streams: int) -> list[Any]:
+        driver.log.clear()
+        for stream in streams:
+            branches.enqueue(stream, lambda stream=stream: driver.log.append(stream))  # type: ignore[misc]
+        return driver.log
+
+    branches.close()
+    assert driver.log == []
+    assert calls(FIRST, FIRST) == [FIRST, ("record", FIRST)] * 2
+    assert calls(SECOND, FIRST) == [
+        *(("wait", SECOND), SECOND, ("record", SECOND)),
+        *(("wait", FIRST), FIRST, ("record", FIRST)),
+    ]
+    driver.captures[SECOND] = 8
+    assert calls(SECOND) == [SECOND, ("record", SECOND)], "an event of another capture must not be waited for"
+    branches.close()
+    assert driver.log[-1] == "forget"
 
 
 def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_work import Case, moves, sums
-from rank_work import check_gather
+from rank_work import bound, check_gather, whole
 
 import weft
 from weft import collectives
@@ -355,3 +355,39 @@ def _lying_otherwise() -> None:
 def test_what_tensors_need_that_lie_otherwise_is_loaded_before_any_lane_waits(pool: Ranks) -> None:
     """CUDA waits for all streams where it loads a kernel: this ended in the bound of the ranks' processes."""
     pool.run(_lying_otherwise)
+
+
+def _branches(spec: str) -> None:
+    """Two calls of one program on two branches of a capture, replayed with new data."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    weft.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    low, high = 64 * rank, 64 * (rank + 1)
+    a, b, _ = whole(64 * size, 256, 512, torch.bfloat16, 1)
+    shards = [a[low:high].clone() for _ in range(2)]
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    for shard in shards:
+        weft.all_gather_matmul(shard, b, schedule=spec)
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        first = weft.all_gather_matmul(shards[0], b, schedule=spec)
+        with torch.cuda.stream(side):
+            second = weft.all_gather_matmul(shards[1], b, schedule=spec)
+        main.wait_stream(side)
+    for turn in range(20):
+        drawn = [whole(64 * size, 256, 512, torch.bfloat16, 100 * turn + at)[0] for at in range(2)]
+        for shard, matrix in zip(shards, drawn, strict=True):
+            shard.copy_(matrix[low:high])
+        graph.replay()
+        for got, matrix in zip((first, second), drawn, strict=True):
+            expected = matrix.double() @ b.double()
+            assert float((got.double() - expected).abs().max()) <= bound(torch.bfloat16, 512, 1, expected), (spec, turn)
+    torch.cuda.synchronize()
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("spec", ["shard_p2p", "flag_gated:1", "sequential_stores"])
+def test_branches_of_one_capture(pool: Ranks, spec: str) -> None:
+    pool.run(_branches, spec)

@@ -268,7 +268,7 @@ class CudaProgram(BoundProgram):
         if capturing:
             self.captured = True
             self.space.captured()
-            self._fork_and_join(bindings)
+            self._replays.branches.enqueue(self.space.current_stream(), lambda: self._fork_and_join(bindings))
             return
         if self._forks:
             self._load(bindings, self._how(inputs, outputs))

@@ -99,6 +99,12 @@ class Driver:
         checked((result,))
         return True
 
+    def capture(self, stream: int) -> int:
+        """The number of the capture that a stream is in. No other capture of this process has it."""
+        error, _, number, *_ = self.api.cuStreamGetCaptureInfo(stream)
+        checked((error,))
+        return int(number)
+
     def memory_at(self, address: int) -> int | None:
         """The number of the memory at an address of a GPU's. No other memory of this process ever has it, so it tells whether
         memory was freed and other memory came to lie there. None where the driver has no number."""

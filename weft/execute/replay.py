@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -39,6 +40,35 @@ class Kept:
 
     graph: torch.cuda.CUDAGraph
     memory: tuple[tuple[int, int], ...]
+
+
+class Branches:
+    """Calls of one program that a caller captures: on whatever streams of one capture, they come in the order of the calls.
+
+    Bad interleaving: two calls on branches that a graph joins later use the program's memory and words at once. Out of captures
+    events of the calls see to that; those are none of a capture's.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._last: tuple[int, int] | None = None
+        """Capture and stream of the last call."""
+
+    @cached_property
+    def _event(self) -> Any:
+        return self._driver.event()
+
+    def enqueue(self, stream: int, call: Callable[[], None]) -> None:
+        capture = self._driver.capture(stream)
+        if self._last is not None and self._last[0] == capture and self._last[1] != stream:
+            self._driver.wait(stream, self._event)
+        call()
+        self._driver.record(self._event, stream)
+        self._last = capture, stream
+
+    def close(self) -> None:
+        if self._last is not None:
+            self._driver.forget(self._event)
 
 
 class Captures:
@@ -111,10 +141,12 @@ def give_captures(captures: Captures) -> None:
 
 
 class Replays:
-    """Graphs of one program. captures: where they are made. enqueue: puts a call with these tensors on the current stream."""
+    """Graphs of one program. captures: where they are made. enqueue: puts a call with these tensors on the current stream.
+    branches: of the caller's graphs."""
 
     def __init__(self, captures: Captures, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
         self._captures, self._enqueue, self._driver = captures, enqueue, driver
+        self.branches = Branches(driver)
         self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
         self._full = False
 
@@ -157,6 +189,7 @@ class Replays:
 
     def close(self) -> None:
         self._graphs.clear()
+        self.branches.close()
 
 
 def lie(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
