@@ -41,7 +41,7 @@ class Program:
         nothing |= {"_batches": {}, "_off_sms": set(), "kernels": {at: self._kernel(at) for at in range(2)}}
         space.words = lambda words, by_kernel: self.log.append("words")
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_submit": lambda enqueue: enqueue(), "space": space}
+        nothing |= {"_submit": lambda enqueue, allocates: enqueue(), "_allocates": False, "space": space}
         nothing["_replays"] = SimpleNamespace(branches=SimpleNamespace(enqueue=lambda stream, call: call()))
         for name, value in nothing.items():
             setattr(program, name, value)

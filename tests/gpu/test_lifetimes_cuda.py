@@ -391,3 +391,38 @@ def _branches(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["shard_p2p", "flag_gated:1", "sequential_stores"])
 def test_branches_of_one_capture(pool: Ranks, spec: str) -> None:
     pool.run(_branches, spec)
+
+
+def _full(spec: str) -> None:
+    """A call that allocates on the way, by torch's matmuls, where all memory is in use or kept for another stream."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    weft.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    m, n, k = 1024 * size, 4096, 2048
+    a, b, expected = whole(m, n, k, torch.float32, 1)
+    shards = [a[1024 * rank : 1024 * (rank + 1)].clone() for _ in range(3)]
+    for shard in shards[:2]:
+        weft.all_gather_matmul(shard, b, schedule=spec)
+    del a
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    result = torch.empty(m, n, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        kept = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+        free, _ = torch.cuda.mem_get_info()
+        rest = torch.empty(free - 16 * MIB, dtype=torch.uint8, device="cuda")
+        kept.clear()
+    del result
+    dist.barrier()
+    out = weft.all_gather_matmul(shards[2], b, schedule=spec)
+    torch.cuda.synchronize()
+    del rest  # for what compares
+    assert float((out.double() - expected).abs().max()) <= bound(torch.float32, k, size, expected)
+    weft.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("spec", ["uniform_fused_1d:2", "hetero_fused_1d:2"])
+def test_calls_on_a_gpu_that_is_full(pool: Ranks, spec: str) -> None:
+    """The allocator gives memory back then, for which CUDA waits for all streams."""
+    pool.run(_full, spec)

@@ -113,7 +113,7 @@ class CudaProgram(BoundProgram):
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
-        self._silent = self._rehearsed = self._loads = self._has_asides = False
+        self._silent = self._rehearsed = self._loads = self._has_asides = self._allocates = False
         self._loaded = set[Hashable]()
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
@@ -217,7 +217,7 @@ class CudaProgram(BoundProgram):
         run.launch(bindings, silent=self._silent, sms=self._push_sms, stream=stream)
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds; a contiguous one is a copy engine's.
+        # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds.
         return tensor if name in ("b", "tables") else tensor.contiguous()
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
@@ -272,7 +272,7 @@ class CudaProgram(BoundProgram):
             return
         if self._forks:
             self._load(bindings, self._how(inputs, outputs))
-        self._submit(lambda: self._fork_and_join(bindings))
+        self._submit(lambda: self._fork_and_join(bindings), allocates=self._allocates)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if not self._multiplies:
@@ -292,25 +292,25 @@ class CudaProgram(BoundProgram):
     def _rehearse(self, bindings: Bindings) -> None:
         """Run the first call's steps once without flags, on all ranks, and throw the result away.
 
-        CUDA loads a kernel at first use, and waits for all streams then: behind a stream that waits for a flag which this
-        thread has yet to enqueue, that would never end. Nor could the watch end it, so what was enqueued before is waited for.
+        CUDA loads a kernel at first use, and waits for all streams then (`_load`). So what was enqueued before is waited for.
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         torch.cuda.synchronize(self.space.device)
         self.space.captures.ready()
         spans, self.spans, self._silent = self.spans, None, True
-        self._submit(lambda: self._fork_and_join(bindings))
+        before = self.space.allocations()
+        self._submit(lambda: self._fork_and_join(bindings), allocates=True)
+        self._allocates = self.space.allocations() > before
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
 
     def _load(self, bindings: Bindings, how: Hashable) -> None:
         """Load what a call needs whose tensors lie otherwise than those before: kernels for other strides and alignments.
 
-        CUDA waits for all streams where it loads a kernel, and meanwhile keeps the watch from releasing any: behind a lane of
-        this call that waits for another one that would be for good. So all is loaded by capturing the call, which runs nothing,
-        before any of it is enqueued, and once what was enqueued before has ended, which is watched. One lane alone waits for
-        nothing that comes later.
+        CUDA waits for all streams where it loads a kernel, and keeps the watch from releasing any: for good, behind a lane of
+        this call that waits for another one. So all is loaded by a capture, which runs nothing, before any of it is enqueued,
+        and once what was enqueued before has ended, which is watched. One lane alone waits for nothing that comes later.
         """
         if how in self._loaded:
             return
@@ -337,13 +337,12 @@ class CudaProgram(BoundProgram):
                 kernel.lay_out(bindings)
         for push in self.pushes.values():
             push.laid_out(bindings)
-        for _, items in tape.runs:
-            for item in items:
-                if isinstance(item, Words):
-                    self._submission(item)
+        for item in chain.from_iterable(items for _, items in tape.runs):
+            if isinstance(item, Words):
+                self._submission(item)
 
-    def _submit(self, enqueue: Callable[[], None]) -> None:
-        """One call on the caller's stream, after the program's last one, and under watch."""
+    def _submit(self, enqueue: Callable[[], None], *, allocates: bool = False) -> None:
+        """One call on the caller's stream, after the program's last one, and under watch. allocates: by torch, on the way."""
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
             self.space.after(caller, self._last_ticket)
@@ -353,7 +352,8 @@ class CudaProgram(BoundProgram):
         if watched:
             self._timed(None, caller, lambda: None)
         try:
-            enqueue()
+            with self.space.temporaries() if allocates else nullcontext():
+                enqueue()
         finally:
             self.space.end(caller, ticket)
         self.space.raise_if_failed()

@@ -33,9 +33,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -47,7 +47,7 @@ from weft.execute.driver import Driver, Word
 from weft.execute.network import CudaWire, near_group, transport_from_environment
 from weft.execute.nvshmem import Heap
 from weft.execute.pool import Pool
-from weft.execute.replay import give_captures, take_captures
+from weft.execute.replay import give_captures, private_pool, take_captures
 from weft.execute.vendor import Abort, backend_of
 from weft.team import Team
 
@@ -173,6 +173,20 @@ class CudaSpace:
         if self._aside is None:
             self._aside = comm_stream(priority=max(_ASIDE_PRIORITY, priority_number("high")), device=self.device)
         return self._aside
+
+    def temporaries(self) -> AbstractContextManager[None]:
+        """What torch allocates meanwhile, on this thread, comes from a pool of this space's, where it finds what a program let
+        go before. Else, on a GPU that is full, the allocator would give back what it keeps for later; the driver waits for all
+        streams then, and lanes of a call that is half enqueued wait for the other half: for good."""
+        return torch.cuda.use_mem_pool(self._private, self.device) if self._private else nullcontext()
+
+    @cached_property
+    def _private(self) -> torch.cuda.MemPool | None:
+        return private_pool()
+
+    def allocations(self) -> int:
+        """How often torch's allocator has been asked for memory."""
+        return int(torch.cuda.memory_stats(self.device)["allocation.all.allocated"])
 
     def current_stream(self) -> int:
         """The caller's stream."""

@@ -71,6 +71,11 @@ class Branches:
             self._driver.forget(self._event)
 
 
+def private_pool() -> torch.cuda.MemPool | None:
+    """Memory of torch's allocator that nobody else is given; None with CUDA's own asynchronous one, which has no pools."""
+    return torch.cuda.MemPool() if torch.cuda.get_allocator_backend() == "native" else None
+
+
 class Captures:
     """Where graphs are made: a stream of our own, and cuBLAS's workspace of it.
 
@@ -86,9 +91,7 @@ class Captures:
     @cached_property
     def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool | None, torch.Tensor]:
         one = torch.ones(16, 16, device=self.device, dtype=torch.bfloat16)
-        # CUDA's own asynchronous allocator has no pools: there, workspaces are torch's.
-        pool = torch.cuda.MemPool() if torch.cuda.get_allocator_backend() == "native" else None
-        return comm_stream(priority="normal", device=self.device), pool, one
+        return comm_stream(priority="normal", device=self.device), private_pool(), one
 
     def ready(self) -> None:
         """Have the workspace, of this thread. The first time, where no lane waits: it loads kernels."""
