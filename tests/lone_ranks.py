@@ -36,6 +36,7 @@ def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
         team._logs = [board.words(_LOG_AT, _LOGGED) for board in boards]
         team.topic = "lone"
         team.group = cast(Any, None)
+        team.__dict__["near_meetings"] = None
         made.append(team)
     return made
 

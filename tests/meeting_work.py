@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from weft import rendezvous as meetings
+from weft import rendezvous
 from weft.errors import WaitTimeout
+from weft.rendezvous import Meetings
 
 NUMBERS = itertools.count()
 """Of the process, as torch's."""
@@ -30,21 +32,39 @@ def told(area: torch.Tensor, group: Any) -> list[bytes]:
     return found
 
 
-def meet(group: dist.ProcessGroup) -> list[int]:
+def meet(meetings: Meetings) -> list[int]:
     area = torch.full((1,), dist.get_rank(), dtype=torch.uint8)
-    return [value[0] for value in meetings.rendezvous(area, group)]
+    return [value[0] for value in meetings.rendezvous(area)]
 
 
 def groups_that_overlap() -> list[list[int]]:
     """By group of this rank, of three, who was met: twice two of them, once all, once the other two, and all again."""
-    some, others = dist.new_group([0, 1]), dist.new_group([1, 2])
+    groups = dist.new_group([0, 1]), dist.group.WORLD, dist.new_group([1, 2])
+    some, everyone, others = ([rendezvous.meetings(group)] if _member(group) else [] for group in groups)
     found = list[list[int]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
-        for group in (some, some, dist.group.WORLD, others, dist.group.WORLD):
-            if group != dist.GroupMember.NON_GROUP_MEMBER:
-                assert group is not None
-                found.append(meet(group))
+        for meetings in (*some, *some, *everyone, *others, *everyone):
+            found.append(meet(meetings))
+    return found
+
+
+def _member(group: Any) -> bool:
+    return group != dist.GroupMember.NON_GROUP_MEMBER
+
+
+def the_same_names_again() -> list[list[int]]:
+    """Whom ranks meet in a group, and in one that is made after it, with its name and in its store, where keys stayed."""
+    world: Any = dist.group.WORLD
+    found = list[list[int]]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "rendezvous", told)
+        for turn in range(2):
+            meetings = rendezvous.meetings(world)
+            patch.setattr(dist, "get_rank", lambda turn=turn: world.rank() + 10 * turn)
+            if turn and world.rank():
+                time.sleep(0.5)  # what rank 0 finds until then is old
+            found.append(meet(meetings))
     return found
 
 
@@ -70,11 +90,12 @@ def as_torch_meets() -> str:
 def one_stays_away() -> str:
     """What rank 0 is told where rank 1 has died on the way."""
     world: Any = dist.group.WORLD
+    meetings = rendezvous.meetings(world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
-        patch.setattr(meetings, "BOUND_S", 1.0)
+        patch.setattr(rendezvous, "BOUND_S", 1.0)
         if dist.get_rank() == 0:
             with pytest.raises(WaitTimeout) as caught:
-                meet(world)
+                meet(meetings)
             return str(caught.value)
     return ""

@@ -176,10 +176,8 @@ def test_memory_of_another_node_is_not_mapped(two_nodes: Ranks) -> None:
 
 
 def _near() -> list[list[int]]:
-    """Twice, as after a close: whom ranks meet in the group that GPUs of a node share memory by."""
+    """Twice, as after a close: whom ranks meet, that GPUs of a node share memory with."""
     from meeting_work import meet, told
-
-    from weft.execute.network import near_group
 
     found = []
     group = dist.group.WORLD
@@ -188,14 +186,13 @@ def _near() -> list[list[int]]:
         patch.setattr(symmetric, "rendezvous", told)
         for _ in range(2):
             team = Team(group)
-            near = near_group(team)
-            found += [meet(near), meet(near)]
+            found += [meet(team.near_meetings), meet(team.near_meetings)]
             team.close()
     return found
 
 
 @pytest.mark.ranks
-def test_a_node_has_a_group_of_its_own(two_nodes: Ranks) -> None:
+def test_a_nodes_ranks_meet_alone(two_nodes: Ranks) -> None:
     assert two_nodes.run(_near) == [[[0, 1]] * 4] * 2 + [[[2, 3]] * 4] * 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import RankFixture
-from meeting_work import as_torch_meets, groups_that_overlap, one_stays_away
+from meeting_work import as_torch_meets, groups_that_overlap, one_stays_away, the_same_names_again
 
 pytestmark = pytest.mark.ranks
 
@@ -14,6 +14,11 @@ def test_groups_that_overlap_meet(ranks: RankFixture) -> None:
     assert first == [[0, 1], [0, 1], [0, 1, 2], [0, 1, 2]]
     assert second == [[0, 1], [0, 1], [0, 1, 2], [1, 2], [0, 1, 2]]
     assert third == [[0, 1, 2], [1, 2], [0, 1, 2]]
+
+
+def test_what_an_earlier_group_left_is_not_read(ranks: RankFixture) -> None:
+    """A launcher's store outlives process groups, which have the same names again."""
+    assert ranks(2).run(the_same_names_again) == [[[0, 1], [10, 11]]] * 2
 
 
 def test_by_torchs_own_numbers_they_do_not(ranks: RankFixture) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from lone_ranks import teams
 
-from weft import memory, rendezvous
+from weft import memory
 from weft.errors import PeerLost
 from weft.execute.reach import Reachable
 
@@ -91,24 +91,25 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"{nbytes} bytes")
         return torch.ones(nbytes, dtype=torch.uint8)
 
-    def meet(area: torch.Tensor, group: object) -> Handle:
-        asked.append("rendezvous")
-        return Handle()
-
     monkeypatch.setattr(symmetric, "empty", empty)
-    monkeypatch.setattr(rendezvous, "rendezvous", meet)
     return asked
 
 
 def test_ranks_meet_once_each_has_its_memory(torchs: list[str]) -> None:
     """In torch's rendezvous a rank waits for the others and watches nobody."""
-    cpu, group = torch.device("cpu"), cast(Any, None)
-    area, _ = memory.gpu_symmetric(2048, group, cpu, meet=lambda: torchs.append("meet"))
+    cpu = torch.device("cpu")
+
+    def rendezvous(area: torch.Tensor) -> Handle:
+        torchs.append("rendezvous")
+        return Handle()
+
+    meetings = cast(Any, SimpleNamespace(rendezvous=rendezvous))
+    area, _ = memory.gpu_symmetric(2048, meetings, cpu, meet=lambda: torchs.append("meet"))
     assert torchs == ["2048 bytes", "meet", "rendezvous"]
     assert area.sum() == 0
     torchs.append("full")
     with pytest.raises(torch.OutOfMemoryError):
-        memory.gpu_symmetric(2048, group, cpu, meet=lambda: torchs.append("meet"))
+        memory.gpu_symmetric(2048, meetings, cpu, meet=lambda: torchs.append("meet"))
     assert torchs[3:] == ["full"]
 
 

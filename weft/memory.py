@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+
+from weft.rendezvous import Meetings
 
 SHM = Path("/dev/shm")
 PREFIX = "weft-"
@@ -156,22 +157,20 @@ class Words:
 
 
 def gpu_symmetric(
-    nbytes: int, group: dist.ProcessGroup, device: torch.device, *, meet: Callable[[], None]
+    nbytes: int, meetings: Meetings, device: torch.device, *, meet: Callable[[], None]
 ) -> tuple[torch.Tensor, Any]:
-    """Zeroed bytes of this GPU that the group's other GPUs can reach, and their handle (`buffer_ptrs`: addresses by rank).
+    """Zeroed bytes of this GPU that the other ranks' GPUs can reach, and their handle (`buffer_ptrs`: addresses by rank).
 
     Collective. A peer may use them once every rank's device has ended its work. meet: waits for all ranks, and raises if one
     has failed; called once this rank has its memory, since the rendezvous watches nobody. Raises torch.OutOfMemoryError before,
-    and as weft.rendezvous.
+    and as Meetings.rendezvous.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
-
-    from weft.rendezvous import rendezvous
 
     free_symmetric()
     area = symmetric_memory.empty(max(1024, nbytes), dtype=torch.uint8, device=device)
     meet()
-    handle = rendezvous(area, group)
+    handle = meetings.rendezvous(area)
     area.zero_()
     return lent(area, handle), handle
 

@@ -2,7 +2,7 @@
 
 There, ranks find what the others tell them by a number that torch counts for the process and not for the group (2.11 to 2.13;
 https://github.com/pytorch/pytorch/issues/196082): once a group has met that leaves a rank out, one with that rank waits for
-good, each under another number. So here a group meets in a store of its own, which counts anew:
+good, each under another number. So here ranks meet in a store of their own, which counts anew:
 
     torch on ranks 0 and 1    set CUDASymmetricMemory/7/0    get CUDASymmetricMemory/7/2
     torch on rank 2           set CUDASymmetricMemory/5/2
@@ -15,11 +15,10 @@ which a group's store sees them, and that is the same on its ranks.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -78,43 +77,44 @@ class _Counting(Store):
             raise
 
 
-@dataclass
-class _Meetings:
-    """Of one group on this rank. store: on a connection of its own. count: so far."""
+class Meetings:
+    """Of ranks that take symmetric memory together. store: that they alone have, on a connection of its own, and nobody had
+    before: keys stay. rank, size: of them."""
 
-    store: Any
-    count: int = 0
+    def __init__(self, store: Any, *, rank: int, size: int) -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self._count = 0
+
+    def rendezvous(self, area: torch.Tensor) -> Any:
+        """torch's handle of their symmetric memory. Collective.
+
+        Raises WaitTimeout if a rank does not hear of another in BOUND_S, or the store is gone.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._count += 1
+        own: Any = PrefixStore(f"meeting {self._count}", self._store)
+        own.set_timeout(timedelta(seconds=BOUND_S))
+        counting = _Counting(own)  # held here: of what is Python's of it, and of groups by name, torch keeps nothing
+        stand_in = dist.ProcessGroup(counting, self.rank, self.size)
+        name: Any = f"weft/{id(self)}/{self._count}"
+        _register_process_group(name, stand_in)
+        try:
+            return symmetric_memory.rendezvous(area, name)
+        except RuntimeError:
+            if counting.lost is None:
+                raise
+            raise WaitTimeout(
+                f"rank {self.rank} has waited for {BOUND_S:g} s at most in torch's rendezvous of symmetric memory, to which "
+                f"all {self.size} ranks had come: {counting.lost}"
+            ) from counting.lost
+        finally:
+            _unregister_process_group(name)
 
 
-_OF: WeakKeyDictionary[dist.ProcessGroup, _Meetings] = WeakKeyDictionary()
-
-
-def rendezvous(area: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """torch's handle of a group's symmetric memory. Collective.
-
-    Raises WaitTimeout if a rank does not hear of another in BOUND_S, or the group's store is gone.
-    """
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    if group not in _OF:
-        store: Any = group.get_group_store()
-        _OF[group] = _Meetings(PrefixStore("weft/symmetric memory", store.clone()))
-    meetings = _OF[group]
-    meetings.count += 1
-    own: Any = PrefixStore(f"meeting {meetings.count}", meetings.store)
-    own.set_timeout(timedelta(seconds=BOUND_S))
-    counting = _Counting(own)  # held here: of what is Python's of it, and of groups by name, torch keeps nothing
-    stand_in = dist.ProcessGroup(counting, group.rank(), group.size())
-    name: Any = f"weft/{id(group)}/{meetings.count}"
-    _register_process_group(name, stand_in)
-    try:
-        return symmetric_memory.rendezvous(area, name)
-    except RuntimeError:
-        if counting.lost is None:
-            raise
-        raise WaitTimeout(
-            f"rank {group.rank()} has waited for {BOUND_S:g} s at most in torch's rendezvous of symmetric memory, to which all "
-            f"{group.size()} ranks of the group had come: {counting.lost}"
-        ) from counting.lost
-    finally:
-        _unregister_process_group(name)
+def meetings(group: dist.ProcessGroup) -> Meetings:
+    """Of a whole group. Collective."""
+    tokens: list[Any] = [None] * group.size()
+    dist.all_gather_object(tokens, secrets.token_hex(8), group=group)
+    store: Any = group.get_group_store()
+    return Meetings(PrefixStore(f"weft/{tokens[0]}", store.clone()), rank=group.rank(), size=group.size())

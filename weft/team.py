@@ -34,7 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -43,6 +43,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
+from weft.rendezvous import Meetings
 from weft.team_relay import Board, Relay
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -155,6 +156,12 @@ class Team:
         """A part of the group's store that this team alone has, on a connection of its own."""
         store: Any = _get_process_group_store(self.group)
         return PrefixStore(f"weft/{self.topic}/{name}", store.clone())
+
+    @cached_property
+    def near_meetings(self) -> Meetings:
+        """Of the ranks of this one's node, for symmetric memory."""
+        store = self.store(f"symmetric memory {self.near.start}")
+        return Meetings(store, rank=self.rank - self.near.start, size=len(self.near))
 
     def _relayed(self) -> Relay:
         near = [peer for peer in self._others() if peer in self.near]

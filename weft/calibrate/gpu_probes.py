@@ -19,6 +19,7 @@ from weft.controls.streams import comm_stream, give_back
 from weft.execute.driver import Driver, Word
 from weft.kernels.push import push, push_tables
 from weft.memory import gpu_symmetric
+from weft.rendezvous import meetings
 from weft.schedule import Region
 
 COPY_BYTES = tuple(1 << power for power in (16, 18, 20, 22, 24, 26))
@@ -47,7 +48,7 @@ def peers(clock: Clock, nbytes: int) -> Peers:
     """Zeroed symmetric memory of the world. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    made = Peers(*gpu_symmetric(nbytes, group, clock.device, meet=clock.meet))
+    made = Peers(*gpu_symmetric(nbytes, meetings(group), clock.device, meet=clock.meet))
     clock.meet()
     return made
 

@@ -44,7 +44,7 @@ from weft.controls.streams import comm_stream, current_lane_priority, give_back,
 from weft.errors import WaitTimeout, WeftError
 from weft.execute.alarm import addressed, raise_in
 from weft.execute.driver import Driver, Word
-from weft.execute.network import CudaWire, near_group, transport_from_environment
+from weft.execute.network import CudaWire, transport_from_environment
 from weft.execute.nvshmem import Heap
 from weft.execute.pool import Pool
 from weft.execute.replay import give_captures, private_pool, take_captures
@@ -107,7 +107,7 @@ class CudaSpace:
         self.team, self.device = team, device
         _warn_of_few_queues()
         self.driver = Driver()
-        self.pool = Pool(near_group(team), device, self.settle, team.near)
+        self.pool = Pool(team.near_meetings, device, self.settle, team.near)
         transport = transport_from_environment() if team.nodes else None
         self.wire = CudaWire(team, device) if transport == "nccl" else None
         self.heap = Heap.of(team, device) if transport == "nvshmem" else None

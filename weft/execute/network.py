@@ -6,10 +6,8 @@ The communicator is not the caller's: its kernels take at most SMS SMs, which ke
 a slice leaves while the rest is computed; its stream shares no hardware queue with the caller's; and it can be aborted without
 taking the caller's group along, which is how a message that never comes ends.
 
-A GPU's symmetric memory reaches the ranks of its node. It is torch's, over a group of these ranks.
-
-Both are made with stores of the team's own and are in none of torch's lists: torch names groups that only some ranks make by
-their ranks and by how many groups a rank has, so that ranks could differ in a name, of these groups or of the caller's next.
+It is made with a store of the team's own and is in none of torch's lists: torch names groups that only some ranks make by their
+ranks and by how many groups a rank has, so that ranks could differ in a name, of such a group or of the caller's next.
 """
 
 from __future__ import annotations
@@ -39,13 +37,6 @@ def transport_from_environment() -> str:
     if name not in ("nccl", "nvshmem"):
         raise ValueError(f"WEFT_NODE_TRANSPORT is {name!r}; use nccl or nvshmem")
     return name
-
-
-def near_group(team: Team) -> dist.ProcessGroup:
-    """The ranks of this one's node, which can meet (weft.rendezvous) and nothing else; the team's own group where there is one
-    node."""
-    first = team.near.start
-    return dist.ProcessGroup(team.store(f"near {first}"), team.rank - first, len(team.near)) if team.nodes else team.group
 
 
 class CudaWire:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weft.memory import gpu_symmetric
+from weft.rendezvous import Meetings
 
 _LEAST_BYTES = 1024
 _STEPS = 8
@@ -49,12 +49,10 @@ def rounded(nbytes: int) -> int:
 
 
 class Pool:
-    """group: the ranks of one node. settle: waits until every rank's GPU has ended all its work. names: its ranks' numbers."""
+    """meetings: of one node's ranks. settle: waits until every rank's GPU has ended all its work. names: the ranks' numbers."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, settle: Callable[[], None], names: Sequence[int]
-    ) -> None:
-        self._group, self._device, self._settle, self._names = group, device, settle, names
+    def __init__(self, meetings: Meetings, device: torch.device, settle: Callable[[], None], names: Sequence[int]) -> None:
+        self._meetings, self._device, self._settle, self._names = meetings, device, settle, names
         self._free: dict[int, list[Piece]] = {}
         self._proved = False
 
@@ -78,14 +76,13 @@ class Pool:
     def close(self) -> None:
         """Free what has been given back."""
         self._free.clear()
-        self.__dict__.pop("_group", None)
 
     def _made(self, nbytes: int) -> Piece:
-        return Piece(*gpu_symmetric(nbytes, self._group, self._device, meet=self._settle))
+        return Piece(*gpu_symmetric(nbytes, self._meetings, self._device, meet=self._settle))
 
     def _prove(self, piece: Piece) -> None:
         """Every rank writes a word at every peer, and reads one back."""
-        rank, size = self._group.rank(), self._group.size()
+        rank, size = self._meetings.rank, self._meetings.size
         words = [piece.handle.get_buffer(peer, (2 * size,), torch.int32, 0) for peer in range(size)]
         words[rank][size + rank] = _PROOF + rank
         for peer in range(size):

@@ -44,7 +44,7 @@ class Reachable:
         else:
             space.held()
             try:
-                memory, handle = gpu_symmetric(nbytes, space.team.group, space.device, meet=space.settle)
+                memory, handle = gpu_symmetric(nbytes, space.team.near_meetings, space.device, meet=space.settle)
             except RuntimeError as error:  # this GPU is full: the others wait for this rank
                 raise space.team.fail(error) from None
             space.settle()

@@ -108,7 +108,7 @@ class Peers:
         backing: Any
         if self.device.type == "cuda":
             try:
-                area, backing = gpu_symmetric(count * dtype.itemsize, self._team.group, self.device, meet=self.settle)
+                area, backing = gpu_symmetric(count * dtype.itemsize, self._team.near_meetings, self.device, meet=self.settle)
             except RuntimeError as error:  # this GPU is full: the others wait for this rank
                 raise self._team.fail(error) from None
             local = area[: count * dtype.itemsize].view(dtype).view(shape)
