@@ -99,6 +99,16 @@ SCATTERS = [
     Case("a shared bias", lambda x, w, b: scatter(_linear(x, w, b), 1), ("matmul_reduce_scatter",)),
     Case("all-reduced", lambda x, w, b: reduced(x @ w), ("matmul_all_reduce",)),
     Case("all-reduced with a bias", lambda x, w, b: reduced(_linear(x, w, b)), ("matmul_all_reduce",)),
+    Case(
+        "of what was reduced",
+        lambda x, w, b: reduced(reduced(x[0] @ w) @ w.t()),
+        ("matmul_all_reduce", "matmul_all_reduce"),
+    ),
+    Case(
+        "by what was reduced",
+        lambda x, w, b: scatter(x.view(-1, 8) @ scatter(w.repeat(2, 1) @ w.t())),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
     Case("three added", lambda x, w, b: reduced(x @ w) + reduced(x @ (w + 1)) + reduced((x + 1) @ w), ("matmul_all_reduce",)),
     Case(
         "reductions that stay two: one has another use",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
@@ -49,12 +50,22 @@ OPERATORS: dict[object, Op] = {
 
 @dataclass(frozen=True)
 class Term:
-    """A product of the sum. bias: what all ranks share and is added once."""
+    """A product of the sum. Its factors are read when they are asked for: where another place was rewritten before, they may be
+    what was put in there. bias: what all ranks share and is added once."""
 
     node: Node
-    a: Node
-    b: Node
-    bias: Node | None
+
+    @property
+    def a(self) -> Node:
+        return cast(Node, self.node.args[-2])
+
+    @property
+    def b(self) -> Node:
+        return cast(Node, self.node.args[-1])
+
+    @property
+    def bias(self) -> Node | None:
+        return cast(Node, self.node.args[0]) if self.node.target is aten.addmm.default else None
 
 
 @dataclass(frozen=True)
@@ -236,15 +247,15 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node], cast_after: bool
 def _term(root: Node, extents: Sequence[int]) -> Term:
     if root.target not in (aten.mm.default, aten.addmm.default):
         raise Refused(_REASONS.get(root.target, f"no matmul makes what is reduced: {root.target} does"))
-    *bias, a, b = root.args[:3] if root.target is aten.addmm.default else root.args[:2]
-    assert isinstance(a, Node)
-    assert isinstance(b, Node)
-    value(a)  # Refused where its extents are not known, those that are summed over
+    term = Term(root)
+    value(term.a)  # Refused where its extents are not known, those that are summed over
     if shape(root)[-1] != extents[-1]:
         raise Refused(f"the product {shape(root)} is reduced as {list(extents)}, with other columns")
-    if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1) and bias:
-        raise Refused("the matmul has a factor")
-    return Term(root, a, b, _shared(bias[0]) if bias else None)  # type: ignore[arg-type]
+    if term.bias is not None:
+        if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1):
+            raise Refused("the matmul has a factor")
+        _check_shared(term.bias)
+    return term
 
 
 _REASONS: dict[object, str] = {
@@ -253,11 +264,10 @@ _REASONS: dict[object, str] = {
 }
 
 
-def _shared(bias: Node) -> Node:
-    """The bias that is divided by the number of ranks."""
+def _check_shared(bias: Node) -> None:
+    """Raises Refused for what is no bias that is divided by the number of ranks."""
     if bias.target is not aten.div.Tensor or not isinstance(bias.args[0], Node) or len(shape(bias)) != 1:
         raise Refused("the matmul adds a bias of each rank's own")
-    return bias
 
 
 def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
