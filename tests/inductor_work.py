@@ -121,6 +121,16 @@ SCATTERS = [
         ("matmul_reduce_scatter", "matmul_reduce_scatter"),
     ),
     Case(
+        "reductions that stay two: of two dtypes",
+        lambda x, w, b: scatter(x @ w, 1) + scatter(x.sign().bfloat16() @ w.sign().bfloat16(), 1),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
+    Case(
+        "reductions that stay two: what is added between is wider",
+        lambda x, w, b: (lambda i, j: scatter(i @ j, 1) + x[:, :3, :5] + scatter(-i @ j, 1))(x.sign().half(), w.sign().half()),
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
+    Case(
         "both",
         lambda x, w, b: scatter((gather(x, 1) @ w) @ w.t(), 1),
         ("all_gather_matmul", "matmul_reduce_scatter"),

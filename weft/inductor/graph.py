@@ -72,10 +72,10 @@ def shape(node: Node) -> list[int]:
     return list(value(node).shape)
 
 
-def shaped_alike(one: Node, two: Node) -> bool:
-    """Whether both have the same fixed shape."""
+def valued_alike(one: Node, two: Node) -> bool:
+    """Whether both have the same fixed shape, and the same dtype."""
     try:
-        return shape(one) == shape(two)
+        return (shape(one), value(one).dtype) == (shape(two), value(two).dtype)
     except Refused:
         return False
 

@@ -37,8 +37,8 @@ from weft.inductor.graph import (
     place_in,
     same_elements,
     shape,
-    shaped_alike,
     value,
+    valued_alike,
 )
 from weft.problem import Op
 
@@ -141,6 +141,7 @@ def _way_to_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
     """(the sum that has the result of `one`, as which argument), if one reduction could bring both: their results, reshaped
     alike, meet in a chain of sums that nothing else looks into."""
     alike = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
+    alike = alike and value(one.end).dtype == value(two.end).dtype
     if not alike or any(term.bias for site in (one, two) for term in site.terms):
         return None
     mine, others = _only_use(one.end), same_elements(two.end)
@@ -166,7 +167,7 @@ def _plain_sum(node: Node) -> bool:
     parts = node.args[:2]
     if node.target is not aten.add.Tensor or argument(node, 2, "alpha", 1) != 1 or len(parts) < 2:
         return False
-    return all(isinstance(part, Node) and shaped_alike(part, node) for part in parts)
+    return all(isinstance(part, Node) and valued_alike(part, node) for part in parts)
 
 
 def _joined(one: Scatter, two: Scatter, way: tuple[Node, Node]) -> Scatter:
