@@ -120,3 +120,27 @@ def _scatter_gradients(m: int, schedule: str, op: str) -> None:
 def test_backward_of_matmul_reduce_scatter(ranks: RankFixture, schedule: str, op: str) -> None:
     for m in (12, 7):
         ranks(3).run(_scatter_gradients, m, schedule, op)
+
+
+def _squared(out: torch.Tensor, a: torch.Tensor) -> None:
+    """The backward of out's gradient by a, squared."""
+    (grad,) = torch.autograd.grad(torch.tanh(out).sum(), a, create_graph=True)
+    grad.square().sum().backward()
+
+
+def _gradients_of_gradients() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = [_leaf(4, 6, seed=1), _leaf(6, 5, seed=2), _leaf(5, seed=3)]
+    _squared(whole[0] @ whole[1] + whole[2], whole[0])
+
+    low, high = split(6, size)[rank]
+    left, right, bias = (one.detach() for one in whole)
+    parts = [one.clone().requires_grad_() for one in (left[:, low:high], right[low:high], bias)]
+    _squared(weft.matmul_all_reduce(parts[0], parts[1], bias=parts[2]), parts[0])
+    wanted = [one.grad for one in whole if one.grad is not None]
+    for part, expected in zip(parts, (wanted[0][:, low:high], wanted[1][low:high], wanted[2]), strict=True):
+        torch.testing.assert_close(part.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_the_gradients_of_matmul_all_reduce(ranks: RankFixture) -> None:
+    ranks(2).run(_gradients_of_gradients)

@@ -298,6 +298,28 @@ def test_compiled_checkpointed_copied_and_under_autocast(ranks: RankFixture) -> 
         assert 0 < difference < 0.05
 
 
+def _gradients_of_gradients() -> None:
+    """Gradients of a loss of all first gradients are as in one process, where tokens are sharded and where they are whole."""
+    alone, x = block(), drawn(3, 12, 6, seed=1)
+    expected = _twice(alone, x.clone())
+    column, row = weft.ColwiseParallel(schedule=SCHEDULE), weft.RowwiseParallel(schedule=SCHEDULE)
+    for plan, part in ((wefts(), mine(x)), ({"inner.gate": column, "inner.up": column, "inner.down": row}, x.clone())):
+        alike(_twice(parallelize_module(block(), mesh(), plan), part), expected)
+
+
+def _twice(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Gradients of the model's first gradients, squared."""
+    loss = model(x).square().sum() / 100
+    first = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in first]
+    torch.stack([part.square().sum() for part in parts]).sum().backward()
+    return gradients(model)
+
+
+def test_gradients_have_gradients(ranks: RankFixture) -> None:
+    ranks(2).run(_gradients_of_gradients)
+
+
 def _on_one_rank() -> None:
     """Nothing is gathered: what a module is given is what its linears take, as often as they like."""
     for make in (Inner, Twice):

@@ -3,6 +3,8 @@
 Every rank has the whole result, so its gradient is whole on every rank, too, and each rank's part of a and b needs no exchange:
 
     grad_a = grad @ b^T      grad_b = a^T @ grad      grad_bias = the sum of grad's rows      grad_residual = grad
+
+Of the first two each rank has a part, so that where gradients of gradients are asked for, grad's is summed over ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from weft.execute.calls import MatmulCall
 from weft.execute.groups import GROUPS
 from weft.library import register, unseen
+from weft.library.summed import summed_in_backward
 
 
 def _all_reduce(
@@ -40,16 +43,17 @@ def _fake(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, *_ = inputs
+    a, b, _, _, ctx.group, _ = inputs
     ctx.save_for_backward(a, b)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     for_a, for_b, for_bias, for_residual = ctx.needs_input_grad[:4]
+    used = summed_in_backward(grad, ctx.group)
     return (
-        grad @ b.t() if for_a else None,
-        a.t() @ grad if for_b else None,
+        used @ b.t() if for_a else None,
+        a.t() @ used if for_b else None,
         grad.sum(0) if for_bias else None,
         grad if for_residual else None,
         None,

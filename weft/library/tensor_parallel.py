@@ -176,9 +176,10 @@ def _side_by_side_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _one_below_another(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One matrix of their rows; without a copy if they lie so in one storage."""
+    """One matrix of their rows; without a copy if they lie so in one storage, and none of them needs a gradient here."""
     first = matrices[0]
-    if torch.compiler.is_compiling() or any(type(matrix) is not torch.Tensor for matrix in matrices):
+    derived = torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
+    if torch.compiler.is_compiling() or derived or any(type(matrix) is not torch.Tensor for matrix in matrices):
         return torch.cat(list(matrices))
     end = first.storage_offset()
     for matrix in matrices:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as functional
 
 from weft import schedules
 from weft.library import backward_schedule
 from weft.library.all_reduce import run_all_reduce
+from weft.library.summed import summed, summed_in_backward
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.problem import Op
@@ -87,27 +87,7 @@ def rows(
     if not scatter:
         return matmul_all_reduce(x, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
     out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
-    return out if bias is None else out + summed(bias, group)
-
-
-def summed(parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parameter; its gradient is summed over the group. For what is whole on every rank but used for a part there."""
-    if not (torch.is_grad_enabled() and parameter.requires_grad):
-        return parameter
-    found: Tensor = _Summed.apply(parameter, group.group_name)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = functional.all_reduce(grads[0].contiguous(), "sum", ctx.group)
-        return functional.wait_tensor(total), None  # type: ignore[no-untyped-call]
+    return out if bias is None else out + summed(bias, group.group_name)
 
 
 def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
@@ -129,6 +109,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        x = summed_in_backward(x, ctx.group)
         rows_x, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
         grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
         grad_x = run_all_reduce(grad, weight, None, None, ctx.group, ctx.schedule).view(x.shape)

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
+from weft.library.summed import summed
 from weft.nn.linear import Distributor, group_of, local
-from weft.nn.products import summed
 
 Part = Callable[[], bool]
 
@@ -79,6 +79,6 @@ def _local_parameter(name: str) -> property:
         if not module._weft_running:
             return parameter
         mine = local(parameter)
-        return summed(mine, group_of(parameter)) if module._weft_part() else mine
+        return summed(mine, group_of(parameter).group_name) if module._weft_part() else mine
 
     return property(read)
