@@ -212,6 +212,21 @@ def test_compiles_as_one_graph(ranks: RankFixture) -> None:
     ranks(2).run(_compiled)
 
 
+def _frozen() -> list[tuple[str, bool]]:
+    """Of a list of experts that are frozen but for their last weights."""
+    block = OldBlock()
+    block.experts.requires_grad_(False)
+    for expert in block.experts:
+        expert.w2.requires_grad_(True)
+    parallelize_module(block, dist.init_device_mesh("cpu", (2,)), weft.ExpertParallel())
+    return [(name, parameter.requires_grad) for name, parameter in block.named_parameters()]
+
+
+def test_experts_in_a_list_stay_frozen(ranks: RankFixture) -> None:
+    for found in ranks(2).run(_frozen):
+        assert dict(found) == {"gate.weight": True, "experts.gate_up_proj": False, "experts.down_proj": True}
+
+
 def _mistakes() -> None:
     mesh = dist.init_device_mesh("cpu", (2,))
     index, weights = torch.zeros(TOKENS, 2, dtype=torch.int64), torch.ones(TOKENS, 2)
@@ -220,11 +235,14 @@ def _mistakes() -> None:
     with pytest.raises(told[0], match=told[1]):
         small(torch.ones(TOKENS, HIDDEN), index, weights)
     weft.close()
+    partly = OldBlock()
+    partly.experts[1].w3.requires_grad_(False)
     for module, message in (
         (Experts(3, HIDDEN, WIDTH), "Experts has 3 experts; 2 ranks do not divide them"),
         (small, "Experts lie over ranks already"),
         (nn.Linear(2, 2), "Linear has parameters bias, weight; ExpertParallel takes experts with gate_up_proj"),
         (nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), "list of experts that are not Mixtral's"),
+        (partly, "experts have a w1 or w3 that is frozen, and one that is not"),
     ):
         with pytest.raises(ValueError, match=message):
             parallelize_module(module, mesh, weft.ExpertParallel())

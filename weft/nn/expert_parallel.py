@@ -120,9 +120,22 @@ def _stacked(block: nn.Module, experts: nn.ModuleList) -> Experts:
         for at, expert in enumerate(cast(Any, experts)):
             made.gate_up_proj[at] = torch.cat([expert.w1.weight, expert.w3.weight])
             made.down_proj[at] = expert.w2.weight
+    made.gate_up_proj.requires_grad_(_trained(experts, "w1", "w3"))
+    made.down_proj.requires_grad_(_trained(experts, "w2"))
     block.experts = made
     block.__class__ = type(type(block).__name__, (_ListBlock, type(block)), {"__module__": type(block).__module__})
     return made
+
+
+def _trained(experts: nn.ModuleList, *names: str) -> bool:
+    """Whether these weights, which become one parameter, are to have gradients. Raises ValueError where some are frozen."""
+    found = {expert.get_submodule(name).weight.requires_grad for expert in experts for name in names}
+    if len(found) > 1:
+        raise ValueError(
+            f"experts have a {' or '.join(names)} that is frozen, and one that is not; they become one parameter: "
+            "freeze all of them, or none"
+        )
+    return True in found
 
 
 class _ListBlock(nn.Module):
