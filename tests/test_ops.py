@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -50,8 +52,6 @@ def test_any_chunk_count(ranks: RankFixture) -> None:
 
 def _new_data_each_call(delay: str) -> None:
     """Many calls in a row, new data each, while one lane or one rank is slow: buffers and flags are reused early and late."""
-    import time
-
     from weft.execute.bindings import Bindings
     from weft.execute.host import HostProgram
 
@@ -144,6 +144,24 @@ def _subgroups() -> None:
 
 def test_sub_groups_and_the_world_side_by_side(ranks: RankFixture) -> None:
     ranks(4).run(_subgroups)
+
+
+def _first_calls_on_two_threads() -> None:
+    """Of two groups, each by a thread of its own; the ranks come to them one after the other, in orders of their own."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        found = []
+        for group in groups if dist.get_rank() == 0 else reversed(groups):
+            found.append(threads.submit(check_gather, 8, 6, 4, torch.float32, "shard_p2p", 1, group))
+            time.sleep(0.3)
+        for one in found:
+            one.result()
+    for group in groups:
+        weft.close(group)
+
+
+def test_ranks_first_call_two_groups_in_orders_of_their_own(ranks: RankFixture) -> None:
+    ranks(2).run(_first_calls_on_two_threads, timeout_s=30)
 
 
 def _auto_and_values() -> None:

@@ -425,7 +425,7 @@ class Groups:
     def __init__(self) -> None:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
         self._kept: dict[str, Schedule] = {}
-        self._lock = threading.Lock()
+        self._making: dict[str, threading.Lock] = {}
         # No process group may be held until the interpreter ends: its threads would still run (docs/log.md).
         atexit.register(self.close_all)
 
@@ -441,9 +441,9 @@ class Groups:
         return self.state(name).run_ragged(call)
 
     def state(self, name: str) -> GroupState:
-        """The group's state, made at its first use. Collective then."""
+        """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""
         group = _resolve_process_group(name)  # type: ignore[arg-type]
-        with self._lock:
+        with self._making.setdefault(name, threading.Lock()):
             known = self._states.get(name)
             if known is not None and known[0] is not group:
                 # The process group was destroyed and another one got its name.
