@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from embedding_backward import check_gradients, check_optimizer, flow, looked_up, ready
+from embedding_backward import check_gradients, check_optimizer, close, flow, looked_up, ready, reference
 from embedding_work import SPECS, Case
 
 import weft
@@ -140,3 +140,38 @@ def test_ranks_may_differ_in_whether_weights_need_gradients(ranks: RankFixture) 
     for rank, found in enumerate(ranks(2).run(_weights_of_one_rank)):
         # The gradient of a weight is that of its row of the table before the step: two columns of 1.
         assert found == [[1 - 30.0] * 4, [1 - 3000.0] * 4, [20.0 if rank == 0 else 2000.0] * 4]
+
+
+def _weights_alone() -> None:
+    """Of frozen tables, and of tables that only another rank trains: the gradients that are theirs with the tables'."""
+    case, rank = Case(dims=((8, 4), (92,)), weighted=True), dist.get_rank()
+    for frozen_on in ((0, 1), (0,)):
+        drawn = ready(case, 0)
+        for table in drawn.tables:
+            table.requires_grad_(rank not in frozen_on)
+        looked_up(case, 0, drawn)
+        assert drawn.weights is not None
+        assert drawn.weights.grad is not None
+        close(drawn.weights.grad, reference(case, 0, rank)[1], case.dtype)  # type: ignore[arg-type]
+        assert all((table.grad is None) == (rank in frozen_on) for table in drawn.tables)
+
+
+def test_gradients_of_weights_alone(ranks: RankFixture) -> None:
+    ranks(2).run(_weights_alone)
+
+
+def _no_samples(weighted: bool) -> None:
+    """A batch of none: gradients are zero."""
+    case = Case(dims=((8, 4), (92,)), batch=0, weighted=weighted, spare=3)
+    for sparse in (False, True):
+        drawn = ready(case, 0)
+        looked_up(case, 0, drawn, sparse=sparse)
+        for given in (*drawn.tables, *([] if drawn.weights is None else [drawn.weights])):
+            assert given.grad is not None
+            assert (given.grad.shape, given.grad.is_sparse) == (given.shape, sparse and given.dim() == 2)
+            assert not given.grad.to_dense().any()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_no_samples(ranks: RankFixture, weighted: bool) -> None:
+    ranks(2).run(_no_samples, weighted)

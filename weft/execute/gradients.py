@@ -47,15 +47,18 @@ class Backward:
     def gradients(
         self, grad: torch.Tensor, tables: Sequence[torch.Tensor], *, sparse: bool, of_tables: bool, of_weights: bool
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """(one for each table, dense or sparse; that of the weights). grad [m_r, N]: of the forward's result. Collective."""
+        """(one for each table, dense or sparse; that of the weights), as asked for. grad [m_r, N]: of the forward's result.
+        Collective."""
         arrive = self._start(grad)
         places = self._places(tables)
         kernels = self._kernels(tables)
         found = sort_indices(self.indices, places, _heights(tables), self.problem.m) if places and kernels else None
         home = arrive()
-        if places is None:
-            return [], None if self.weights is None else torch.zeros_like(self.weights)
         of_rows: list[torch.Tensor] = []
+        if places is None:
+            none, make = self.indices[:0].long(), _sparse if sparse else _dense
+            of_rows = [make(table, none, table[:0]) for table in tables] if of_tables else []
+            return of_rows, torch.zeros_like(self.weights) if of_weights and self.weights is not None else None
         if of_tables and sparse:
             of_rows = [_sparse(table, rows, sums) for table, rows, sums in self._sums(home, places, tables)]
         elif of_tables and found:

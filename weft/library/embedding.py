@@ -160,7 +160,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if ctx.updated is None:
         flags = (ctx.sparse, needs_tables, needs_weights)
         found = _ways(ctx.sparse).embedding_bag_gradients(grad, rest, indices, offsets, weights, *site, *flags)
-        of_tables, of_weights = found[: ctx.tables_given], found[ctx.tables_given :]
+        here = ctx.tables_given if needs_tables else 0
+        of_tables, of_weights = found[:here], found[here:]
         grads = [g if needed else None for g, needed in zip(of_tables, ctx.needs_input_grad[0], strict=False)]
         return _returned(grads or [None] * ctx.tables_given, of_weights[0] if needs_weights else None)
     tables, states = ctx.updated
