@@ -175,3 +175,22 @@ def _no_samples(weighted: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gradients_of_no_samples(ranks: RankFixture, weighted: bool) -> None:
     ranks(2).run(_no_samples, weighted)
+
+
+def _first_used_in_inference() -> None:
+    """States that a first lookup has made without a backward, as a model's that is evaluated before it is trained."""
+    case = Case(dims=((8, 4), (92,)))
+    found = []
+    for inference in (True, False):
+        drawn, optimizer = ready(case, 0), weft.RowwiseAdagrad(lr=0.1)
+        with torch.inference_mode(inference), torch.no_grad():
+            out = weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, dims=case.dims, optimizer=optimizer)
+        assert not out.requires_grad
+        looked_up(case, 0, drawn, optimizer=optimizer)
+        found.append([*drawn.tables, *optimizer.states])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_optimizer_that_is_first_used_in_inference(ranks: RankFixture) -> None:
+    ranks(2).run(_first_used_in_inference)

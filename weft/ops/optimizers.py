@@ -46,7 +46,8 @@ class RowwiseAdagrad:
     def states_of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The states of these tables."""
         if not self.states:
-            self.states = [torch.zeros(t.shape[0], dtype=torch.float32, device=t.device) for t in tables]
+            with torch.inference_mode(False):  # else no backward could change them
+                self.states = [torch.zeros(t.shape[0], dtype=torch.float32, device=t.device) for t in tables]
         for at, (state, table) in enumerate(zip(self.states, tables, strict=False)):
             if state.shape != table.shape[:1] or state.dtype != torch.float32 or state.device != table.device:
                 have = f"{list(state.shape)} of {state.dtype} on {state.device}"
