@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from conftest import RankFixture
 
 import weft
+import weft.library.experts
 from weft.problem import split
 
 pytestmark = pytest.mark.ranks
@@ -144,3 +148,39 @@ def _gradients_of_gradients() -> None:
 
 def test_gradients_of_the_gradients_of_matmul_all_reduce(ranks: RankFixture) -> None:
     ranks(2).run(_gradients_of_gradients)
+
+
+def _second_derivatives() -> None:
+    """Where they would be wrong they are refused, however the flow comes; not first ones with a graph for others' sake."""
+    rows, table = _leaf(4, 8, seed=5), _leaf(5, 8, seed=7)
+    hidden, weights = _leaf(3, 8, seed=8), _leaf(8, seed=6)
+    indices, offsets, place = torch.arange(8) % 5, torch.arange(0, 9, 2), torch.arange(4)[:, None]
+
+    def lookup(**options: Any) -> torch.Tensor:
+        given = {"per_sample_weights": weights, "schedule": "sequential"}
+        return weft.embedding_bag_all_to_all(indices, offsets, [table], **given, **options)
+
+    calls = {
+        "embedding_bag_all_to_all": (lookup, [table, weights]),
+        "swiglu": (lambda: torch.ops.weft.swiglu(hidden, torch.tensor([2])), [hidden]),
+        "experts_total": (lambda: torch.ops.weft.experts_total(rows, place, weights[:4, None]), [rows, weights]),
+    }
+    for name, (call, leaves) in calls.items():
+        for loss in (torch.sum, lambda out: out.square().sum()):
+            plain = torch.autograd.grad(loss(call()), leaves)
+            kept = torch.autograd.grad(loss(call()), leaves, create_graph=True)
+            assert all(map(torch.equal, plain, kept))
+            for leaf in leaves:
+                with pytest.raises(ValueError, match=f"weft::{name} has first derivatives alone"):
+                    torch.autograd.grad(sum(one.square().sum() for one in kept), leaf, retain_graph=True)
+    sparse = torch.autograd.grad(lookup(sparse=True).square().sum(), [table, weights], create_graph=True)
+    with pytest.raises(ValueError, match="has first derivatives alone"):
+        (sparse[0].to_dense().sum() + sparse[1].sum()).backward()
+    lookup(optimizer=weft.SGD(lr=0.0)).sum().backward(create_graph=True, inputs=[table])
+    checkpointed = torch.utils.checkpoint.checkpoint(calls["swiglu"][0], use_reentrant=False)
+    (kept,) = torch.autograd.grad(checkpointed.square().sum(), hidden, create_graph=True)
+    assert torch.equal(kept, torch.autograd.grad(calls["swiglu"][0]().square().sum(), hidden)[0])
+
+
+def test_second_derivatives_are_refused_where_they_would_be_wrong(ranks: RankFixture) -> None:
+    ranks(2).run(_second_derivatives)

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft import schedules
 from weft.problem import Op
@@ -26,14 +27,62 @@ def register(
     fake: Callable[..., Any],
     context: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    twice: bool = True,
 ) -> None:
-    """Define weft::... by its schema. fake: shapes alone. context, backward: as torch.library.register_autograd has them."""
+    """Define weft::... by its schema. fake: shapes alone. context, backward: as torch.library.register_autograd has them.
+    twice: whether what autograd finds of the backward are its gradients; where not, they raise ValueError."""
     name = schema.partition("(")[0]
+    if backward is not None and not twice:
+        backward = _once(backward, f"weft::{name}")
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"weft::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"weft::{name}", _as_given(backward), setup_context=context, lib=_LIBRARY)
+
+
+def _once(backward: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """A backward whose gradients raise where they are asked for: not where create_graph=True is for others' sake."""
+
+    @wraps(backward)
+    def run(ctx: Any, *flow: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *flow)
+        read = _Read(ctx)
+        with torch.no_grad():
+            leaves, structure = tree_flatten(backward(read, *flow))
+        grads = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        sources = [leaf for leaf in tree_leaves((flow, read.saved_tensors)) if isinstance(leaf, torch.Tensor)]
+        guarded = _FirstAlone.apply(what, len(grads), *grads.values(), *sources)  # type: ignore[no-untyped-call]
+        for at, one in zip(grads, guarded, strict=True):
+            leaves[at] = one
+        return tree_unflatten(leaves, structure)
+
+    return run
+
+
+class _Read:
+    """A context whose saved tensors are asked for once: activation checkpoints do not give them twice."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _FirstAlone(torch.autograd.Function):
+    """Gradients as they are, that have none themselves. what: whose they are. count: of the gradients; what they were found
+    from comes behind them."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.what = what
+        return tuple(grad.detach() for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(f"{ctx.what} has first derivatives alone; for second ones, use torch's operators in its place")
 
 
 def _as_given(backward: Callable[..., Any]) -> Callable[..., Any]:

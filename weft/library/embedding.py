@@ -243,6 +243,7 @@ register(
     fake=_forward_fake,
     context=_context,
     backward=_backward,
+    twice=False,
 )
 register(
     "embedding_bag_gradients(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"

@@ -154,6 +154,7 @@ register(
     fake=_total_fake,
     context=_total_context,
     backward=_total_backward,
+    twice=False,
 )
 register(
     "experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
@@ -166,6 +167,7 @@ register(
     fake=_swiglu_fake,
     context=_swiglu_context,
     backward=_swiglu_backward,
+    twice=False,
 )
 register(
     "swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor", run=_swiglu_gradient, fake=_swiglu_gradient_fake
