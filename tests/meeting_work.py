@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +67,36 @@ def the_same_names_again() -> list[list[int]]:
                 time.sleep(0.5)  # what rank 0 finds until then is old
             found.append(meet(meetings))
     return found
+
+
+def two_threads(rounds: int) -> list[int]:
+    """Two groups meet on two threads, which come to it in another order on each rank; how many were in it at once, at most, and
+    how often ranks met."""
+    world: Any = dist.group.WORLD
+    every = [rendezvous.meetings(world) for _ in range(2)]
+    order = every if dist.get_rank() else every[::-1]
+    inside, most, met = 0, 0, 0
+
+    def slowly(area: torch.Tensor, group: Any) -> list[bytes]:
+        nonlocal inside, most, met
+        inside += 1
+        most = max(most, inside)
+        found = told(area, group)
+        time.sleep(0.01)
+        inside, met = inside - 1, met + 1
+        return found
+
+    def all_of_them(meetings: Meetings) -> None:
+        for _ in range(rounds):
+            assert meet(meetings) == list(range(dist.get_world_size()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric, "rendezvous", slowly)
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(all_of_them, meetings) for meetings in order]
+            for one in running:
+                one.result()
+    return [most, met]
 
 
 def as_torch_meets() -> str:

@@ -101,6 +101,31 @@ def test_two_lookups_before_one_backward(ranks: RankFixture) -> None:
     ranks(2).run(_two_lookups_before_one_backward)
 
 
+def _in_another_default_dtype(weighted: bool) -> None:
+    case = Case(dims=((8,), (8, 12), (4,)), batch=7, weighted=weighted)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        drawn = ready(case, 3)
+        torch.set_default_dtype(dtype)
+        try:
+            options = {"dims": case.dims, "schedule": "sequential"}
+            options |= {"per_sample_weights": drawn.weights} if weighted else {"mode": "mean"}
+            out = weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, **options)
+            out.square().sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        leaves = [*drawn.tables, *([drawn.weights] if drawn.weights is not None else [])]
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, same, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lookups_in_another_default_dtype(ranks: RankFixture, weighted: bool) -> None:
+    ranks(3).run(_in_another_default_dtype, weighted)
+
+
 def _fake() -> None:
     drawn = ready(Case(dims=((8, 4), (92,)), weighted=True), 0)
     rank = dist.get_rank()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import RankFixture
-from meeting_work import as_torch_meets, groups_that_overlap, one_stays_away, the_same_names_again
+from meeting_work import as_torch_meets, groups_that_overlap, one_stays_away, the_same_names_again, two_threads
 
 pytestmark = pytest.mark.ranks
 
@@ -19,6 +19,11 @@ def test_groups_that_overlap_meet(ranks: RankFixture) -> None:
 def test_what_an_earlier_group_left_is_not_read(ranks: RankFixture) -> None:
     """A launcher's store outlives process groups, which have the same names again."""
     assert ranks(2).run(the_same_names_again) == [[[0, 1], [10, 11]]] * 2
+
+
+def test_threads_come_one_after_the_other(ranks: RankFixture) -> None:
+    """torch has one socket for it in a process. No rank's thread waits for one of another rank that waits for it."""
+    assert ranks(2).run(two_threads, 5) == [[1, 10]] * 2
 
 
 def test_by_torchs_own_numbers_they_do_not(ranks: RankFixture) -> None:

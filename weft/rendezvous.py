@@ -8,15 +8,22 @@ good, each under another number. So here ranks meet in a store of their own, whi
     torch on rank 2           set CUDASymmetricMemory/5/2
     in the store, of all      meeting 3/CUDASymmetricMemory/0/0, meeting 3/CUDASymmetricMemory/0/2
 
-Bad interleaving: two threads meet in two groups at once, so that the numbers of either have gaps. What counts is the order in
-which a group's store sees them, and that is the same on its ranks.
+Bad interleaving: two threads meet in two groups at once. torch's numbers of either have gaps then; what counts is the order in
+which a group's store sees them, the same on its ranks. But torch has one socket for handles in a process, by its number: the
+second thread could not have it, or handles would go astray. So one thread is in a rendezvous at a time, which the ranks of a
+meeting agree on.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +36,9 @@ from weft.errors import WaitTimeout
 
 BOUND_S = 60.0
 """Of a wait in a rendezvous, to which all ranks have come: for what dies on the way."""
+_ALONE = threading.Lock()
+_PATIENCE_S = 0.2
+"""How long a thread waits at most for another one before it lets the ranks of its meeting try again."""
 _NUMBERED = re.compile(r"(.*?/)(\d+)(/.*)?")
 
 
@@ -50,7 +60,7 @@ class _Counting(Store):
         return f"{before}{self._numbers.setdefault(number, len(self._numbers))}{behind}"
 
     def set(self, key: str, value: Any) -> None:
-        self._store.set(self._key(key), value)
+        self._waits(self._store.set, self._key(key), value)
 
     def get(self, key: str) -> bytes:
         value: bytes = self._waits(self._store.get, self._key(key))
@@ -86,7 +96,7 @@ class Meetings:
         self._count = 0
 
     def rendezvous(self, area: torch.Tensor) -> Any:
-        """torch's handle of their symmetric memory. Collective.
+        """torch's handle of their symmetric memory. Collective. In one process, threads come one after the other.
 
         Raises WaitTimeout if a rank does not hear of another in BOUND_S, or the store is gone.
         """
@@ -98,9 +108,13 @@ class Meetings:
         counting = _Counting(own)  # held here: of what is Python's of it, and of groups by name, torch keeps nothing
         stand_in = dist.ProcessGroup(counting, self.rank, self.size)
         name: Any = f"weft/{id(self)}/{self._count}"
-        _register_process_group(name, stand_in)
         try:
-            return symmetric_memory.rendezvous(area, name)
+            with self._alone(counting):
+                _register_process_group(name, stand_in)
+                try:
+                    return symmetric_memory.rendezvous(area, name)
+                finally:
+                    _unregister_process_group(name)
         except RuntimeError:
             if counting.lost is None:
                 raise
@@ -108,8 +122,29 @@ class Meetings:
                 f"rank {self.rank} has waited for {BOUND_S:g} s at most in torch's rendezvous of symmetric memory, to which "
                 f"all {self.size} ranks had come: {counting.lost}"
             ) from counting.lost
-        finally:
-            _unregister_process_group(name)
+
+    @contextmanager
+    def _alone(self, store: _Counting) -> Iterator[None]:
+        """No other thread of any of the processes is in a rendezvous: torch has one socket for it in a process.
+
+        Whoever cannot be the one gives all others of the meeting another try: two meetings that are waited for by different
+        ranks would else wait for each other.
+        """
+        deadline = time.monotonic() + BOUND_S
+        for turn in itertools.count():
+            mine = _ALONE.acquire(timeout=random.uniform(0.01, _PATIENCE_S))
+            try:
+                store.set(f"alone in turn {turn}, rank {self.rank}", str(int(mine)))
+                if all(map(int, store.multi_get([f"alone in turn {turn}, rank {rank}" for rank in range(self.size)]))):
+                    yield
+                    return
+            finally:
+                if mine:
+                    _ALONE.release()
+            if time.monotonic() > deadline:
+                store.lost = RuntimeError("threads of one process keep each other from it")
+                raise store.lost
+            time.sleep(random.uniform(0.0, _PATIENCE_S))
 
 
 def meetings(group: dist.ProcessGroup) -> Meetings:

@@ -33,13 +33,13 @@ def pool(
     rows = _rows(table, indices[places].long())
     if weights is not None:
         rows *= weights[places].float()[:, None]
-    out = torch.zeros(lengths.numel(), table.shape[1]).index_add_(0, bag, rows)
+    out = torch.zeros(lengths.numel(), table.shape[1], dtype=torch.float32).index_add_(0, bag, rows)
     return out / lengths.clamp(min=1)[:, None] if mean else out
 
 
 def _rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Rows of a table in float32; zeros for those that it does not have."""
     if not table.shape[0]:
-        return torch.zeros(indices.numel(), table.shape[1])
+        return torch.zeros(indices.numel(), table.shape[1], dtype=torch.float32)
     there = (indices >= 0) & (indices < table.shape[0])
     return torch.where(there[:, None], table[indices.clamp(0, table.shape[0] - 1)].float(), 0.0)

@@ -133,7 +133,7 @@ class Backward:
         if self._kernels(tables):
             found: torch.Tensor = _kernels().weight_gradients(home, self.indices, places, tables, sms=_sms(home))
             return found.to(self.weights.dtype)
-        out = torch.zeros(self.indices.numel())
+        out = torch.zeros(self.indices.numel(), dtype=torch.float32)
         for at, (table, (low, high)) in enumerate(zip(tables, self.problem.table_columns(self.rank), strict=True)):
             own = (places.counts & (places.bag // self.problem.m == at)).nonzero().squeeze(1)
             flow = home[places.bag[own] % self.problem.m, low:high].float()

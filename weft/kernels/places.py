@@ -49,7 +49,7 @@ def places_of(
     held = (bag >= 0) & (bag < bags)
     bag = bag.clamp(0, bags - 1)
     height = constant(tuple(rows), indices.device)[bag // (bags // len(rows))]
-    factor = torch.ones(indices.numel(), device=indices.device) if weights is None else weights.float()
+    factor = indices.new_ones(indices.numel(), dtype=torch.float32) if weights is None else weights.float()
     if mean:
         factor = factor / offsets.diff().clamp(min=1)[bag]
     return Places(bag=bag, factor=factor, counts=held & (indices >= 0) & (indices < height))
