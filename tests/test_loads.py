@@ -35,17 +35,22 @@ class Program:
         space = SimpleNamespace(
             device=None, captured=lambda: None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded)
         )
+        space.allocated = lambda: 64 * self.log.count("loads")
         words = Words(SimpleNamespace(lane="compute"), ())  # type: ignore[arg-type]
         tape = SimpleNamespace(runs=[(None, [words, "work"])])
         nothing |= {"_tape": lambda bindings: self.log.append("tape") or tape, "_fork_and_join": self._enqueued}
         nothing |= {"_batches": {}, "_off_sms": set(), "kernels": {at: self._kernel(at) for at in range(2)}}
         space.words = lambda words, by_kernel: self.log.append("words")
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_submit": lambda enqueue, allocates: enqueue(), "_allocates": False, "space": space}
+        nothing |= {"_submit": self._submitted, "_allocates": 0, "space": space}
         nothing["_replays"] = SimpleNamespace(branches=SimpleNamespace(enqueue=lambda stream, call: call()))
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program
+
+    def _submitted(self, enqueue: Any, *, allocates: int) -> None:
+        self.allocates = allocates
+        enqueue()
 
     def _kernel(self, at: int) -> Any:
         return SimpleNamespace(runs=lambda bindings: at == 1, lay_out=lambda bindings: self.log.append(f"kernel {at}"))
@@ -76,7 +81,9 @@ def test_tensors_that_lie_otherwise_are_loaded_for_once(monkeypatch: pytest.Monk
     assert program.call(room[:8]) == ["enqueue"], "the first call has been rehearsed"
     assert program.call(room[8:16]) == ["enqueue"]
     turned = room[:8].t()
+    assert program.allocates == 0
     assert program.call(turned) == [*LOADED, "enqueue"]
+    assert program.allocates == 64, "what this layout needs on the way lies ready for it"
     assert program.call(turned) == ["enqueue"]
     assert program.call(room[:8]) == ["enqueue"]
     shifted = torch.zeros(65)[1:].view(8, 8)

@@ -113,8 +113,8 @@ class CudaProgram(BoundProgram):
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
-        self._silent = self._rehearsed = self._loads = self._has_asides = self._allocates = False
-        self._loaded = set[Hashable]()
+        self._silent = self._rehearsed = self._loads = self._has_asides = False
+        self._loaded, self._allocates = set[Hashable](), 0
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_stream: int | None = None
         self._last_ticket = 0
@@ -299,9 +299,9 @@ class CudaProgram(BoundProgram):
         torch.cuda.synchronize(self.space.device)
         self.space.captures.ready()
         spans, self.spans, self._silent = self.spans, None, True
-        before = self.space.allocations()
-        self._submit(lambda: self._fork_and_join(bindings), allocates=True)
-        self._allocates = self.space.allocations() > before
+        before = self.space.allocated()
+        self._submit(lambda: self._fork_and_join(bindings))
+        self._allocates = self.space.allocated() - before
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
 
@@ -316,11 +316,12 @@ class CudaProgram(BoundProgram):
             return
         torch.cuda.synchronize(self.space.device)
         self._lay_out(bindings)
-        spans, self.spans, self._loads = self.spans, None, True
+        spans, self.spans, self._loads, before = self.spans, None, True, self.space.allocated()
         try:
             self.space.captures.record(lambda: self._fork_and_join(bindings), loads=True)
         finally:
             self.spans, self._loads = spans, False
+        self._allocates = max(self._allocates, self.space.allocated() - before)
         if len(self._loaded) == _WAYS_KEPT:
             self._loaded.clear()
         self._loaded.add(how)
@@ -341,8 +342,8 @@ class CudaProgram(BoundProgram):
             if isinstance(item, Words):
                 self._submission(item)
 
-    def _submit(self, enqueue: Callable[[], None], *, allocates: bool = False) -> None:
-        """One call on the caller's stream, after the program's last one, and under watch. allocates: by torch, on the way."""
+    def _submit(self, enqueue: Callable[[], None], *, allocates: int = 0) -> None:
+        """One call on the caller's stream, after the program's last one, and under watch. allocates: bytes, on the way."""
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
             self.space.after(caller, self._last_ticket)
@@ -352,7 +353,7 @@ class CudaProgram(BoundProgram):
         if watched:
             self._timed(None, caller, lambda: None)
         try:
-            with self.space.temporaries() if allocates else nullcontext():
+            with self.space.temporaries(allocates):
                 enqueue()
         finally:
             self.space.end(caller, ticket)
@@ -388,7 +389,7 @@ class CudaProgram(BoundProgram):
     def _beside(self, lane: str, items: Sequence[Item], bindings: Bindings) -> None:
         """Enqueue items of a lane that has forked from the caller's stream."""
         stream = self.space.stream(lane)
-        with torch.cuda.stream(stream) if any(_by_torch(item) for item in items) else nullcontext():
+        with torch.cuda.stream(stream) if any(isinstance(item, Work) and item.by_torch for item in items) else nullcontext():
             self._enqueue(items, bindings, stream.cuda_stream)
 
     def _enqueue(self, items: Sequence[Item], bindings: Bindings, stream: int) -> None:
@@ -493,7 +494,3 @@ class CudaProgram(BoundProgram):
 def _has_messages(schedule: Schedule) -> bool:
     """Of any rank: memory for them is taken by all at once."""
     return any(isinstance(step, SendReceive) for _, _, _, step in schedule)
-
-
-def _by_torch(item: Item) -> bool:
-    return isinstance(item, Work) and item.by_torch

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
 
 T = TypeVar("T")
+_LARGE = 2 << 20
+"""From 1 MiB on the allocator rounds up to that at most."""
 _TICK_S = 0.02
 _TICKETS = 64
 """So many calls may be under way at once; a ticket's events are used again that many calls later. A stream takes some 1000
@@ -115,6 +117,8 @@ class CudaSpace:
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._aside: torch.cuda.Stream | None = None
+        self._ready: dict[int, int] = {}
+        """By stream, the bytes that its largest call has found in the pool of temporaries."""
         self._priority = current_lane_priority()
         # Of another priority than the lanes', so that no hardware queue is shared with a lane, or a graph's branch, that waits.
         self.rescue = comm_stream(priority="high", device=device)
@@ -174,19 +178,28 @@ class CudaSpace:
             self._aside = comm_stream(priority=max(_ASIDE_PRIORITY, priority_number("high")), device=self.device)
         return self._aside
 
-    def temporaries(self) -> AbstractContextManager[None]:
-        """What torch allocates meanwhile, on this thread, comes from a pool of this space's, where it finds what a program let
-        go before. Else, on a GPU that is full, the allocator would give back what it keeps for later; the driver waits for all
-        streams then, and lanes of a call that is half enqueued wait for the other half: for good."""
-        return torch.cuda.use_mem_pool(self._private, self.device) if self._private else nullcontext()
+    def temporaries(self, nbytes: int) -> AbstractContextManager[None]:
+        """What torch allocates meanwhile, on this thread, comes from a pool of this space's, where as many bytes lie ready for
+        the current stream. Else, on a GPU that is full, the allocator would give back what it keeps for later; the driver waits
+        for all streams then, and lanes of a call that is half enqueued wait for the other half: for good."""
+        if not nbytes or self._private is None:
+            return nullcontext()
+        stream = self.current_stream()
+        if self._ready.get(stream, 0) < nbytes:
+            with torch.cuda.use_mem_pool(self._private, self.device):
+                # Large pieces are split, small ones come from another list of the allocator's.
+                for size in (nbytes + _LARGE, 1):
+                    torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._ready[stream] = nbytes
+        return torch.cuda.use_mem_pool(self._private, self.device)
 
     @cached_property
     def _private(self) -> torch.cuda.MemPool | None:
         return private_pool()
 
-    def allocations(self) -> int:
-        """How often torch's allocator has been asked for memory."""
-        return int(torch.cuda.memory_stats(self.device)["allocation.all.allocated"])
+    def allocated(self) -> int:
+        """What torch's allocator has given so far, in bytes: what came back, too."""
+        return int(torch.cuda.memory_stats(self.device)["allocated_bytes.all.allocated"])
 
     def current_stream(self) -> int:
         """The caller's stream."""
