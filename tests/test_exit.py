@@ -66,3 +66,27 @@ def test_rank_processes_close_what_their_work_left_open(tmp_path: Path) -> None:
         pool.run(_leave_open, tmp_path)
         assert not list(tmp_path.iterdir())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+INTERRUPTED = """
+from multiprocessing import popen_forkserver
+from weft.execute.ranks import Ranks
+
+def interrupted(fd):
+    raise KeyboardInterrupt  # as Ctrl-C does here, while the server still imports torch
+
+if __name__ == "__main__":
+    popen_forkserver.forkserver.read_signed = interrupted
+    try:
+        Ranks(2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.ranks
+def test_ctrl_c_while_the_server_starts_leaves_no_rank_that_waits() -> None:
+    """It would wait for the others for five minutes, and then end with a traceback in a terminal that is used for something
+    else. What runs on holds the pipes, so that this test would wait for it."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")

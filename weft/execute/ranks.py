@@ -52,6 +52,8 @@ def _by_text(failures: list[tuple[int, str]]) -> Iterator[str]:
 def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
     """The life of a rank process: join the group, then run what arrives until told to stop. environment: all of it, since the
     fork server has that of its start."""
+    if pipe.poll():
+        return  # who asked for this rank was interrupted while the server started: nobody else would come
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
