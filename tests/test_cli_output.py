@@ -15,7 +15,10 @@ from weft import codec
 from weft.cli import main, output
 from weft.cli.gantt import gantt
 from weft.execute.ranks import RankFailed
+from weft.machine import load
+from weft.problem import Problem
 from weft.report.page import write_page
+from weft.schedules import build
 from weft.span import Span
 
 LOSSES = [
@@ -99,6 +102,43 @@ def test_what_would_never_end_or_not_fit_is_one_line(capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+PLAN = ["plan", "MODEL.json", "--tp", "2", "--tokens", "64", "--site", "MLP down"]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ([*PLAN, "--save", "one.json", "--trace", "./one.json"], "--save and --trace are both one.json"),
+        ([*PLAN, "--save", "MODEL.json"], "MODEL and --save are both MODEL.json"),
+        (["plan", ".", *PLAN[2:], "--save", "config.json"], "MODEL and --save are both config.json"),
+        ([*PLAN, "--machine", "machine.json", "--trace", "machine.json"], "--machine and --trace are both machine.json"),
+        (["run", "MODEL.json", "--json", "MODEL.json"], "MODEL and --json are both MODEL.json"),
+        (["run", "MODEL.json", "--report", "out", "--trace", "out/index.html"], "--report and --trace are both out/index.html"),
+        (["characterize", "MODEL.json", "--json", "one", "--report", "one"], "--json and --report are both one"),
+        (["simulate", "schedule.json", "--trace", "link.json"], "FILE and --trace are both link.json"),
+        (["simulate", "t3", "--report", "out", "--trace", "out/index.html"], "--report and --trace are both out/index.html"),
+    ],
+)
+def test_nothing_is_written_over_what_was_read_or_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    files = {
+        "MODEL.json": sizes,
+        "config.json": sizes,
+        "machine.json": codec.dumps(load("h200x8")),
+        "schedule.json": codec.dumps(build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link.json").symlink_to("schedule.json")
+    assert main(command) == 2
+    assert f"{says}; name two files\n" in capsys.readouterr().err
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+    assert {path.name for path in tmp_path.iterdir()} == {*files, "link.json"}
 
 
 def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

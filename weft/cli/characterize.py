@@ -12,6 +12,7 @@ import typer
 from weft import codec
 from weft.cli import choices, options, output
 from weft.cli.progress import Progress, progress_bar
+from weft.models import config_path
 
 if TYPE_CHECKING:
     from weft.machine import Machine
@@ -43,6 +44,8 @@ def command(
     from weft.machine import load
 
     target = load(machine)
+    read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
+    output.require_apart({**read, "--json": json, "--report": report})
     output.require_file(json, "--json")
     output.require_file(report, "--report")
     _, sites = choices.choose_sites(model, op)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 
 from weft.models import Model, Site, decode_sites, load_model, sites
 from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
@@ -25,6 +26,13 @@ def choose_sites(name: str, op: str | None, site: str | None = None) -> tuple[Mo
     if not named:
         raise ValueError(f"site is {site!r}; model {model.name} has {', '.join(one.name for one in found)}")
     return model, named
+
+
+def machine_file(name: str) -> Path | None:
+    """The file that a machine is read from; None for one that weft has."""
+    from weft.machine import names
+
+    return None if name in names() else Path(name)
 
 
 def choose_dtype(dtype: str) -> DType:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -95,6 +96,19 @@ def require_file(path: Path | None, option: str) -> None:
         raise ValueError(f"{option} {path}: {error.strerror}; name a file in a folder that exists and can be written") from None
     if not existed:
         path.unlink()
+
+
+def require_apart(paths: Mapping[str, Path | None]) -> None:
+    """Raises ValueError if two arguments, by name, are one file: what is written last would be all that is left of both."""
+    seen: dict[str, str] = {}
+    for name, path in paths.items():
+        if path is not None and (other := seen.setdefault(os.path.realpath(path), name)) != name:
+            raise ValueError(f"{other} and {name} are both {path}; name two files")
+
+
+def page(folder: Path | None) -> Path | None:
+    """What --report writes in a folder."""
+    return folder and folder / "index.html"
 
 
 def require_folder(path: Path | None, option: str) -> None:

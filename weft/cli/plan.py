@@ -11,6 +11,7 @@ import typer
 
 from weft import codec
 from weft.cli import choices, options, output, tables
+from weft.models import config_path
 
 if TYPE_CHECKING:
     from weft.machine import Machine
@@ -52,6 +53,8 @@ def command(
     sizes, sites = choices.choose_sites(model, op, site)
     if save is not None and len(sites) != 1:
         raise ValueError(f"--save takes one schedule; name its site by --site, of {', '.join(one.name for one in sites)}")
+    read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
+    output.require_apart({**read, "--save": save, "--trace": trace})
     output.require_file(save, "--save")
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, sites)

@@ -10,6 +10,7 @@ import typer
 from weft import codec
 from weft.cli import choices, options, output, tables
 from weft.cli.progress import progress_bar
+from weft.models import config_path
 
 if TYPE_CHECKING:
     from weft.machine import Machine
@@ -49,6 +50,8 @@ def command(
     dtype = choices.choose_dtype(dtype)
     choices.choose_schedule(schedule, sites)
     target = load(machine)
+    read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
+    output.require_apart({**read, "--json": json, "--report": output.page(report), "--trace": trace})
     _require_outputs(json, report, trace)
     device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
@@ -90,8 +93,6 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
     output.require_folder(report, "--report")
     output.require_file(json, "--json")
     output.require_file(trace, "--trace")
-    if json is not None and trace is not None and json.resolve() == trace.resolve():
-        raise ValueError(f"--json and --trace are both {json}; name two files")
 
 
 def _show(run: Run, machine: Machine) -> None:

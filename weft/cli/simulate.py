@@ -80,7 +80,7 @@ def command(
             raise ValueError(f"{name} is for a schedule in a JSON file, not for {study}")
     if trace is not None and study == "dlrm":
         raise ValueError("--trace is for t3, ficco and schedules; dlrm's timelines are in its --report")
-    outputs.require()
+    outputs.require({})
     simulate = {"t3": _t3, "ficco": _ficco, "dlrm": _dlrm}[study]
     done = simulate(changes or [], scenarios or [], sensitivity)
     if as_json:

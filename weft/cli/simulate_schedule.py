@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft import codec
-from weft.cli import output
+from weft.cli import choices, output
 from weft.cli.gantt import gantt
 from weft.cli.progress import progress_bar
 
@@ -32,8 +32,10 @@ class Outputs:
     trace: Path | None = None
     chakra: Path | None = None
 
-    def require(self) -> None:
-        """Try every path now. Raises ValueError that names the option."""
+    def require(self, read: Mapping[str, Path | None]) -> None:
+        """Try every path now. read: files that nothing may be written over, by argument. Raises ValueError that names the
+        option."""
+        output.require_apart({**read, "--report": output.page(self.report), "--trace": self.trace})
         output.require_folder(self.report, "--report")
         output.require_file(self.trace, "--trace")
         output.require_folder(self.chakra, "--chakra")
@@ -51,7 +53,7 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
     from weft.schedule import Schedule
 
     schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
-    outputs.require()
+    outputs.require({"FILE": path, "--machine": choices.machine_file(machine)})
     check(schedule)
     with progress_bar() as progress:
         found = simulated(schedule, target, progress)

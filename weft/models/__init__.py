@@ -105,14 +105,20 @@ def load_model(name_or_path: str) -> Model:
 
     Raises ValueError for a name that is neither, for a file that cannot be read, and for a config without the needed sizes.
     """
-    if name_or_path in preset_names():
+    path = config_path(name_or_path)
+    if path is None:
         return codec.loads(Model, (_folder() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path)
-    path = Path(name_or_path)
-    if path.is_dir():
-        path = path / "config.json"
     if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
         return read_config(path)
     raise ValueError(_unknown(name_or_path))
+
+
+def config_path(name_or_path: str) -> Path | None:
+    """The file that `load_model` would read; None for a preset."""
+    if name_or_path in preset_names():
+        return None
+    path = Path(name_or_path)
+    return path / "config.json" if path.is_dir() else path
 
 
 def _folder() -> resources.abc.Traversable:
