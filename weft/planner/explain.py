@@ -16,6 +16,9 @@ from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 BALANCED = 1.1
 """Computation and communication within this factor of each other bind together."""
 
+EXPLAINS = 0.5
+"""A cost is named as the reason of a difference if it is at least this share of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -112,7 +115,8 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
     kernels = slow.candidate.computation_us - fast.candidate.computation_us
     transfers = slow.candidate.communication_us - fast.candidate.communication_us
     most = max(kernels, transfers, paid.us - base.us)
-    if most < 0.5:
+    hides = overlaps(fast.schedule.name)
+    if most < max(0.5, hides * EXPLAINS * (slow.predicted_us - fast.predicted_us)):
         return "less of its communication is hidden"
     if most == kernels:
         return f"its kernels work {slow.candidate.computation_us:.0f} us, not {fast.candidate.computation_us:.0f}"
