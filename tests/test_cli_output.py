@@ -141,6 +141,32 @@ def test_nothing_is_written_over_what_was_read_or_written(
     assert {path.name for path in tmp_path.iterdir()} == {*files, "link.json"}
 
 
+LONG = "x" * 300
+"""No file has such a name: to look at it is an error, as it is in a folder that may not be searched."""
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["plan", LONG], f"model is '{LONG}'; weft knows"),
+        (["plan", f"{LONG}/config.json"], f"cannot read {LONG}/config.json: "),
+        (["plan", "llama3-8b", "--machine", LONG], f"machine is '{LONG}'; weft has"),
+        (["machines", "--diff", "h200x8", f"{LONG}.json"], f"cannot read {LONG}.json: "),
+        (["simulate", LONG], f"study is '{LONG}'; weft simulates"),
+        (["plan", "llama3-8b", "--trace", LONG], f"--trace {LONG}: "),
+        (["characterize", "llama3-8b", "--json", LONG], f"--json {LONG}: "),
+        (["calibrate", "--ranks", "2", "--device", "cpu", "--out", LONG], f"--out {LONG}: "),
+    ],
+)
+def test_a_path_that_may_not_be_looked_at_is_told_by_its_argument(
+    capsys: pytest.CaptureFixture[str], command: list[str], says: str
+) -> None:
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"weft: error: {says}")
+    assert error.count("\n") == 1
+
+
 def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with (tmp_path / "large.json").open("w") as file:
         file.truncate(codec.MOST_BYTES + 1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -372,6 +373,6 @@ def load(name_or_path: str | Path) -> Machine:
     if str(name_or_path) in names():
         return codec.read(Machine, _PROFILES / f"{name_or_path}.json")
     path = Path(name_or_path)
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" or os.path.isfile(path):  # False, too, where nobody may look
         return codec.read(Machine, path)
     raise ValueError(f"machine is {str(name_or_path)!r}; weft has {', '.join(names())}, or give the path of a JSON file")

@@ -88,8 +88,8 @@ def require_file(path: Path | None, option: str) -> None:
     """Open `path` for writing and leave it as it was. Raises ValueError that names the option if that fails."""
     if path is None:
         return
-    existed = path.exists()
     try:
+        existed = path.exists()
         with path.open("ab"):
             pass
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def command(
     """Simulate a published evaluation, if need be on hardware that does not exist, and compare with what was published; or one
     schedule on one machine."""
     outputs = Outputs(as_json=as_json, report=report, trace=trace, chakra=chakra)
-    if study not in STUDIES and (study.endswith(".json") or Path(study).is_file()):
+    if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
         if sensitivity or scenarios:
             raise ValueError(f"--{'sensitivity' if sensitivity else 'scenario'} is for studies; a schedule takes --set")
         simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)

@@ -22,6 +22,7 @@ Embedding tables are spread over ranks, whole, as `split` deals them: embedding_
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -108,7 +109,7 @@ def load_model(name_or_path: str) -> Model:
     path = config_path(name_or_path)
     if path is None:
         return codec.loads(Model, (_folder() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path)
-    if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
+    if os.path.exists(path) or path.suffix == ".json" or len(path.parts) > 1:
         return read_config(path)
     raise ValueError(_unknown(name_or_path))
 
@@ -118,7 +119,7 @@ def config_path(name_or_path: str) -> Path | None:
     if name_or_path in preset_names():
         return None
     path = Path(name_or_path)
-    return path / "config.json" if path.is_dir() else path
+    return path / "config.json" if os.path.isdir(path) else path  # False, too, where nobody may look
 
 
 def _folder() -> resources.abc.Traversable:
