@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from conftest import RankFixture
 
 import weft
-from weft.cli import main
+from weft.cli import UsageError, app, main
 from weft.problem import COLLECTIVE_OPS
 from weft.schedules import FAMILIES, NAMES
 
@@ -94,6 +95,11 @@ def test_weft_commands_exist(words: list[str], capsys: pytest.CaptureFixture[str
     assert [word for word in words[2:] if word.startswith("-") and word not in text] == []
     if words[1] == "schedules" and words[2:]:
         assert words[2] in NAMES
+    try:
+        typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:])
+    except UsageError as error:
+        if "Missing" not in str(error):  # text may leave arguments out, not make them up
+            raise
 
 
 @pytest.mark.parametrize("words", command_lines("make"), ids=" ".join)
