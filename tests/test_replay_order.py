@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lone_ranks import FakeSpace, space_of, teams
 
-from weft.execute import bound
+from weft.execute import bound, cuda_space
 from weft.execute.bindings import Bindings, Where
 from weft.execute.cuda import CudaProgram
 from weft.execute.replay import Branches
@@ -168,3 +169,31 @@ def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = launch(first)
     assert launch(moved) is not tables
     assert launch(first) is tables
+
+
+def test_what_a_call_allocates_lies_ready_on_its_stream(spaces: list[FakeSpace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a stream, and anew for a call that needs more; nothing where there are no pools."""
+    space, made, within = spaces[0], list[int](), list[bool]()
+
+    @contextmanager
+    def pool(pool: object, device: object) -> Iterator[None]:
+        within.append(True)
+        yield
+        within.pop()
+
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", pool, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size) if within else None)
+    space.__dict__["_private"] = "pool"
+    space.current_stream = lambda: FIRST  # type: ignore[method-assign]
+    large = cuda_space._LARGE
+    for nbytes, expected in ((0, []), (100, [100 + large, 1]), (60, []), (300, [300 + large, 1])):
+        made.clear()
+        with space.temporaries(nbytes):
+            assert bool(within) == bool(nbytes)
+        assert (made, within) == (expected, [])
+    space.current_stream = lambda: SECOND  # type: ignore[method-assign]
+    with space.temporaries(60):
+        assert made == [300 + large, 1, 60 + large, 1]
+    space.__dict__["_private"] = None
+    with space.temporaries(500):
+        assert not within

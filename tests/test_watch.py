@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -498,31 +498,3 @@ def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> N
             warnings.simplefilter("always")
             cuda_space._warn_of_few_queues()
         assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in str(one.message) for one in caught] == [True] * warned
-
-
-def test_what_a_call_allocates_lies_ready_on_its_stream(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for a stream, and anew for a call that needs more; nothing where there are no pools."""
-    space, made, within = ranks.space, list[int](), list[bool]()
-
-    @contextmanager
-    def pool(pool: object, device: object) -> Iterator[None]:
-        within.append(True)
-        yield
-        within.pop()
-
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", pool, raising=False)
-    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size) if within else None)
-    space.__dict__["_private"] = "pool"
-    space.current_stream = lambda: STREAM  # type: ignore[method-assign]
-    large = cuda_space._LARGE
-    for nbytes, expected in ((0, []), (100, [100 + large, 1]), (60, []), (300, [300 + large, 1])):
-        made.clear()
-        with space.temporaries(nbytes):
-            assert bool(within) == bool(nbytes)
-        assert (made, within) == (expected, [])
-    space.current_stream = lambda: STREAM + 1  # type: ignore[method-assign]
-    with space.temporaries(60):
-        assert made == [300 + large, 1, 60 + large, 1]
-    space.__dict__["_private"] = None
-    with space.temporaries(500):
-        assert not within
