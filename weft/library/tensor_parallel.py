@@ -105,11 +105,11 @@ def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor
 def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     a, *bs = ctx.saved_tensors
     kept = bs.pop(0) if ctx.kept else None
-    outs = [_or_zeros(grad, ctx.rows, b.shape[1], a) for grad, b in zip(grads, bs, strict=False)]
     grad_a: torch.Tensor | None = None
     grad_bs: list[torch.Tensor | None] = [None] * len(bs)
     if ctx.needs_input_grad[0]:
-        factors, columns = [*outs], [*bs]
+        # An output that nobody has used stays in it, as zeros: ranks that differ in that still call the same.
+        factors, columns = [_or_zeros(grad, ctx.rows, b.shape[1], a) for grad, b in zip(grads, bs, strict=False)], [*bs]
         if ctx.gathered and grads[-1] is not None:
             # What flows into the gathered a goes back to its owners by the same reduce-scatter, as a product with 1.
             factors.append(grads[-1])
@@ -127,7 +127,8 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         )
     if any(ctx.needs_input_grad[1]):
         gathered = _gathered_again(ctx, a) if kept is None else kept
-        grad_bs = [_gradient_of(b, gathered, grad) for b, grad in zip(bs, outs, strict=True)]
+        wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
+        grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs, None, None, None, None, None, None
 
 

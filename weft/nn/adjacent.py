@@ -89,7 +89,10 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(torch.split(whole, [len(weight) for weight in weights]))
+        parts = torch.split(whole, [len(weight) for weight in weights])
+        # One weight that learns does not make the others learn.
+        ctx.mark_non_differentiable(*(part for part, needed in zip(parts, ctx.needs_input_grad[1:], strict=True) if not needed))
+        return tuple(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ What a Shared's parent is given, and when:
     parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, kept
     parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
     member's forward      is given the same tensor --> its product, once
+    parent's hook         what was not taken is dropped
 
 A member that is called with any other tensor, of this rank's tokens, multiplies by itself; one that is called with the gathered
 one again is refused, since that has no values.
@@ -79,6 +80,11 @@ class Shared:
         if not self._outs:
             self._stand_in = None
         return out
+
+    def forget(self, module: nn.Module, args: Any, out: Any) -> None:
+        """A hook, after the module: what was not taken is not kept for a next call. A compiled module would return it, and the
+        gradients of what it returns are zeros where there are none."""
+        self._outs, self._stand_in = {}, None
 
     def _check_own(self, x: Tensor) -> None:
         total = self.tokens.total

@@ -199,6 +199,7 @@ class _Within:
             if name not in (*block.columns, block.row):
                 replicate(other, self.distribute, always)
         child.register_forward_pre_hook(OnInput("hidden_states", shared.announce), with_kwargs=True)
+        child.register_forward_hook(shared.forget)
 
     def _experts(self, child: nn.Module, style: ParallelStyle) -> None:
         """A block of experts on equal parts of the tokens, its router whole on every rank."""

@@ -103,18 +103,22 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, schedule: str, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.schedule = group, schedule
+        # A weight whose product nobody has used has no gradient. Compiled, zeros: torch traces a backward with all gradients.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
         return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         x = summed_in_backward(x, ctx.group)
-        rows_x, flat = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        rows_x, given = x.flatten(0, -2), [None if grad is None else grad.flatten(0, -2) for grad in grads]
+        pairs = zip(given, weights, strict=True)
+        flat = [rows_x.new_zeros(len(rows_x), len(weight)) if one is None else one for one, weight in pairs]
         grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
         grad_x = run_all_reduce(grad, weight, None, None, ctx.group, ctx.schedule).view(x.shape)
-        wanted = zip(flat, ctx.needs_input_grad[3:], strict=True)
-        return None, None, grad_x, *(one.t() @ rows_x if needed else None for one, needed in wanted)
+        wanted = zip(given, ctx.needs_input_grad[3:], strict=True)
+        return None, None, grad_x, *(one.t() @ rows_x if needed and one is not None else None for one, needed in wanted)
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

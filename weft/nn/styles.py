@@ -174,6 +174,7 @@ def share_input(
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
     shared = to_columns(linears, taken.tokens, how, distribute)
     module.register_forward_pre_hook(OnInput(argument, Announced(taken, shared)), with_kwargs=True)
+    module.register_forward_hook(shared.forget)
 
 
 def column_site(linears: Sequence[nn.Linear], mesh: DeviceMesh, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
