@@ -184,3 +184,26 @@ def _second_derivatives() -> None:
 
 def test_second_derivatives_are_refused_where_they_would_be_wrong(ranks: RankFixture) -> None:
     ranks(2).run(_second_derivatives)
+
+
+def _empty_batch() -> None:
+    """Tokens lie along dimension 1 of a batch without entries, and along dimension 0 beside one: results and gradients."""
+    size = dist.get_world_size()
+    for dtype, dim, shape in ((torch.float32, 1, (0, 2 * size, 6)), (torch.bfloat16, 0, (2 * size, 3, 0, 6))):
+        wanted = [*shape[:-1], 5]
+        for call, factor in ((weft.all_gather_matmul, size), (weft.matmul_reduce_scatter, 1 / size)):
+            a, b = torch.ones(shape, dtype=dtype, requires_grad=True), torch.ones(6, 5, dtype=dtype, requires_grad=True)
+            where = {"gather_dim" if factor > 1 else "scatter_dim": dim}
+            out = call(a, b, **where)
+            assert list(out.shape) == [*wanted[:dim], round(wanted[dim] * factor), *wanted[dim + 1 :]]
+            assert out.dtype == dtype
+            out.sum().backward()
+            assert a.grad is not None
+            assert a.grad.shape == a.shape
+            assert b.grad is not None
+            assert torch.equal(b.grad, torch.zeros(6, 5, dtype=dtype))
+
+
+def test_a_batch_without_entries(ranks: RankFixture) -> None:
+    ranks(2).run(_empty_batch)
+    ranks(3).run(_empty_batch)

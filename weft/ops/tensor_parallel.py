@@ -118,7 +118,7 @@ def all_gather_matmul(
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
-    results = run_gather(flat, bs, group_name, total * unit, unit, spec, gathered, keep)
+    results = run_gather(flat, bs, group_name, total * unit, max(unit, 1), spec, gathered, keep)
     shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
@@ -154,7 +154,7 @@ def matmul_reduce_scatter(
     moved = a.movedim(dim, 0) if dim else a
     unit = _per_entry(moved)
     flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    out = run_scatter(flat, b, group_name, rank, world_size, unit, spec_of(schedule, "matmul_reduce_scatter"), op)
+    out = run_scatter(flat, b, group_name, rank, world_size, max(unit, 1), spec_of(schedule, "matmul_reduce_scatter"), op)
     low, high = split(moved.shape[0], world_size)[rank]
     return _shaped(out, high - low, moved, dim)
 
@@ -167,7 +167,8 @@ def _shaped(flat: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> 
 
 
 def _per_entry(moved: torch.Tensor) -> int:
-    """Rows of the flat matrix for one entry of the first dimension: the product of the middle dimensions."""
+    """Rows of the flat matrix for one entry of the first dimension: the product of the middle dimensions. 0 for an empty batch,
+    which ranks nevertheless call with, as one matrix without rows."""
     unit = 1
     for extent in moved.shape[1:-1]:
         unit *= extent
