@@ -235,17 +235,21 @@ def _mistakes() -> None:
     with pytest.raises(told[0], match=told[1]):
         small(torch.ones(TOKENS, HIDDEN), index, weights)
     weft.close()
-    partly = OldBlock()
+    partly, uneven = OldBlock(), OldBlock()
     partly.experts[1].w3.requires_grad_(False)
+    uneven.experts = uneven.experts[:3]
     for module, message in (
         (Experts(3, HIDDEN, WIDTH), "Experts has 3 experts; 2 ranks do not divide them"),
         (small, "Experts lie over ranks already"),
         (nn.Linear(2, 2), "Linear has parameters bias, weight; ExpertParallel takes experts with gate_up_proj"),
         (nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}), "list of experts that are not Mixtral's"),
         (partly, "experts have a w1 or w3 that is frozen, and one that is not"),
+        (uneven, "Experts has 3 experts; 2 ranks do not divide them"),
     ):
         with pytest.raises(ValueError, match=message):
             parallelize_module(module, mesh, weft.ExpertParallel())
+    assert type(uneven) is OldBlock
+    assert [name for name, _ in uneven.experts.named_children()] == ["0", "1", "2"], "what was refused is as it was"
 
 
 def test_mistakes(ranks: RankFixture) -> None:

@@ -52,10 +52,11 @@ class ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
-        experts = getattr(module, "experts", module)
-        if isinstance(experts, nn.ModuleList):
-            experts = _stacked(module, experts)
+        found = getattr(module, "experts", module)
+        experts = _stacked(module, found) if isinstance(found, nn.ModuleList) else found
         _check(experts, device_mesh)
+        if experts is not found:
+            _take_in(module, experts)
         for name in _STACKED:
             weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
@@ -109,7 +110,7 @@ def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _stacked(block: nn.Module, experts: nn.ModuleList) -> Experts:
-    """Mixtral's list of experts as stacked ones, in its place; the block then runs them as newer blocks do."""
+    """Mixtral's list of experts as stacked ones; the block stays as it is."""
     own = [{key for key, _ in expert.named_parameters()} for expert in experts]
     gate = getattr(block, "gate", None)
     if any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):
@@ -122,9 +123,13 @@ def _stacked(block: nn.Module, experts: nn.ModuleList) -> Experts:
             made.down_proj[at] = expert.w2.weight
     made.gate_up_proj.requires_grad_(_trained(experts, "w1", "w3"))
     made.down_proj.requires_grad_(_trained(experts, "w2"))
-    block.experts = made
-    block.__class__ = type(type(block).__name__, (_ListBlock, type(block)), {"__module__": type(block).__module__})
     return made
+
+
+def _take_in(block: nn.Module, experts: nn.Module) -> None:
+    """Stacked experts in the place of a block's list, which then runs them as newer blocks do."""
+    block.experts = experts
+    block.__class__ = type(type(block).__name__, (_ListBlock, type(block)), {"__module__": type(block).__module__})
 
 
 def _trained(experts: nn.ModuleList, *names: str) -> bool:
