@@ -368,48 +368,6 @@ def test_gradients_accumulate_and_frozen_weights_have_none(ranks: RankFixture) -
     assert ranks(2).run(_accumulated) == [[True, False, False, True, True] * 2] * 2
 
 
-class Unused(Inner):
-    """One of its linears has nothing to do in this step."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.gate(x))
-
-
-def _without_a_use() -> int:
-    """A weight that a step does not use has no gradient, as in one process, and a frozen one's is not even computed, where
-    tokens are sharded, compiled too, and where they are whole. How many gradients of gathered weights were computed."""
-    from weft.library import tensor_parallel
-
-    torch.manual_seed(0)
-    computed, gradient_of = [], tensor_parallel._gradient_of
-    alone, x = nn.Sequential(Unused()), drawn(3, 12, 6, seed=1)
-    alone(x).square().sum().backward()
-    tensor_parallel._gradient_of = lambda *given: computed.append(1) or gradient_of(*given)
-    try:
-        for layout, keep in ((Shard(1), True), (Shard(1), False), (Replicate(), True)):
-            shared = weft.SharedInput(["gate", "up"], input_layouts=layout, schedule=SCHEDULE, keep_gathered=keep)
-            model = parallelize_module(copy.deepcopy(alone), mesh(), {"0": shared, "0.down": weft.RowwiseParallel()})
-            whole_input, compiled = layout == Replicate(), torch.compile(model, backend="aot_eager", fullgraph=True)
-            for call in (model,) if whole_input else (model, compiled):
-                model.zero_grad()
-                call(x.clone().requires_grad_() if whole_input else mine(x)).square().sum().backward()
-                alike(gradients(model), {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
-                assert model[0].up.weight.grad is None
-                assert not model[0].up._weft_shared._outs, "nor is its product kept"
-        computed.clear()
-        model = parallelize_module(block(), mesh(), wefts())
-        model.inner.gate.weight.requires_grad_(False)
-        model(mine(x)).square().sum().backward()
-        return len(computed)
-    finally:
-        tensor_parallel._gradient_of = gradient_of
-
-
-def test_weights_that_are_not_used_have_no_gradient(ranks: RankFixture) -> None:
-    """Zeros would let an optimizer's weight decay change them. What is computed is for the weights of up and of down."""
-    assert ranks(2).run(_without_a_use) == [2, 2]
-
-
 def _misuse() -> list[str]:
     told = []
     here = mesh()

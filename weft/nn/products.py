@@ -85,7 +85,9 @@ def rows(
     x, weight = in_one_dtype(x, [weight])
     bias = None if bias is None else bias.to(x.dtype)
     if not scatter:
-        return matmul_all_reduce(x, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
+        matrix = x[None] if x.dim() == 1 else x
+        out = matmul_all_reduce(matrix, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
+        return out[0] if x.dim() == 1 else out
     out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
     return out if bias is None else out + summed(bias, group.group_name)
 
@@ -112,13 +114,18 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         x = summed_in_backward(x, ctx.group)
-        rows_x, given = x.flatten(0, -2), [None if grad is None else grad.flatten(0, -2) for grad in grads]
+        rows_x, given = _matrix(x), [None if grad is None else _matrix(grad) for grad in grads]
         pairs = zip(given, weights, strict=True)
         flat = [rows_x.new_zeros(len(rows_x), len(weight)) if one is None else one for one, weight in pairs]
         grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
         grad_x = run_all_reduce(grad, weight, None, None, ctx.group, ctx.schedule).view(x.shape)
         wanted = zip(given, ctx.needs_input_grad[3:], strict=True)
         return None, None, grad_x, *(one.t() @ rows_x if needed and one is not None else None for one, needed in wanted)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """All tokens one below the other; of a single one, without a dimension for it, a matrix of one row."""
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

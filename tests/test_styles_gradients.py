@@ -1,0 +1,77 @@
+"""What flows back through weft's styles where little or nothing is asked of a linear: as torch's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import RankFixture
+from test_styles import SCHEDULE, Inner, Tensor, alike, block, drawn, gradients, mesh, mine, wefts
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import weft
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+class Unused(Inner):
+    """One of its linears has nothing to do in this step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(x))
+
+
+def _without_a_use() -> int:
+    """A weight that a step does not use has no gradient, as in one process, and a frozen one's is not even computed, where
+    tokens are sharded, compiled too, and where they are whole. How many gradients of gathered weights were computed."""
+    from weft.library import tensor_parallel
+
+    torch.manual_seed(0)
+    computed, gradient_of = [], tensor_parallel._gradient_of
+    alone, x = nn.Sequential(Unused()), drawn(3, 12, 6, seed=1)
+    alone(x).square().sum().backward()
+    tensor_parallel._gradient_of = lambda *given: computed.append(1) or gradient_of(*given)
+    try:
+        for layout, keep in ((Shard(1), True), (Shard(1), False), (Replicate(), True)):
+            shared = weft.SharedInput(["gate", "up"], input_layouts=layout, schedule=SCHEDULE, keep_gathered=keep)
+            model = parallelize_module(copy.deepcopy(alone), mesh(), {"0": shared, "0.down": weft.RowwiseParallel()})
+            whole_input, compiled = layout == Replicate(), torch.compile(model, backend="aot_eager", fullgraph=True)
+            for call in (model,) if whole_input else (model, compiled):
+                model.zero_grad()
+                call(x.clone().requires_grad_() if whole_input else mine(x)).square().sum().backward()
+                alike(gradients(model), {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})
+                assert model[0].up.weight.grad is None
+                assert not model[0].up._weft_shared._outs, "nor is its product kept"
+        computed.clear()
+        model = parallelize_module(block(), mesh(), wefts())
+        model.inner.gate.weight.requires_grad_(False)
+        model(mine(x)).square().sum().backward()
+        return len(computed)
+    finally:
+        tensor_parallel._gradient_of = gradient_of
+
+
+def test_weights_that_are_not_used_have_no_gradient(ranks: RankFixture) -> None:
+    """Zeros would let an optimizer's weight decay change them. What is computed is for the weights of up and of down."""
+    assert ranks(2).run(_without_a_use) == [2, 2]
+
+
+def _one_token() -> None:
+    """A vector, which is whole, through both styles: as torch's."""
+    found = []
+    for column, row in ((ColwiseParallel, RowwiseParallel), (weft.ColwiseParallel, weft.RowwiseParallel)):
+        torch.manual_seed(0)
+        model = parallelize_module(nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 6)), mesh(), {"0": column(), "1": row()})
+        x = drawn(6, seed=1).requires_grad_()
+        out = model(x)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad, gradients(model)))
+    assert found[1][0].shape == (6,)
+    alike(found[1], found[0])
+
+
+def test_a_token_without_a_dimension_for_it(ranks: RankFixture) -> None:
+    ranks(2).run(_one_token)
