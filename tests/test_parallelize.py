@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from itertools import product
 from pathlib import Path
@@ -86,6 +87,46 @@ class Adapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inside(x) + self.up(self.down(x))
+
+
+def _adapted() -> list[str]:
+    """Adapters that are put in before, around weights that are frozen, into a model inside of another: trained as in one
+    process, through the model around. Those that are put in afterwards are refused."""
+    alone = tiny("llama").requires_grad_(False)
+    for layer in alone.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, Adapter(layer.self_attn.get_submodule(name)))
+    around = Around(copy.deepcopy(alone))
+    weft.parallelize(around.inside, mesh(), schedule=model_work.SCHEDULE, few_tokens=0)
+    ids, found = text(2, 9), []
+    for model in (alone, around.inside):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *[(n, whole(p.grad)) for n, p in model.named_parameters() if p.requires_grad]])
+    assert len(found[0]) == 1 + 2 * 2 * 4
+    alike(dict(found[1][1:]), dict(found[0][1:]))
+    alike(found[1][0], found[0][0])
+    told = []
+    for block, name in (("self_attn", "q_proj"), ("mlp", "down_proj")):
+        late = sharded(tiny("llama"), few_tokens=0)
+        parent = late.model.layers[0].get_submodule(block)
+        parent.register_module(name, Adapter(parent.get_submodule(name)))
+        for each in (ids, text(1, 1)):
+            try:
+                late(input_ids=each)
+            except ValueError as error:
+                told.append(str(error))
+    return told
+
+
+def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_adapted):
+        assert [one.partition(",")[0] for one in told] == [
+            "q_proj of a LlamaAttention is a Adapter",
+            "q_proj of a LlamaAttention is a Adapter",
+            "down_proj of a LlamaMLP is a Adapter",
+            "down_proj of a LlamaMLP is a Adapter",
+        ]
 
 
 def test_blocks_that_cannot_be_sharded_run_whole_and_say_why(ranks: RankFixture) -> None:

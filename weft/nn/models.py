@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
 from weft.nn.layouts import ColumnsOut
-from weft.nn.linear import Distributor, OnInput, Tokens, to_columns, to_row, why_not_linear
+from weft.nn.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
 from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
 from weft.nn.products import How
 from weft.nn.replicas import always, never, replicate, replicate_alone
@@ -55,7 +55,8 @@ def parallelize(
     """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
 
     model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every rank.
-    mesh: of one dimension (mesh["tp"] of a larger one). Apply fully_shard, compile and activation checkpoints afterwards.
+    mesh: of one dimension (mesh["tp"] of a larger one). Put adapters (LoRA) in before, whose blocks then run whole; apply
+    fully_shard, compile and activation checkpoints afterwards.
     schedule: as weft.all_gather_matmul's, a name. few_tokens: a call with up to so many tokens keeps them whole on every rank.
     keep_gathered: keep gathered inputs for weights' gradients. experts: a style for Mixtral's blocks of experts that takes and
     gives as many tokens on each rank (weft.ExpertParallel()); without one they run whole on every rank. src_data_rank: as
@@ -100,7 +101,7 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
     if not isinstance(getattr(found, "layers", None), nn.ModuleList):
         raise ValueError(
             f"model is {type(model).__name__} around {type(found).__name__}, which has no layers of its own; pass the model of "
-            "transformers itself, and wrap it (adapters, DistributedDataParallel) afterwards"
+            "transformers itself, here the one inside. Adapters (LoRA) are put into it before this call, not afterwards"
         )
     return found
 
@@ -129,6 +130,28 @@ def blocks_of(config: Any) -> Mapping[str, Block]:
         if "colwise" in found and len(found.get("rowwise", [])) == 1
     }
     return planned or _USUAL
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """A hook before a block: its linears are still those that were sharded, or ValueError. linears: their names."""
+
+    linears: tuple[str, ...]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name in self.linears:
+            found = getattr(module, name)
+            if not isinstance(found, ColumnLinear | RowLinear) and _has_more(found):
+                raise ValueError(
+                    f"{name} of a {type(module).__name__} is a {type(found).__name__}, around or instead of what "
+                    "weft.parallelize has sharded; put adapters (LoRA) in before weft.parallelize: their block then runs whole"
+                )
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Whether a module has parameters besides a sharded linear's: what only calls one (a compiled one) has not."""
+    found = list(module.parameters())
+    return len(found) > 2 or any(not isinstance(parameter, DTensor) for parameter in found)
 
 
 @dataclass(frozen=True)
@@ -198,6 +221,8 @@ class _Within:
         for name, other in child.named_children():
             if name not in (*block.columns, block.row):
                 replicate(other, self.distribute, always)
+        if self.mesh.size() > 1:
+            child.register_forward_pre_hook(Unwrapped((*block.columns, block.row)))
         child.register_forward_pre_hook(OnInput("hidden_states", shared.announce), with_kwargs=True)
         child.register_forward_hook(shared.forget)
 
