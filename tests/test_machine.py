@@ -60,6 +60,8 @@ def _changed(tmp_path: Path, path: str, value: Any) -> Path:
 BAD = [
     ("gpu.sms", 0, r"gpu\.sms is 0; it must be above zero"),
     ("gpu.hbm_gbps", -1.0, r"gpu\.hbm_gbps is -1\.0; it must be above zero"),
+    ("launch_us", 1e100, r"launch_us is 1e\+100; it must be from 1e-12 to 1e\+15"),
+    ("links.gbps", 1e-20, r"links\.gbps is 1e-20; it must be from 1e-12 to 1e\+15"),
     ("gpu.tflops", {"bfloat16": 0, "float16": 1, "float32": 1}, r"gpu\.tflops\.bfloat16 is 0\.0"),
     ("gpu.tiles", [], r"gpu\.tiles is empty"),
     ("launch_us", None, r"launch_us is missing from Machine"),

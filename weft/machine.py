@@ -1,8 +1,9 @@
 """Machine: where a problem runs, as numbers. Profiles are data files in weft/machines, each number with its source.
 
-Contract: a Machine that exists is complete. Every number is above zero (`stores.stall`: zero or more), and `sources` says
-of each where it is from: measured (with its date), the paper or the vendor's data sheet, or assumed. A file that lacks a
-number or a source, or has one too many, is refused with the name of the file and of the field.
+Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15 (`stores.stall`: zero, too), so that times made
+of them are finite, and `sources` says of each where it is from: measured (with its date), the paper or the vendor's data
+sheet, or assumed. A file that lacks a number or a source, or has one too many, is refused with the name of the file and of the
+field.
 
 Numbers that are time are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
 Topologies, for ranks 0 .. world_size-1:
@@ -30,6 +31,8 @@ from weft.problem import Problem
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
 MAY_BE_ZERO = frozenset({"stores.stall"})
+LEAST, MOST = 1e-12, 1e15
+"""Of any number."""
 _NOTHING_US = 1e-3
 """Numbers are above zero; times count whole nanoseconds."""
 _PROFILES = Path(__file__).with_name("machines")
@@ -265,6 +268,8 @@ class Machine:
         for path, value in numbers(self):
             if not value > 0 and not (path in MAY_BE_ZERO and value == 0):
                 raise ValueError(f"{path} is {value!r}; it must be above zero")
+            if value and not LEAST <= value <= MOST:
+                raise ValueError(f"{path} is {value!r}; it must be from {LEAST:g} to {MOST:g}")
         self._check_tables()
         self._check_sources()
         if self.stores.sms >= self.gpu.sms:

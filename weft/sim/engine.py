@@ -19,6 +19,7 @@ rate; GEMMs and copies to peers slow each other where the profile says by how mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,9 @@ from weft.sim.world import Process, Ran, Recorder, World, ns
 from weft.span import Span
 from weft.together import riding
 from weft.work import span
+
+MOST_NS = 2**53
+"""What is simulated at most: beyond, a float lacks the nanoseconds, and what waits for one of them would wait for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     """Interpret one call of `schedule` on `machine`.
 
     Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or if the
-    schedule never ends because a step waits for what nobody signals.
+    schedule never ends because a step waits for what nobody signals, or takes longer than is simulated.
     """
     machine.require_for(schedule.problem)
     world = World(schedule, machine)
@@ -81,9 +85,13 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     for rank, lanes in enumerate(schedule.ranks):
         for lane in lanes:
             world.env.process(_lane(world, rank, lane, at))
-    world.env.run()
+    while world.env.peek() <= MOST_NS:
+        world.env.step()
     for (rank, name), step in at.items():
-        raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
+        if math.isinf(world.env.peek()):
+            raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
+        long = f"schedule {schedule.name} takes more than {MOST_NS / 8.64e13:.0f} days on {machine.name}"
+        raise ValueError(f"{long}: rank {rank}, lane {name} is in {step}; use larger rates, shorter times or smaller sizes")
     return Outcome(
         schedule=schedule,
         steps=tuple(sorted(world.steps, key=itemgetter(0, 1, 2, 3))),
