@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,49 @@ def test_ctrl_c_while_the_server_starts_leaves_no_rank_that_waits() -> None:
     else. What runs on holds the pipes, so that this test would wait for it."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+COMMANDS = [("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), ("calibrate", "--ranks", "2")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("later_s", [0.0, 1.5])
+def test_sigterm_ends_a_command_and_its_ranks(words: tuple[str, ...], later_s: float, tmp_path: Path) -> None:
+    """Of the process alone, as `kill` does it: ranks wrote tracebacks, and their folder stayed. What runs on holds the pipes.
+    later_s: after ranks were asked for."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "WEFT_CACHE_DIR": ""}
+    command = [sys.executable, "-m", "weft", *words]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
+    ) as run:
+        while not list(folder.glob("weft-ranks-*")):
+            assert run.poll() is None, "it ended before it asked for ranks"
+            time.sleep(0.02)
+        time.sleep(later_s)
+        run.send_signal(signal.SIGTERM)
+        _, told = run.communicate(timeout=60)
+    assert (run.returncode, told, list(folder.glob("weft-*"))) == (143, "weft: error: terminated\n", [])
+
+
+KILLED = """
+import os, signal, time
+from weft.execute.ranks import Ranks
+
+if __name__ == "__main__":
+    ranks = Ranks(2)
+    if BUSY:
+        ranks.start(time.sleep, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("busy", [True, False])
+def test_ranks_end_in_silence_once_their_caller_is_gone(busy: bool, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    source = KILLED.replace("BUSY", str(busy))
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")

@@ -2,7 +2,7 @@
 
 Exit status: 0, done. 1, a result was wrong, or the doctor found something missing. 2, the user's mistake: one line on
 standard error that begins with "weft: error:". 3, a rank failed while it ran. 130, interrupted. 141, the reader of the
-output went away.
+output went away. 143, terminated (SIGTERM).
 
 Commands import what they need when they run: --help, plan, machines and schedules never load PyTorch, and the doctor needs
 nothing but typer and rich.
@@ -12,8 +12,12 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -42,9 +46,41 @@ UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 """What typer raises for any misuse of options. It has no public name that all versions of typer share."""
 
 
+class Terminated(BaseException):
+    """SIGTERM has come."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments` (default: the process's). Returns the exit status."""
     _open_outputs()
+    try:
+        with _ended_by_sigterm():
+            return _run(arguments)
+    except Terminated:
+        return _fail("terminated", 143)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what runs as Ctrl-C does, so that ranks end and temporary folders go. Only the first: what closes goes on.
+    Left alone where who started weft has it ignored, and beside the main thread, which alone may have handlers."""
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         status = app(args=arguments, prog_name="weft", standalone_mode=False) or 0
         sys.stdout.flush()

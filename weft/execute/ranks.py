@@ -50,8 +50,29 @@ def _by_text(failures: list[tuple[int, str]]) -> Iterator[str]:
 
 
 def _serve(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
-    """The life of a rank process: join the group, then run what arrives until told to stop. environment: all of it, since the
-    fork server has that of its start."""
+    """The life of a rank process: see `_work`. It ends in silence once who asked for it is gone: nobody would read what it
+    says, and a terminal is used for something else."""
+    try:
+        _work(rank, world_size, store_path, device, pipe, environment)
+    except Exception:
+        if _alone(pipe):
+            os._exit(1)  # at once: the other ranks may be gone already, and a process group waits for them
+        raise
+
+
+def _alone(pipe: Connection) -> bool:
+    """Whether the pipe's other end is gone."""
+    try:
+        while pipe.poll():
+            pipe.recv_bytes()
+    except (OSError, EOFError):
+        return True
+    return False
+
+
+def _work(rank: int, world_size: int, store_path: str, device: str, pipe: Connection, environment: dict[str, str]) -> None:
+    """Join the group, then run what arrives until told to stop. environment: all of it, since the fork server has that of its
+    start."""
     if pipe.poll():
         return  # who asked for this rank was interrupted while the server started: nobody else would come
     signal.signal(signal.SIGINT, signal.SIG_IGN)
