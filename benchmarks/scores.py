@@ -174,7 +174,7 @@ def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tup
     from weft.planner import Candidate, Plan, shortlist
     from weft.planner.shortlist import joined
 
-    times = {"predicted_us": 0.0, "computation_us": 0.0, "communication_us": 0.0, "exposed_us": 0.0}
+    times = {"predicted_us": 0.0, "computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
     rising = sorted((us, *parse(spec)) for spec, us in predicted.items())
     found = tuple(Candidate(schedule=name, chunks=chunks or 1, **times | {"predicted_us": us}) for us, name, chunks in rising)
     halves = {"sequential_us": predicted["sequential"], "computation_us": 0.0, "communication_us": 0.0}

@@ -49,7 +49,7 @@ def site(name: str, *, error: float, ranks: int = 4, chunks: int = 4, predicted_
     problem = Problem(op="all_gather_matmul", m=64, n=128, k=96, world_size=ranks, dtype="float32")
     sizes = Problem(op="all_gather_matmul", m=8192, n=28672, k=4096, world_size=predicted_ranks)
     chosen = Candidate(
-        schedule="flag_gated", chunks=8, predicted_us=512.5, computation_us=480.0, communication_us=300.0, exposed_us=32.5
+        schedule="flag_gated", chunks=8, predicted_us=512.5, computation_us=480.0, communication_us=300.0, over_ideal_us=32.5
     )
     plan = Plan(
         problem=sizes,

@@ -30,7 +30,12 @@ from weft.span import Span
 def make_plan(problem: Problem, machine: Any, *, only: str | None = None, chunks: int | None = None) -> Plan:
     def candidate(name: str, count: int, time: float) -> Candidate:
         return Candidate(
-            schedule=name, chunks=count, predicted_us=time, computation_us=90.0, communication_us=60.0, exposed_us=time - 90.0
+            schedule=name,
+            chunks=count,
+            predicted_us=time,
+            computation_us=90.0,
+            communication_us=60.0,
+            over_ideal_us=time - 90.0,
         )
 
     return Plan(

@@ -45,7 +45,7 @@ def test_what_a_lookup_and_nothing_to_overlap_say() -> None:
 
 def test_fixed_costs_are_named() -> None:
     found = weft.explain(GATHER, "h200x8")
-    assert {"matmul alone", "launches", "smaller pieces", "contention", "exposed"} == set(found.parts)
+    assert {"matmul alone", "launches", "smaller pieces", "contention", "head, tail, waits"} == set(found.parts)
     pieces = explained(plan(GATHER, H200, only="hetero_unfused_1d", chunks=4), H200)
     gemms = 1 + 3 * 4
     assert pieces.parts["launches"] == pytest.approx((gemms - 1) * H200.launch_us)
@@ -112,4 +112,16 @@ def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options, "--json"]) == 0
     why = json.loads(capsys.readouterr().out)["why"]
     assert set(why) == {"attention QKV", "MLP gate/up"}
-    assert "exposed" in why["MLP gate/up"]["parts"]
+    assert "head, tail, waits" in why["MLP gate/up"]["parts"]
+
+
+def test_one_name_for_one_quantity() -> None:
+    """Three figures of one schedule, one name each: all three were called exposed."""
+    problem = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)
+    found = weft.explain(problem, "h200x8")
+    chosen, losses = found.plan.chosen, found.signatures[0]
+    assert chosen.over_ideal_us == pytest.approx(losses.total_us - losses.ideal_us)
+    assert losses.exposed_us == pytest.approx(losses.total_us - max(losses.pieces_us, losses.transfers_us))
+    waits_us = found.parts["head, tail, waits"]
+    assert waits_us + found.parts["contention"] == pytest.approx(losses.exposed_us)
+    assert not {"exposed", "exposed_us"} & {*found.parts, *vars(chosen)}

@@ -33,7 +33,7 @@ def plan_of(times: dict[str, float], problem: Problem = PROBLEM) -> Plan:
     found = []
     for text, us in sorted(times.items(), key=lambda item: item[1]):
         name, chunks = parse(text)
-        rest = {"predicted_us": us, "computation_us": 0.0, "communication_us": 0.0, "exposed_us": 0.0}
+        rest = {"predicted_us": us, "computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
         found.append(Candidate(schedule=name, chunks=chunks or 1, **rest))
     return Plan(
         problem=problem,

@@ -105,7 +105,7 @@ def _candidate(schedule: Schedule, outcome: Outcome, ideal_us: float) -> Candida
         predicted_us=outcome.total_us,
         computation_us=max(outcome.kernel_us),
         communication_us=max(outcome.transfer_us),
-        exposed_us=max(0.0, outcome.total_us - ideal_us),
+        over_ideal_us=max(0.0, outcome.total_us - ideal_us),
     )
 
 

@@ -1,11 +1,11 @@
 """`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what the runner-up would cost, and what would
 have to be otherwise for the runner-up, or the sequential program, to be faster. Everything is simulated; nothing runs.
 
-    predicted = whole half alone + fixed costs + smaller pieces + contention + exposed
+    predicted = whole half alone + fixed costs + smaller pieces + contention + head, tail, waits
 
 for the half that binds, the longer one of the schedule's matmuls alone and of its transfers alone. Fixed costs are launches or
 copies beyond one, smaller pieces what else decomposition loses (DIL), contention what the other half costs it meanwhile (CIL),
-exposed the head, the tail and waits between. They add up to the prediction; of what is gained, a part may be negative.
+head, tail, waits what nothing hides. They add up to the prediction; of what is gained, a part may be negative.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, 
         "launches" if computes else "copies": fixed,
         "smaller pieces": pieces - whole - fixed,
         "contention": contention,
-        "exposed": found.total_us - pieces - contention,
+        "head, tail, waits": found.total_us - pieces - contention,
     }
 
 

@@ -4,7 +4,7 @@
     CIL   contention inefficiency loss: the time while the other kind runs / the time alone
 
 each for the matmul and for the communication; 1 is no loss. A family's inefficiency signature is how these four grow with
-sizes and chunk counts. What they leave is exposed: the head before the first chunk, the tail after the last, and waits.
+sizes and chunk counts. Exposed is what a call takes beyond the longer of its pieces' times alone: head, tail, waits, and CIL.
 
 In the simulator a schedule's pieces alone are the same schedule on a machine whose other half costs nothing: copies, stores,
 flags and collectives, or tiles and memory. So waits and orders stay as they are, and only the other half's time is gone.

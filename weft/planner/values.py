@@ -14,7 +14,7 @@ class Candidate:
     """One schedule's prediction. predicted_us: slowest rank, whole call.
 
     computation_us, communication_us: busy time of the busiest rank's kernels and of its transfers.
-    exposed_us: predicted_us less the ideal of the problem, what overlap has not hidden.
+    over_ideal_us: predicted_us less the ideal of the problem, the longer of its halves alone as wholes.
     """
 
     schedule: str
@@ -22,7 +22,7 @@ class Candidate:
     predicted_us: float
     computation_us: float
     communication_us: float
-    exposed_us: float
+    over_ideal_us: float
 
     @property
     def spec(self) -> str:
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def share_of_ideal(self) -> float:
-        """1 if nothing is exposed."""
+        """1 if it takes no longer than the ideal."""
         return self.ideal_us / self.chosen.predicted_us if self.chosen.predicted_us else 1.0
 
     def __str__(self) -> str:
