@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from conftest import RankFixture
+from torch.autograd import forward_ad
 
 import weft
 import weft.library.experts
@@ -207,3 +208,32 @@ def _empty_batch() -> None:
 def test_a_batch_without_entries(ranks: RankFixture) -> None:
     ranks(2).run(_empty_batch)
     ranks(3).run(_empty_batch)
+
+
+def _dual_tensors() -> None:
+    """None is sent for a call that would lose a tangent; calls before, beside and after it are as ever."""
+    x, b, rows = torch.ones(2, 4), torch.ones(4, 2), torch.arange(2)
+    calls = {
+        "collective": weft.collectives.all_reduced,
+        "all_gather_matmul": lambda x: weft.all_gather_matmul(x, b),
+        "matmul_reduce_scatter": lambda x: weft.matmul_reduce_scatter(x, b),
+        "matmul_all_reduce": lambda x: weft.matmul_all_reduce(torch.ones(3, 4), b, residual=x.reshape(-1)[:6].view(3, 2)),
+        "matmul_all_to_all": lambda x: weft.matmul_all_to_all(x, b),
+        "all_to_all_matmul": lambda x: weft.all_to_all_matmul(x, b),
+        "embedding_bag_all_to_all": lambda x: weft.embedding_bag_all_to_all(rows, torch.arange(3), [x]),
+        "swiglu": lambda x: torch.ops.weft.swiglu(x, torch.tensor([2])),
+    }
+    for name, call in calls.items():
+        for requires_grad in (False, True):
+            refused = pytest.raises(ValueError, match=f"weft::{name} has no forward-mode derivative.*; use reverse mode")
+            with forward_ad.dual_level():
+                with refused:
+                    call(forward_ad.make_dual(x.clone().requires_grad_(requires_grad), torch.ones_like(x)))
+                assert weft.collectives.all_reduced(x).tolist() == [[2.0] * 4] * 2
+            with refused:
+                torch.func.jvp(call, (x.clone().requires_grad_(requires_grad),), (torch.ones_like(x),))
+            assert weft.collectives.all_reduced(x).tolist() == [[2.0] * 4] * 2
+
+
+def test_dual_tensors_are_refused(ranks: RankFixture) -> None:
+    ranks(2).run(_dual_tensors)

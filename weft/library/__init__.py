@@ -12,12 +12,38 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft import schedules
 from weft.problem import Op
 
-_LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
+
+class _Library(torch.library.Library):
+    """Whose operators refuse dual tensors: torch's autograd, where nothing requires a gradient, would drop their tangents."""
+
+    def impl(self, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, _primal(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+
+def _primal(kernel: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @wraps(kernel)
+    def run(*given: Any, **named: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_is_dual, tree_leaves((given, named)))):
+            raise ValueError(
+                f"{what} has no forward-mode derivative, and an argument is a dual tensor (torch.autograd.forward_ad,"
+                " torch.func.jvp); use reverse mode"
+            )
+        return kernel(*given, **named)
+
+    return run
+
+
+def _is_dual(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
+
+
+_LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
 def register(
@@ -35,7 +61,7 @@ def register(
     if backward is not None and not twice:
         backward = _once(backward, f"weft::{name}")
     _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{name}", fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(f"weft::{name}", _as_given(backward), setup_context=context, lib=_LIBRARY)
@@ -99,11 +125,11 @@ def _as_given(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unseen(*tensors: torch.Tensor) -> bool:
-    """Whether nobody but the caller looks at this call: no gradient, tracer, mode or subclass. Then torch's dispatch, some 15
-    us of host time, has nothing to do."""
+    """Whether nobody but the caller looks at this call: no gradient, tangent, tracer, mode or subclass. Then torch's
+    dispatch, some 15 us of host time, has nothing to do."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     grad = torch.is_grad_enabled()
     return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
