@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from embedding_backward import check_gradients, check_optimizer, close, flow, looked_up, ready, reference
-from embedding_work import SPECS, Case
+from embedding_work import SPECS, Case, Drawn, options_of
 
 import weft
 
@@ -81,6 +81,31 @@ def _compiled_optimizer() -> None:
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
 def test_compiled_with_an_optimizer(ranks: RankFixture) -> None:
     ranks(2).run(_compiled_optimizer)
+
+
+def _compiled_beside_a_rank_without_tables(backend: str) -> None:
+    """It takes part in the compiled backward, too, though nothing there is its own."""
+    case = Case(dims=((8, 4), (92,), ()))
+
+    def step(drawn: Drawn, optimizer: object) -> torch.Tensor:
+        options = {"dims": case.dims, "schedule": "sequential", "optimizer": optimizer}
+        return weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, **options_of(case, drawn) | options)
+
+    for optimizer in (None, weft.SGD(lr=0.1)):
+        found = []
+        for way in (step, torch.compile(step, backend=backend, fullgraph=True)):
+            drawn = ready(case, 0)
+            for _ in range(2):
+                way(drawn, optimizer).backward(flow(case, 0, dist.get_rank()))
+            found.append([*drawn.tables, *(table.grad for table in drawn.tables if table.grad is not None)])
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
+def test_compiled_beside_a_rank_without_tables(ranks: RankFixture, backend: str) -> None:
+    ranks(3).run(_compiled_beside_a_rank_without_tables, backend)
 
 
 def _two_lookups_before_one_backward() -> None:

@@ -1,7 +1,7 @@
 """weft::embedding_bag_all_to_all, and its backward.
 
     weft::embedding_bag_all_to_all(tables, indices, offsets, weights, ...)       -> out [m, N]
-    weft::embedding_bag_gradients(grad [m, N], tables, indices, ...)             -> the gradient of each table and of weights
+    weft::embedding_bag_gradients(grad [m, N], tables, indices, ...)             -> gradients of tables and of weights, or a 0
     weft::embedding_bag_update(grad [m, N], tables(a!), states(b!), ...)         -> [of weights]: an optimizer's step in place
 
 Backward: the gradient goes back by an all-to-all, beside which the indices are sorted (weft.execute.gradients). Tables with
@@ -144,10 +144,11 @@ def _forward_fake(tables: Tables, indices: torch.Tensor, *rest: Any) -> torch.Te
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    tables, indices, offsets, weights, _, states, *site, dtype, _, _, _, sparse, optimizer, lr, eps = inputs
+    tables, indices, offsets, weights, anchor, states, *site, dtype, _, _, _, sparse, optimizer, lr, eps = inputs
+    ctx.anchored = anchor is not None and anchor.device.type == "cpu"
     ctx.site, ctx.dtype, ctx.sparse, ctx.tables_given = site, dtype, sparse, len(tables)
     ctx.optimizer, ctx.weighted = (optimizer, lr, eps), weights is not None
-    ctx.updated = (tables, states) if optimizer else None
+    ctx.updated = (tables, states) if optimizer and tables else None
     saved = () if optimizer else tables
     ctx.save_for_backward(indices, offsets, *((weights,) if ctx.weighted else ()), *saved)
 
@@ -163,12 +164,24 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         here = ctx.tables_given if needs_tables else 0
         of_tables, of_weights = found[:here], found[here:]
         grads = [g if needed else None for g, needed in zip(of_tables, ctx.needs_input_grad[0], strict=False)]
-        return _returned(grads or [None] * ctx.tables_given, of_weights[0] if needs_weights else None)
+        grads = grads or [None] * ctx.tables_given
+        return _returned(grads, of_weights[0] if needs_weights else None, _of_anchor(ctx, found[-1]))
     tables, states = ctx.updated
     own = [table.detach() for table in tables]
     given = (grad, own, states, indices, offsets, weights, *site, *ctx.optimizer, needs_weights)
     of_weights = torch.ops.weft.embedding_bag_update(*given)
-    return _returned([None] * ctx.tables_given, of_weights if needs_weights else None, len(states))
+    return _returned([None] * ctx.tables_given, of_weights if needs_weights else None, states=len(states))
+
+
+def _of_anchor(ctx: Any, found: torch.Tensor) -> torch.Tensor | None:
+    """A gradient that comes of a rank's part in the exchange: else a compiled backward, of which nothing is asked, leaves it
+    out, and the other ranks wait for it. On the CPU, and an anchor on a GPU, which no graph has as an input, goes without."""
+    return found if ctx.anchored and not ctx.needs_input_grad[3] else None
+
+
+def _nothing() -> torch.Tensor:
+    """What an exchange finds that has no gradient for this rank."""
+    return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 class _Plain:
@@ -183,9 +196,11 @@ def _ways(sparse: bool) -> Any:
     return _Plain if sparse else torch.ops.weft
 
 
-def _returned(tables: Sequence[torch.Tensor | None], weights: torch.Tensor | None, states: int = 0) -> tuple[Any, ...]:
+def _returned(
+    tables: Sequence[torch.Tensor | None], weights: torch.Tensor | None, anchor: torch.Tensor | None = None, states: int = 0
+) -> tuple[Any, ...]:
     """A gradient for each argument of the operator; states: how many there are."""
-    return (list(tables), None, None, weights, None, [None] * states, *([None] * 14))
+    return (list(tables), None, None, weights, anchor, [None] * states, *([None] * 14))
 
 
 def _gradients(
@@ -201,7 +216,8 @@ def _gradients(
         backward = _site(*site).backward(grad.dtype, indices, offsets, weights)
         flags = {"sparse": sparse, "of_tables": of_tables, "of_weights": of_weights}
         rows, factors = GROUPS.watched(site[0], _WAY_HOME, grad.device, lambda: backward.gradients(grad, tables, **flags))
-    return rows if factors is None else [*rows, factors]
+    found = rows if factors is None else [*rows, factors]
+    return found or [_nothing()]
 
 
 def _gradients_fake(
@@ -209,7 +225,8 @@ def _gradients_fake(
 ) -> list[torch.Tensor]:
     *_, of_tables, of_weights = rest
     rows = [table.new_empty(table.shape) for table in tables] if of_tables else []
-    return [*rows, weights.new_empty(weights.shape)] if of_weights and weights is not None else rows
+    found = [*rows, weights.new_empty(weights.shape)] if of_weights and weights is not None else rows
+    return found or [_nothing()]
 
 
 def _update(

@@ -21,6 +21,9 @@ from weft.ops.optimizers import Optimizer
 from weft.schedule import Schedule
 
 _INDEX_TYPES = (torch.int32, torch.int64)
+with torch.inference_mode(False):  # this module may first be loaded in there
+    _ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+"""Of compiled lookups: their graphs have gradients for inputs alone, and one that is made within is none."""
 
 
 def embedding_bag_all_to_all(
@@ -185,6 +188,8 @@ def _anchor(tables: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tens
     """A rank without tables takes part in the backward, too: the others wait for its gradient."""
     if tables or not torch.is_grad_enabled():
         return None
+    if torch.compiler.is_compiling():
+        return _ANCHOR
     return torch.zeros((), device=indices.device, requires_grad=True)
 
 
