@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
@@ -106,6 +107,48 @@ def _compiled_beside_a_rank_without_tables(backend: str) -> None:
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
 def test_compiled_beside_a_rank_without_tables(ranks: RankFixture, backend: str) -> None:
     ranks(3).run(_compiled_beside_a_rank_without_tables, backend)
+
+
+def _states_made_in_a_compiled_call(inference: bool) -> None:
+    """As they are made in a plain one, and then kept; a graph that must be whole says what to call first."""
+    case = Case(dims=((8, 4), (92,), ()))
+
+    def step(drawn: Drawn, optimizer: object) -> torch.Tensor:
+        options = {"dims": case.dims, "schedule": "sequential", "optimizer": optimizer}
+        return weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, **options_of(case, drawn) | options)
+
+    found = []
+    for way in (step, torch.compile(step, backend="aot_eager")):
+        drawn, optimizer = ready(case, 0), weft.RowwiseAdagrad(lr=0.1)
+        with torch.inference_mode(inference):
+            out = way(drawn, optimizer)
+        made = list(optimizer.states)
+        if not inference:
+            out.backward(flow(case, 0, dist.get_rank()))
+        way(drawn, optimizer).backward(flow(case, 0, dist.get_rank()))
+        assert all(map(operator.is_, made, optimizer.states))
+        found.append([*drawn.tables, *optimizer.states])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+    torch._dynamo.reset()
+    whole, drawn, optimizer = (
+        torch.compile(step, backend="aot_eager", fullgraph=True),
+        ready(case, 0),
+        weft.RowwiseAdagrad(lr=0.1),
+    )
+    with torch.inference_mode(inference):
+        if drawn.tables:
+            with pytest.raises(RuntimeError, match=r"has no states yet; call optimizer.states_of\(tables\) once"):
+                whole(drawn, optimizer)
+        optimizer.states_of(drawn.tables)
+        assert torch.equal(whole(drawn, optimizer), step(drawn, optimizer))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
+def test_states_made_in_a_compiled_call(ranks: RankFixture, inference: bool) -> None:
+    ranks(3).run(_states_made_in_a_compiled_call, inference)
 
 
 def _two_lookups_before_one_backward() -> None:

@@ -31,7 +31,8 @@ class RowwiseAdagrad:
     """state += mean(gradient^2) of the row; row -= lr * gradient / (sqrt(state) + eps).
 
     states: float32 [rows], one for each table, made as zeros at the first use; yours to save and load. One value for each set
-    of tables. Raises ValueError for a rate or eps below 0, and where the states are not those of the tables.
+    of tables. Call states_of(tables) before a compiled function, whose graph would break to make them. Raises ValueError for a
+    rate or eps below 0, and where the states are not those of the tables.
     """
 
     KIND: ClassVar[str] = "rowwise_adagrad"
@@ -45,9 +46,13 @@ class RowwiseAdagrad:
 
     def states_of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The states of these tables."""
-        if not self.states:
-            with torch.inference_mode(False):  # else no backward could change them
-                self.states = [torch.zeros(t.shape[0], dtype=torch.float32, device=t.device) for t in tables]
+        if tables and not self.states:
+            if torch.compiler.is_compiling():
+                # A graph that both makes states and changes them in its backward is refused by torch's partitioner.
+                torch._dynamo.graph_break(msg=_STATELESS)
+                self.states = torch.compiler.disable(_zeros)(tables)  # type: ignore[no-untyped-call]
+            else:
+                self.states = _zeros(tables)
         for at, (state, table) in enumerate(zip(self.states, tables, strict=False)):
             if state.shape != table.shape[:1] or state.dtype != torch.float32 or state.device != table.device:
                 have = f"{list(state.shape)} of {state.dtype} on {state.device}"
@@ -59,6 +64,14 @@ class RowwiseAdagrad:
                 f"optimizer.states has {len(self.states)} entries for {len(tables)} tables; use one optimizer each"
             )
         return self.states
+
+
+_STATELESS = "the optimizer has no states yet; call optimizer.states_of(tables) once, before the compiled function"
+
+
+def _zeros(tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.inference_mode(False):  # else no backward could change them
+        return [torch.zeros(t.shape[0], dtype=torch.float32, device=t.device) for t in tables]
 
 
 Optimizer = SGD | RowwiseAdagrad
