@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,7 @@ from weft.execute.collective_calls import affordable
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.execute.vendor import Vendor
+from weft.memory import Segment, unlink
 from weft.problem import COLLECTIVE_OPS, CollectiveProblem
 from weft.schedule import Collective
 from weft.schedules import build
@@ -346,3 +348,29 @@ def _rehearsed() -> list[int]:
 def test_collectives_that_may_work_in_place_are_rehearsed_on_other_tensors(ranks: RankFixture) -> None:
     """So that NCCL has made its communicator, which may take longer than a call may, before the first call."""
     assert ranks(2).run(_rehearsed) == [[1] * len(COLLECTIVE_OPS)] * 2
+
+
+def _read_after_close() -> None:
+    """The process would end where it reads memory that has gone."""
+    rank, memory = dist.get_rank(), collectives.empty(8, 2)
+    part = memory[4:].view(-1)
+    collectives.all_gather_into_tensor(memory[: 2 * dist.get_world_size()], torch.full((2, 2), rank + 1.0))
+    weft.close()
+    assert memory[:4, 0].tolist() == [1, 1, 2, 2]
+    del memory
+    part.fill_(7)
+    assert part.tolist() == [7] * 8
+    segment = Segment.create("kept", 64)
+    unlink(segment.name)
+    kept = segment.matrix(0, 2, 4, torch.float32)
+    segment.close()
+    assert kept.sum() == 0
+    # Once no tensor is left, neither is the memory.
+    gone = weakref.ref(segment._mapping)
+    del kept, segment
+    assert gone() is None
+    assert collectives.all_reduced(torch.ones(3)).tolist() == [2] * 3
+
+
+def test_tensors_that_peers_can_write_outlive_their_group(ranks: RankFixture) -> None:
+    ranks(2).run(_read_after_close)

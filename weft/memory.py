@@ -79,7 +79,8 @@ class Segment:
         """A rows x cols tensor over the bytes from `offset` on."""
         if rows * cols == 0:
             return torch.empty(rows, cols, dtype=dtype)
-        return torch.frombuffer(self._mapping, dtype=dtype, count=rows * cols, offset=offset).view(rows, cols)
+        # The view keeps the mapping from being closed below the tensor, which by itself would keep the Python object alone.
+        return torch.frombuffer(memoryview(self._mapping), dtype=dtype, count=rows * cols, offset=offset).view(rows, cols)
 
     @property
     def address(self) -> int:
