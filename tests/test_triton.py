@@ -64,8 +64,15 @@ def test_a_rank_that_stays_away_is_told_of(interpreted: Ranks) -> None:
 
 
 def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
-    for negative, mismatch in interpreted.run(mistakes):
+    for negative, bad, mismatch in interpreted.run(mistakes):
         assert negative == "shape is (-1,); every extent must be a whole number of 0 or more"
+        assert bad == [
+            "shape is (True, 2); every extent must be a whole number of 0 or more",
+            f"shape is ({1 << 61},), of torch.int32; no memory has 2^63 bytes",
+            "dtype is torch.quint8; use torch.uint8 for bytes of any kind",
+            "dtype is a str; it must be one of torch's, as torch.int32",
+            "tensors has tensor 0, which these peers do not have, or have dropped",
+        ]
         assert re.search(r"shape: rank (\d) has \(2, \1\), rank (\d) has \(2, \2\)", mismatch)
 
 
@@ -83,9 +90,10 @@ def compiled_for_a_gpu(kernel: Any, **constants: int) -> str:
     return str(for_a_gpu(kernel, constants, POINTERS, warps=4).asm["ptx"])
 
 
-def test_a_bound_must_be_positive() -> None:
-    with pytest.raises(ValueError, match=r"timeout_s is 0; it must be a number of seconds above 0"):
-        Peers(timeout_s=0)
+@pytest.mark.parametrize("timeout_s", [0, float("inf"), float("nan"), "3"])
+def test_a_bound_must_be_positive(timeout_s: Any) -> None:
+    with pytest.raises(ValueError, match=r"timeout_s is .*; it must be a number of seconds"):
+        Peers(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("align", [1, 8])

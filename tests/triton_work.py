@@ -6,9 +6,11 @@ import importlib.util
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "triton.md"
@@ -130,8 +132,8 @@ def one_rank_stays_away() -> str:
     return "no error"
 
 
-def mistakes() -> list[str]:
-    """What wrong arguments raise."""
+def mistakes() -> tuple[str, list[str], str]:
+    """What wrong arguments raise: two by themselves, and several of which each leaves the peers whole."""
     from weft.triton import Peers
 
     messages = []
@@ -142,4 +144,14 @@ def mistakes() -> list[str]:
                 peers.tensor(shape, torch.float32, name="x")
             except ValueError as error:
                 messages.append(str(error))
-    return messages
+    bad = []
+    with Peers() as peers:
+        dropped = peers.tensor(4, torch.int32)
+        peers.drop([dropped, dropped])
+        wrong: list[tuple[Any, Any]] = [((True, 2), torch.int32), (1 << 61, torch.int32), (4, torch.quint8), (4, "int32")]
+        for call in (*(partial(peers.tensor, *given) for given in wrong), lambda: peers.drop([dropped])):
+            with pytest.raises(ValueError, match=r".") as caught:
+                call()
+            bad.append(str(caught.value))
+        assert peers.tensor((2, 0), torch.int8).local.shape == (2, 0)
+    return messages[0], bad, messages[1]

@@ -62,8 +62,10 @@ class Peers:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
+        if timeout_s is not None:
+            require("timeout_s", timeout_s, (int, float), "it must be a number of seconds")
+            if not 0 < timeout_s < math.inf:
+                raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self._team = Team(group or _world(), timeout_s=4 * timeout_s)
@@ -90,12 +92,18 @@ class Peers:
     def tensor(self, shape: int | tuple[int, ...], dtype: torch.dtype, *, name: str = "") -> SymmetricTensor:
         """A zeroed tensor on every rank. name: for errors; default, "tensor 0" and so on.
 
-        Raises ValueError for a size below 0, RankMismatch if ranks ask for different ones.
+        Raises ValueError for a size below 0 or of 2^63 bytes and more, and for a quantised dtype; RankMismatch if ranks ask for
+        different ones.
         """
         require("shape", shape, (int, tuple, list), "it must be a whole number, or several")
+        require("dtype", dtype, torch.dtype, "it must be one of torch's, as torch.int32")
+        if str(dtype).startswith(("torch.q", "torch.bits")):
+            raise ValueError(f"dtype is {dtype}; use torch.uint8 for bytes of any kind")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if any(not isinstance(extent, int) or extent < 0 for extent in shape):
+        if any(not isinstance(extent, int) or isinstance(extent, bool) or extent < 0 for extent in shape):
             raise ValueError(f"shape is {shape}; every extent must be a whole number of 0 or more")
+        if math.prod(shape) * dtype.itemsize >= 1 << 63:
+            raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
         name = name or f"tensor {len(self._tensors)}"
         self._team.enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
         made = self._allocate(name, shape, dtype)
@@ -154,7 +162,14 @@ class Peers:
         return f"at address {address:#x}, in no symmetric tensor of this rank"
 
     def drop(self, tensors: Iterable[SymmetricTensor]) -> None:
-        """Free some tensors, which no kernel of any rank is to use again. Collective; as `settle`, which comes first."""
+        """Free some tensors, which no kernel of any rank is to use again. Collective; as `settle`, which comes first.
+
+        Raises ValueError for one that is not of these peers, or no longer.
+        """
+        tensors = list(dict.fromkeys(tensors))
+        for tensor in tensors:
+            if tensor not in self._tensors:
+                raise ValueError(f"tensors has {tensor.name}, which these peers do not have, or have dropped")
         self.settle()
         for tensor in tensors:
             self._tensors.remove(tensor)
