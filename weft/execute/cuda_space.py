@@ -451,6 +451,8 @@ class CudaSpace:
             give_back(stream)
         give_captures(self.captures)
         self._streams, self._releases = {}, {}
+        # Freed here: where its last user went, as in a garbage collection while a stream is captured, CUDA may refuse to.
+        self.__dict__.pop("_private", None)
         self.pool.close()
         if self.wire:
             self.wire.close()
