@@ -28,7 +28,7 @@ def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
         team.calls = team._meetings = team._compared = team._rounds = 0
         team._known, team._aware, team._closing = {}, set(), set()
         team.broken, team._relay, team._lock = None, None, threading.Lock()
-        team.nodes, team.near = (), range(world_size)
+        team.nodes, team.one_host, team.near = (), True, range(world_size)
         team.pids = [os.getpid()] * world_size
         team._starts = [process_start(os.getpid()) or 0] * world_size
         team._control = boards

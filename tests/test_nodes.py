@@ -155,7 +155,7 @@ def test_calls_in_a_row_with_a_slow_rank(two_nodes: Ranks, late: str) -> None:
     two_nodes.run(_with_a_slow_rank, late)
 
 
-def _out_of_reach() -> tuple[tuple[int, ...], list[int]]:
+def _out_of_reach() -> tuple[tuple[int, ...], bool, list[int]]:
     """What a team knows of nodes, and whose memory a new allocation maps."""
     group = dist.group.WORLD
     assert group is not None
@@ -165,14 +165,14 @@ def _out_of_reach() -> tuple[tuple[int, ...], list[int]]:
         for segment in segments:
             segment.close()
         assert len(segments) == len(team.near)
-        return team.nodes, list(team.near)
+        return team.nodes, team.one_host, list(team.near)
     finally:
         team.close()
 
 
 @pytest.mark.ranks
 def test_memory_of_another_node_is_not_mapped(two_nodes: Ranks) -> None:
-    assert two_nodes.run(_out_of_reach) == [((2, 2), [0, 1])] * 2 + [((2, 2), [2, 3])] * 2
+    assert two_nodes.run(_out_of_reach) == [((2, 2), True, [0, 1])] * 2 + [((2, 2), True, [2, 3])] * 2
 
 
 def _near() -> list[list[int]]:

@@ -62,6 +62,12 @@ def test_fewer_chunks_of_those_that_are_alike() -> None:
     )
 
 
+def test_between_nodes_every_count_is_measured_however_it_is_predicted() -> None:
+    between = dataclasses.replace(PROBLEM, nodes=(PROBLEM.world_size // 2,) * 2)
+    times = {"node_slices:1": 90.0, "node_slices:2": 10.0, "node_slices:4": 10.1, "sequential": 30.0}
+    assert shortlist(plan_of(times, between)) == ("sequential", "node_slices:2", "node_slices:4", "node_slices:1")
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("m", [512, 2048, 8192])
 def test_a_shortlist_is_short_and_each_family_stands_once(op: Any, m: int) -> None:

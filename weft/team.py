@@ -108,8 +108,9 @@ def _told(text: str) -> str:
 class Team:
     """The ranks of `group`. Collective: every rank of the group constructs it.
 
-    timeout_s: bound of every wait. nodes: as a Problem has them. near: the ranks of this one's node, itself among them.
-    topic: what tells this team from all others. Raises ValueError if the ranks of a host are no neighbours.
+    timeout_s: bound of every wait. nodes: as a Problem has them. one_host: whether they are all of one host. near: the ranks
+    of this one's node, itself among them. topic: what tells this team from all others. Raises ValueError if the ranks of a
+    host are no neighbours.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
@@ -128,19 +129,19 @@ class Team:
         per_node, host = ranks_per_node(), socket.gethostname()
         label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
         control = Segment.create("control", _BOARD.nbytes)
-        me = (label, os.getpid(), process_start(os.getpid()), control.name)
-        everyone: list[tuple[str, int, int, str]] = [me] * self.world_size  # type: ignore[list-item]
+        me = (host, label, os.getpid(), process_start(os.getpid()), control.name)
+        everyone: list[tuple[str, str, int, int, str]] = [me] * self.world_size  # type: ignore[list-item]
         try:
             dist.all_gather_object(everyone, me, group=group)
-            hosts = [label for label, *_ in everyone]
-            self.nodes = nodes_of(hosts)
-            self.near = range(hosts.index(label), hosts.index(label) + hosts.count(label))
-            self.pids = [pid for _, pid, _, _ in everyone]
-            self._starts = [start for _, _, start, _ in everyone]
+            labels = [label for _, label, *_ in everyone]
+            self.nodes, self.one_host = nodes_of(labels), len({host for host, *_ in everyone}) == 1
+            self.near = range(labels.index(label), labels.index(label) + labels.count(label))
+            self.pids = [pid for *_, pid, _, _ in everyone]
+            self._starts = [start for *_, start, _ in everyone]
             self._control = [self._board_of(rank, name, control) for rank, (*_, name) in enumerate(everyone)]
             self._words = [segment.words(0, 6) for segment in self._control]
             self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
-            self.topic = everyone[0][3].removeprefix(PREFIX)
+            self.topic = everyone[0][-1].removeprefix(PREFIX)
             self._publish_mapped()
             self._relay = self._relayed() if self.nodes else None
         finally:

@@ -37,7 +37,7 @@ from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
-from weft.execute.network import SMS as NETWORK_SMS
+from weft.execute.network import sms_for
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
 from weft.execute.replay import Replays, lie
@@ -205,7 +205,7 @@ class CudaProgram(BoundProgram):
         """A step as one kernel, beside what pushes and messages take of the SMs. A sum's gates have been waited for by its
         stream."""
         silent = self._silent or kernel.gated_by_stream
-        sms = self.space.sms - (self._push_sms if self.pushes else 0) - (NETWORK_SMS if self._sends else 0)
+        sms = self.space.sms - (self._push_sms if self.pushes else 0) - (sms_for(self.team) if self._sends else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
     def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:

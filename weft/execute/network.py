@@ -2,9 +2,11 @@
 
 WEFT_NODE_TRANSPORT says by what: nccl (default), which is this; or nvshmem, which is weft.execute.nvshmem_wire.
 
-The communicator is not the caller's: its kernels take at most SMS SMs, which kernels of the same schedule leave free, so that
-a slice leaves while the rest is computed; its stream shares no hardware queue with the caller's; and it can be aborted without
-taking the caller's group along, which is how a message that never comes ends.
+The communicator is not the caller's: its kernels take at most `sms_for(team)` SMs, which kernels of the same schedule leave
+free, so that a slice leaves while the rest is computed. They are not launched in clusters: the SMs that a kernel leaves free
+are spread over the GPU, and a cluster of several blocks finds no room among them until that kernel ends. Its stream shares no
+hardware queue with the caller's; and it can be aborted without taking the caller's group along, which is how a message that
+never comes ends.
 
 It is made with a store of the team's own and is in none of torch's lists: torch names groups that only some ranks make by their
 ranks and by how many groups a rank has, so that ranks could differ in a name, of such a group or of the caller's next.
@@ -23,9 +25,9 @@ import torch.distributed as dist
 from weft.execute.vendor import Abort
 from weft.team import Team
 
-SMS = 16
-"""What stores to peers get beside a kernel, too (weft.kernels.shapes). That so many of the vendor's blocks keep an adapter of
-50 GB/s busy is assumed, not measured."""
+_SMS_OF_LINKS, _SMS_OF_ADAPTERS = 32, 16
+"""Between nodes of one host 32 of the vendor's blocks move 64 MiB both ways at 260 GB/s (2 x H200), 16 at 155. That 16 keep an
+adapter of 50 GB/s busy is assumed, not measured."""
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
@@ -39,6 +41,11 @@ def transport_from_environment() -> str:
     return name
 
 
+def sms_for(team: Team) -> int:
+    """SMs that messages between this team's nodes get."""
+    return _SMS_OF_LINKS if team.one_host else _SMS_OF_ADAPTERS
+
+
 class CudaWire:
     """Messages between the ranks of a team. Collective."""
 
@@ -46,7 +53,8 @@ class CudaWire:
         team.enter("messages between nodes: nccl")
         options: Any = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
-        options.config.max_ctas = SMS
+        options.config.max_ctas = sms_for(team)
+        options.config.cga_cluster_size = 1
         options.global_ranks_in_group = dist.get_process_group_ranks(team.group)
         options.group_name = f"weft-{team.topic}"
         made: Any = dist.ProcessGroupNCCL(team.store("wire"), team.rank, team.world_size, options)

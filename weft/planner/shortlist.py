@@ -19,8 +19,9 @@ NEARLY = 1.05
 def shortlist(found: Plan) -> tuple[str, ...]:
     """Specs: the sequential program first, then one of each other family, the family that is predicted fastest first.
 
-    A family stands with the fewest chunks that are predicted nearly as fast as its best. Where nothing is communicated, or
-    nothing computed, there is only the sequential program.
+    A family stands with the fewest chunks that are predicted nearly as fast as its best; between nodes with all counts, since
+    there is but one, and what a profile says of a network is often assumed. Where nothing is communicated, or nothing computed,
+    there is only the sequential program.
     """
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
@@ -30,7 +31,8 @@ def shortlist(found: Plan) -> tuple[str, ...]:
         families.setdefault(candidate.schedule, []).append(candidate)
     families.pop("sequential", None)
     limit_us = WITHIN * found.chosen.predicted_us
-    rivals = [_simplest(family) for family in families.values() if family[0].predicted_us <= limit_us]
+    near = [family for family in families.values() if problem.nodes or family[0].predicted_us <= limit_us]
+    rivals = [each for family in near for each in (family if problem.nodes else [_simplest(family)])]
     return ("sequential", *(rival.spec for rival in rivals[: AT_MOST - 1]))
 
 
