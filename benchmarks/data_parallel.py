@@ -9,12 +9,13 @@ batch of 4 x 1024 tokens a GPU; a step is forward, backward and SGD.
     stock         PyTorch as it is; the other peers: with other settings of its own
     ways          weft's hook in one way for all steps; `auto`: in the way that it has found by itself, in its first steps
 
-Kinds: ddp; ddp_set, where weft's hook is on a model with PyTorch's larger buckets, in which gradients lie, and stock is as in
-ddp; fsdp; fsdp_room, where auto may keep all parameters gathered.
+Kinds: ddp; replicate, which is weft's settings of DistributedDataParallel's, and its hook; fsdp; units, where weft says which
+blocks fully_shard takes together; room, where auto may besides keep all parameters gathered. Stock is DistributedDataParallel
+and fully_shard of each block, as in PyTorch's tutorials, for all of them.
 
 Protocol: one model has weft's hook, whose trial comes first; `auto` is the way that it chose. Ways take turns on that model,
-and under fully_shard so do stock and silent, with fully_shard's own collectives and with none; the rest have models of their
-own.
+and under fully_shard so does silent, as fully_shard with no collectives, and stock if its units are the same; the rest have
+models of their own.
 After WARM_UP steps of each, methods take turns round by round, in another order each round: a step that is not counted, then
 STEPS that are, timed as a whole between two GPU events. A round's time is the slowest rank's; medians. gain is the median over
 rounds of stock over auto in the same round. phases are the parts of a step on the GPU and on the host, of rank 0, in ms: where
@@ -37,7 +38,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +58,7 @@ from weft.beside.blocks import most_steps
 from weft.beside.steps import WARM_UP as BEFORE_TRIAL
 from weft.beside.steps import StepTrial
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.hooks.data_parallel import settings
 from weft.hooks.fully_sharded import KEPT
 from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
 from weft.planner.ways import parse
@@ -80,8 +82,9 @@ def larger_buckets(model: Gpt) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=100)
 
 
-def larger_views(model: Gpt) -> nn.Module:
-    return DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+def set_by_weft(model: Gpt) -> nn.Module:
+    """What weft.hooks.replicate has before it hooks."""
+    return DistributedDataParallel(model, **settings(model))
 
 
 def sharded_pairs(model: Gpt) -> nn.Module:
@@ -89,6 +92,13 @@ def sharded_pairs(model: Gpt) -> nn.Module:
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
     for pair in zip(model.blocks[::2], model.blocks[1::2], strict=True):
         fully_shard(list(pair), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def sharded_units(model: Gpt) -> nn.Module:
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    for unit in weft.hooks.units(model.blocks):
+        fully_shard(unit, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -134,23 +144,17 @@ def put(comms: Comms) -> None:
         group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
 
 
-def silent(comms: Comms) -> Comms:
-    return [(group, SilentGather(), SilentScatter()) for group, _, _ in comms]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """wraps: methods with a model of their own, by name. wrap: what weft's hook goes on. hook: (model, way) -> its trial.
-    tried: what auto tries. swaps: methods that are the hooked model with other collectives, made from its own."""
+    tried: what auto tries. Where wraps has no stock, that is the hooked model's vendor, and silent that without collectives."""
 
     wraps: dict[str, Wrap]
     wrap: Wrap
     hook: Callable[..., StepTrial]
     tried: tuple[str, ...]
-    swaps: dict[str, Callable[[Comms], Comms]] = field(default_factory=dict)
 
 
-SWAPS: dict[str, Callable[[Comms], Comms]] = {"stock": lambda comms: comms, "silent": silent}
 ROOM = 1 << 40
 KINDS = {
     "ddp": Kind(
@@ -164,27 +168,20 @@ KINDS = {
         hook=weft.hooks.ddp,
         tried=DDP_WAYS,
     ),
-    "ddp_set": Kind(
-        wraps={"stock": replicated, "silent": silent_ddp, "stock, 100 MB bucket views": larger_views},
-        wrap=larger_views,
-        hook=weft.hooks.ddp,
-        tried=DDP_WAYS,
-    ),
-    "fsdp": Kind(
-        wraps={"stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS, swaps=SWAPS
-    ),
-    "fsdp_room": Kind(
-        wraps={}, wrap=sharded, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT, swaps=SWAPS
+    "replicate": Kind(wraps={"stock": replicated, "silent": silent_ddp}, wrap=set_by_weft, hook=weft.hooks.ddp, tried=DDP_WAYS),
+    "fsdp": Kind(wraps={"stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
+    "units": Kind(wraps={"stock": sharded}, wrap=sharded_units, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
+    "room": Kind(
+        wraps={"stock": sharded}, wrap=sharded_units, hook=partial(weft.hooks.fsdp, spare_bytes=ROOM), tried=FSDP_WAYS + KEPT
     ),
 }
 
 
 class Training:
-    """One model, and its step. trial: of weft's hook, once it has one; stock, ours: collectives without it, and with it."""
+    """One model, and its step. trial: of weft's hook, once it has one; stock: the collectives that it found."""
 
     trial: StepTrial
     stock: Comms
-    ours: Comms
 
     def __init__(self, wrap: Wrap, arguments: Namespace) -> None:
         torch.manual_seed(0)
@@ -215,14 +212,23 @@ class Training:
         """weft's hook, and what it replaces."""
         self.stock = comms_of(self.model)
         self.trial = hook(self.model)
-        self.ours = comms_of(self.model)
+        self._silent = False
 
     def take(self, way: str) -> None:
         """From here on one way of the hook's. Collective."""
+        if self._silent:
+            put(self.stock)
+            self._silent = False
         probe = (weft.AllReduce(torch.zeros(1024, device="cuda")),)
         self.trial.device.prepare(parse(way), probe)
         self.trial.way = parse(way)
-        put(self.ours)
+
+    def silence(self) -> None:
+        """From here on no collective moves anything. Collective."""
+        self.take("vendor")
+        self.step()  # a forward pass puts back what the hook had replaced
+        put([(group, SilentGather(), SilentScatter()) for group, _, _ in self.stock])
+        self._silent = True
 
 
 Method = Callable[[], Training]
@@ -295,8 +301,10 @@ def switched(training: Training, kind: Kind, ways: Sequence[str]) -> dict[str, M
     made: dict[str, Method] = {}
     for way in ways:
         made[way] = partial(_taking, training, way)
-    for name, swap in kind.swaps.items():
-        made[name] = partial(_swapped, training, swap)
+    if "stock" not in kind.wraps:
+        made["stock"] = partial(_taking, training, "vendor")
+    if "silent" not in kind.wraps:
+        made["silent"] = partial(_silenced, training)
     for name, method in made.items():
         together(name, lambda method=method: method().steps(WARM_UP))
     return made
@@ -307,9 +315,8 @@ def _taking(training: Training, way: str) -> Training:
     return training
 
 
-def _swapped(training: Training, swap: Callable[[Comms], Comms]) -> Training:
-    training.take("vendor")
-    put(swap(training.stock))
+def _silenced(training: Training) -> Training:
+    training.silence()
     return training
 
 

@@ -21,7 +21,7 @@ import weft
 from weft.beside.blocks import COUNTED, ROUNDS, in_blocks, most_steps
 from weft.beside.steps import StepTrial
 from weft.beside.trials import Settled
-from weft.hooks import data_parallel, fully_sharded
+from weft.hooks import data_parallel
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.hooks.fully_sharded import KEPT
 from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
@@ -252,13 +252,20 @@ def test_trials_have_a_bound(ways: int, near: int) -> None:
     assert settled is None or settled.way == "w0"
 
 
+def _movers(model: Any) -> tuple[Any, Any]:
+    """What gathers and what scatters for the first layer now."""
+    group = model[0]._get_fsdp_state()._fsdp_param_group
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
 def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
     """What happens, in order, in the third step, and in two passes without gradients: gathers, and passes of the two layers."""
     weft.close()
     model: Any = _model("fsdp")
     _hooked("fsdp", model, way=way)
     events: list[str] = []
-    gather = fully_sharded.vendor_all_gather
+    stock = type(_movers(model)[0])
+    gather = stock.__call__
 
     def noting(*args: Any, **options: Any) -> Any:
         events.append("gather")
@@ -266,7 +273,7 @@ def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
 
     for at in (0, 2):
         model[at].register_forward_pre_hook(lambda *_, at=at: events.append(f"layer {at}"))  # type: ignore[misc]
-    fully_sharded.vendor_all_gather = noting
+    stock.__call__ = noting
     found = []
     try:
         _losses(model, 2)
@@ -275,7 +282,7 @@ def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
             run()
             found.append(list(events))
     finally:
-        fully_sharded.vendor_all_gather = gather
+        stock.__call__ = gather
     weft.close()
     return tuple(found)  # type: ignore[return-value]
 
@@ -291,6 +298,49 @@ def _gathers(way: str) -> tuple[list[str], list[str], list[str]]:
 def test_parameters_are_gathered_as_the_way_says(ranks: RankFixture, way: str, events: list[str]) -> None:
     plain = ["gather", "layer 0", "gather", "layer 2"]
     assert ranks(2).run(_gathers, way) == [(events, plain, plain)] * 2
+
+
+def _moved_by(way: str) -> list[bool]:
+    """Whether a hooked model's bytes are moved by fully_shard's own: before its first step, in a trial, after that."""
+    weft.close()
+    model: Any = _model("fsdp")
+    own, found = _movers(model), []
+    trial = _hooked("fsdp", model, way=way)
+    while True:
+        found.append(_movers(model) == own)
+        settled = trial.settled
+        _losses(model, 1)
+        if settled:
+            break
+    found.append(_movers(model) == own)
+    assert trial.way == parse("vendor") or way != "vendor"
+    weft.close()
+    return [found[0], any(found[1:-1]), found[-1] == (trial.way.transport == "vendor" and not trial.way.ctas)]
+
+
+def test_what_fully_shard_does_by_itself_it_does_itself(ranks: RankFixture) -> None:
+    assert ranks(2).run(_moved_by, "vendor") == [[True, False, True]] * 2
+    assert ranks(2).run(_moved_by, "copy_engine") == [[False, False, True]] * 2
+    assert ranks(2).run(_moved_by, "auto") == [[False, False, True]] * 2
+
+
+def _replicated(options: dict[str, Any]) -> tuple[list[float], bool, int]:
+    """Losses; whether gradients lie in buckets; the bytes of one."""
+    weft.close()
+    torch.manual_seed(0)
+    made = weft.hooks.replicate(nn.Sequential(nn.Linear(33, 130), nn.GELU(), nn.Linear(130, 33)), way="vendor", **options)
+    found = _losses(made, 6)
+    views = made.gradient_as_bucket_view
+    weft.close()
+    return found, views, made.bucket_bytes_cap
+
+
+def test_replicated_models_train_as_pytorchs(ranks: RankFixture) -> None:
+    plain = ranks(2).run(_trained, "ddp", [])
+    for options, views, mib in (({}, True, 25), ({"bucket_cap_mb": 3, "gradient_as_bucket_view": False}, False, 3)):
+        for rank, (losses, has_views, bucket) in enumerate(ranks(2).run(_replicated, options)):
+            assert losses == plain[rank][0]
+            assert (has_views, bucket) == (views, mib << 20)
 
 
 def _tried_over() -> list[tuple[str, ...]]:

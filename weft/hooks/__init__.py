@@ -3,11 +3,13 @@
 data_parallel.py    gradients of DistributedDataParallel
 fully_sharded.py    parameters and gradients of FSDP2's fully_shard
 gathered.py         when these are gathered, and how long they stay
+units.py            which modules fully_shard should take together
 """
 
 from __future__ import annotations
 
-from weft.hooks.data_parallel import ddp
+from weft.hooks.data_parallel import ddp, replicate
 from weft.hooks.fully_sharded import fsdp
+from weft.hooks.units import units
 
-__all__ = ["ddp", "fsdp"]
+__all__ = ["ddp", "fsdp", "replicate", "units"]

@@ -12,9 +12,11 @@ end of backward: join  <---
 
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +30,34 @@ WAYS = (
 )
 """What blocks of steps take in turn, where the device has it; first the one to beat, which is what DistributedDataParallel does
 by itself."""
+_BUCKET_MIB, _PYTORCHS_MIB = 100, 25
+"""Of gradients that are averaged together. A GPT's step took 2% less with 100 than with PyTorch's 25, and no less with 400."""
+_BUCKETS = 8
+"""At least, so that most of a smaller model's gradients, too, are averaged beside the rest of the backward pass."""
 _DDP_DECIDES = ("late", "resident", "ahead", "keep")
+
+
+def replicate(
+    module: nn.Module, *, way: str = "auto", key: str = "ddp", process_group: dist.ProcessGroup | None = None, **options: Any
+) -> DistributedDataParallel:
+    """DistributedDataParallel of a module, with settings that cost a step less, and with weft's hook.
+
+    way, key: see `ddp`. options: of DistributedDataParallel's; what they say goes before `settings`. Raises what both raise.
+    """
+    model = DistributedDataParallel(module, process_group=process_group, **settings(module) | options)
+    ddp(model, way=way, key=key)
+    return model
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """Of DistributedDataParallel's, what `replicate` says.
+
+    Gradients lie in the buckets in which they are averaged, so that none is copied there and back; with such a one `detach_()`
+    raises. Buckets have 100 MiB, or an eighth of all gradients where that is less, but not less than PyTorch's 25.
+    """
+    trained = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
+    bucket_mib = max(_PYTORCHS_MIB, min(_BUCKET_MIB, (trained >> 20) // _BUCKETS))
+    return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}
 
 
 def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> StepTrial:

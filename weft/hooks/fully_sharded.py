@@ -64,12 +64,8 @@ def fsdp(
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
     device = _computing(parameter.device, parameter.device_mesh.device_type)
-    steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded))
+    steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded), sharded)
     model.register_forward_pre_hook(steps.forward, prepend=True)
-    gather, scatter = _AllGather(steps), _ReduceScatter(steps)
-    for module in sharded:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(scatter)
     return steps.trial
 
 
@@ -90,10 +86,16 @@ def _computing(kept: torch.device, kind: str) -> torch.device:
 
 def _why_no_copies(sharded: Sequence[FSDPModule]) -> str:
     """Why copy engines cannot sum what these modules scatter; empty if they can."""
-    groups = [group for group in (module._get_fsdp_state()._fsdp_param_group for module in sharded) if group is not None]
+    groups = [group for module in sharded for group in _groups_of(module)]
     if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
         return "gradients are divided by set_gradient_divide_factor's number; copy engines take sums and means"
     return why_not_summed(dtype for group in groups for dtype in _scattered(group))
+
+
+def _groups_of(module: FSDPModule) -> tuple[Any, ...]:
+    """fully_shard's parameters of this module that are gathered together; none where its children have them all."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return () if group is None else (group,)
 
 
 def _scattered(group: Any) -> Iterator[torch.dtype]:
@@ -106,16 +108,37 @@ def _scattered(group: Any) -> Iterator[torch.dtype]:
 
 class _Steps:
     """A step begins with the first gradients that are scattered after a forward pass; its gathers are set before the next. A
-    forward pass without gradients is fully_shard's own: kept parameters would be stale once the optimizer has changed them."""
+    forward pass without gradients is fully_shard's own: kept parameters would be stale once the optimizer has changed them.
 
-    def __init__(self, trial: StepTrial, gathered: Gathered) -> None:
+    What moves the bytes as fully_shard does is fully_shard's own, once the trial has ended: weft's collectives cost the host 8%
+    of a step that it limits."""
+
+    def __init__(self, trial: StepTrial, gathered: Gathered, sharded: Sequence[FSDPModule]) -> None:
         self.trial, self._gathered = trial, gathered
         self._fresh = False
+        self._groups = [(module, group) for module in sharded for group in _groups_of(module)]
+        self._stock = [(group._all_gather_comm, group._reduce_scatter_comm) for _, group in self._groups]
+        self._own = _AllGather(self), _ReduceScatter(self)
+        self._ours = False
+        self._move()
 
     def forward(self, module: nn.Module, args: Any) -> None:
         trains = torch.is_grad_enabled()
         self._fresh = self._fresh or trains
         self._gathered.take(self.trial.way if trains else PLAIN)
+        self._move()
+
+    def _move(self) -> None:
+        """From here on by weft's collectives, or by fully_shard's."""
+        way = self.trial.way
+        ours = not self.trial.settled or (way.transport, way.ctas) != (PLAIN.transport, PLAIN.ctas)
+        if ours == self._ours:
+            return
+        self._ours = ours
+        for (module, _), stock in zip(self._groups, self._stock, strict=True):
+            gather, scatter = self._own if ours else stock
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
 
     def scatter(self) -> None:
         if self._fresh:
