@@ -46,8 +46,8 @@ text_tables, measured_tables, model_tables, study_tables = map(
 _table = text_tables.table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/planner.md"),
-    *("docs/models.md", "docs/schedules.md", "docs/simulator.md"),
+    *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/nodes.md"),
+    *("docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
 )
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48

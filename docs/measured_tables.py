@@ -8,6 +8,7 @@ conccl MODE        conccl.jsonl: the 30 pairs of ConCCL's evaluation
 dma MODE           dma.jsonl: collectives alone
 resident BENCH MODE    resource_aware.jsonl or that of 2 GPUs: what residency and priority gain
 training MODE      data_parallel.jsonl: steps of a GPT
+nodes MODE         nodes.jsonl: the operators between nodes
 gemms BENCH MODE   ficco_gemms.jsonl or that of 2 GPUs: FiCCO's sixteen GEMMs, those that fit
 """
 
@@ -161,6 +162,18 @@ def _training(row: dict[str, Any]) -> tuple[str, ...]:
     return (f"{row['op']} {row['case']}", *times[:2], *found, f"{row['gain']:.3f}x", f"{stock / row['silent_us']:.3f}x")
 
 
+def nodes(mode: str) -> str:
+    """The operators on ranks that are taken for nodes. Times in us."""
+    heads = ("operator, case", "NCCL", "alone", "sequential", "slices", "auto", "schedule", "auto over sequential")
+    return _measured(heads, _cases("nodes", mode), _on_nodes, mode)
+
+
+def _on_nodes(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("communication_us", "computation_us", "sequential_us", "overlapped_us", "auto_us")
+    times = [f"{row[name]:.0f}" for name in names]
+    return (f"{row['op']} {row['case']}", *times, row["schedule"], f"{row['sequential_us'] / row['auto_us']:.2f}x")
+
+
 def gemms(bench: str, mode: str) -> str:
     """FiCCO's GEMMs that fit."""
     made = benchmark("ficco_gemms")
@@ -177,5 +190,6 @@ MAKERS: dict[str, Callable[..., str]] = {
     "dma": dma,
     "resident": resident,
     "training": training,
+    "nodes": nodes,
     "gemms": gemms,
 }

@@ -4,9 +4,10 @@
     torchrun --nproc-per-node 8 examples/train_gpt.py --layers 24 --width 2048 --heads 16 --length 1024 --batch 4 --steps 120
 
 It runs on GPUs (NCCL) where there is one for every rank, else on CPUs (gloo). DistributedDataParallel and fully_shard train the
-same model on the same tokens, first as they are, then with one line more: `weft.hooks.ddp(model)`, `weft.hooks.fsdp(model)`.
-Losses have to agree within rounding. On GPUs the first steps, at most some 100 of them, try several ways to communicate; what
-was chosen, and why, is printed.
+same model on the same tokens, first as they are, then with weft: `weft.hooks.replicate(model)` for the one, and for the other
+`weft.hooks.units(model.blocks)`, which says what to take together, and `weft.hooks.fsdp(model)`. Losses have to agree within
+rounding. On GPUs the first steps, at most some 100 of them, try several ways to communicate; what was chosen, and why, is
+printed.
 
 Legend: B batch of a rank, T tokens, C width, H heads, V vocabulary.
 """
@@ -17,6 +18,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -76,20 +78,25 @@ def replicated(model: Gpt) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=25)
 
 
+def sharded_by_weft(model: Gpt, way: str) -> Gpt:
+    mesh = dist.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for unit in weft.hooks.units(model.blocks):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    weft.hooks.fsdp(model, way=way)
+    return model
+
+
 def counting(batch: int, length: int, draw: torch.Generator) -> torch.Tensor:
     """Texts that can be learnt: from a random token on, each is the one before plus three."""
     first_B1 = torch.randint(VOCABULARY, (batch, 1), generator=draw)
     return (first_B1 + 3 * torch.arange(length)) % VOCABULARY
 
 
-def losses(
-    wrap: Callable[[Gpt], nn.Module], hook: Callable[..., object] | None, options: argparse.Namespace, device: torch.device
-) -> tuple[list[float], float]:
-    """(the mean loss of all ranks, step by step; seconds of the last step). hook: weft's, or None for PyTorch's collectives."""
+def losses(wrap: Callable[[Gpt], nn.Module], options: argparse.Namespace, device: torch.device) -> tuple[list[float], float]:
+    """(the mean loss of all ranks, step by step; seconds of the last step)."""
     torch.manual_seed(0)
     model = wrap(Gpt(layers=options.layers, width=options.width, heads=options.heads, length=options.length).to(device))
-    if hook is not None:
-        hook(model, way=options.way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     seen, seconds = [], 0.0
@@ -127,9 +134,13 @@ def main() -> None:
     options = parser.parse_args()
     device = start()
     worst = 0.0
-    for name, wrap, hook in (("ddp", replicated, weft.hooks.ddp), ("fsdp", sharded, weft.hooks.fsdp)):
-        plain, plain_s = losses(wrap, None, options, device)
-        mine, mine_s = losses(wrap, hook, options, device)
+    kinds: dict[str, tuple[Callable[[Gpt], nn.Module], Callable[..., nn.Module]]] = {
+        "ddp": (replicated, weft.hooks.replicate),
+        "fsdp": (sharded, sharded_by_weft),
+    }
+    for name, (stock, ours) in kinds.items():
+        plain, plain_s = losses(stock, options, device)
+        mine, mine_s = losses(partial(ours, way=options.way), options, device)
         worst = max(worst, *(abs(a - b) / abs(a) for a, b in zip(plain, mine, strict=True)))
         if dist.get_rank() == 0:
             print(f"{name}: loss {plain[0]:.4f} to {plain[-1]:.4f}, with weft {mine[-1]:.4f}")
