@@ -110,10 +110,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """One rank's story. pace: by kind, calls that were timed, median and 99th percentile in us."""
+    """One rank's story. pace: by kind, calls that were timed, median and 99th percentile in us. steady: of all that were
+    timed, each over its kind's median, the number of calls and the 99th percentile."""
 
     parts: list[Part]
     pace: dict[str, tuple[int, float, float]]
+    steady: tuple[int, float] = (0, 1.0)
 
 
 def kinds(soak: Soak, ranks: int) -> list[tuple[Case, bool]]:
@@ -204,12 +206,21 @@ class Paces:
         self._timed[kind] += 1
 
     def told(self, names: Sequence[str]) -> dict[str, tuple[int, float, float]]:
-        found: dict[str, tuple[int, float, float]] = {}
+        return {
+            f"{kind} {names[kind]}": (int(self._timed[kind]), float(np.median(us)), float(np.percentile(us, 99)))
+            for kind, us in self._known()
+        }
+
+    def steady(self) -> tuple[int, float]:
+        """As Told has it."""
+        ratios = [us / np.median(us) for _, us in self._known()]
+        return sum(map(len, ratios)), float(np.percentile(np.concatenate(ratios), 99)) if ratios else 1.0
+
+    def _known(self) -> Iterator[tuple[int, Any]]:
+        """Each kind that was timed, with what is kept of its times."""
         for kind, timed in enumerate(self._timed):
             if timed:
-                us = self._us[kind, : min(timed, self._KEPT)]
-                found[f"{kind} {names[kind]}"] = int(timed), float(np.median(us)), float(np.percentile(us, 99))
-        return found
+                yield kind, self._us[kind, : min(timed, self._KEPT)]
 
 
 class Rank:
@@ -245,7 +256,8 @@ class Rank:
         for kind in self.kinds:
             kind.forget()
         weft.close()
-        return Told(parts=parts, pace=self.paces.told([str(kind.case) for kind in self.kinds]))
+        names = [str(kind.case) for kind in self.kinds]
+        return Told(parts=parts, pace=self.paces.told(names), steady=self.paces.steady())
 
     def _late(self, begun: float) -> bool:
         """Whether any rank's time is up. All ranks are asked at the same places."""
@@ -360,12 +372,14 @@ def slowest(told: Sequence[Told]) -> tuple[str, float, float, float]:
 
 
 def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, Any]]:
-    """A JSON line for each part, the worst rank's figures, and one for each kind."""
+    """A JSON line for each part, the worst rank's figures, one for all times together, and one for each kind."""
     settings = {name: value for name, value in asdict(soak).items() if name != "budget_s"}
     for number, part in enumerate(told[0].parts):
         worst = {name: max(one.parts[number].figures[name] for one in told) for name in part.figures}
         made = {"calls": part.calls, "seconds": round(part.seconds, 2)}
         yield {"bench": "soak", "ranks": ranks, **settings, **made, **worst}
+    timed, high = told[0].steady
+    yield {"bench": "soak", "kind": "all, each over its kind's median", "timed": timed, "p99": round(high, 3)}
     for kind, (timed, middle, high) in told[0].pace.items():
         yield {"bench": "soak", "kind": kind, "timed": timed, "median_us": round(middle, 1), "p99_us": round(high, 1)}
 
@@ -393,6 +407,7 @@ def main() -> None:
         about = {"versions": versions(given.device), "commit": given.commit}
         with given.json.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(line | about) + "\n" for line in shown)
+    print("p99 of all calls, each over its kind's median: " + ", ".join(f"{one.steady[1]:.2f}" for one in told) + ", by rank")
     kind, timed, middle, high = slowest(told)
     print(f"p99 over median at most {high / middle:.2f}: {kind}, {timed} timed, median {middle:.0f} us, p99 {high:.0f} us")
     ratios = [pace[2] / pace[1] for one in told for pace in one.pace.values() if pace[0] >= LEAST_TIMED]

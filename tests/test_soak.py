@@ -13,7 +13,7 @@ from conftest import RankFixture
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from calls import LAYOUTS, Case, Wrong, check, laid
-from soak import Kind, Part, Soak, Told, growth, kinds, leaks, rank_work, sequence, slowest
+from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, rank_work, sequence, slowest
 
 from weft.memory import Segment
 
@@ -63,6 +63,20 @@ def test_growth_is_from_third_to_third() -> None:
 def test_the_slowest_kind_is_of_those_with_many_calls() -> None:
     pace = {"a": (500, 10.0, 30.0), "b": (500, 10.0, 50.0), "c": (5, 1.0, 90.0)}
     assert slowest([Told(parts=[], pace=pace)]) == ("b", 500, 10.0, 50.0)
+
+
+def test_all_times_count_over_their_kinds_median() -> None:
+    paces = Paces(3)
+    assert paces.steady() == (0, 1.0)
+    for kind, us in ((0, 10.0), (2, 1000.0)):
+        for _ in range(98):
+            paces.add(kind, us)
+        paces.add(kind, 3 * us)
+        paces.add(kind, 5 * us)
+    timed, high = paces.steady()
+    assert timed == 200
+    assert 3.0 <= high <= 5.0
+    assert paces.told(["a", "b", "c"])["2 c"][:2] == (100, 1000.0)
 
 
 def test_kinds_and_their_sequence_follow_from_the_seed() -> None:
