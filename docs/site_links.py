@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s#]+)[^)\s]*\)")
-_FENCE = re.compile(r"^(```)(text|sh|python) [^\n]*$", re.MULTILINE)
+_FENCE = re.compile(r"^(```[a-z]+) [^\n]*$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -15,4 +15,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     >>> on_page_markdown("see [the engine](../weft/sim/engine.py#x)")
     'see the engine (`weft/sim/engine.py`)'
     """
-    return _FENCE.sub(r"\1\2", _OUTSIDE.sub(r"\1 (`\2`)", markdown))
+    return _FENCE.sub(r"\1", _OUTSIDE.sub(r"\1 (`\2`)", markdown))
