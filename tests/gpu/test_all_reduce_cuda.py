@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from rank_work import bound, check_all_reduce
 
 import weft
@@ -19,8 +18,7 @@ from weft.execute.ranks import Ranks
 from weft.problem import split
 from weft.schedules import names
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 SIZE = 4 if GPUS >= 4 else 2
 FAMILIES = names("matmul_all_reduce")
 KERNELS = ("one_shot", "two_shot", "sequential_stores")
@@ -30,12 +28,7 @@ a second or two for each kernel, and takes most of the time: tests use the same 
 BOUND_S = 5.0
 SHORT_BOUND_S = 2.0
 """Where a call has to fail."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(SIZE, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(SIZE, BOUND_S)
 
 
 def _same_everywhere(out: torch.Tensor) -> bool:
@@ -45,14 +38,13 @@ def _same_everywhere(out: torch.Tensor) -> bool:
     return bool((found.view(-1, bits.numel()) == bits.flatten()).all())
 
 
+@alarm(40)
 def _every_family(dtype: torch.dtype, shapes: list[tuple[int, int, int, int]]) -> None:
-    faulthandler.dump_traceback_later(40, exit=True)
     for turn, (m, n, k, addends) in enumerate(shapes):
         for name in FAMILIES:
             for call in range(6):
                 out = check_all_reduce(m, n, k, dtype, name, 10 * turn + call, addends=addends)
                 assert name not in KERNELS or _same_everywhere(out), (name, (m, n, k))
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize(
@@ -95,11 +87,11 @@ class _Site:
         return (out.float() - expected).abs().max() / (allowed * expected.abs().max())
 
 
+@alarm(40)
 def _wide_tiles(m: int, name: str) -> None:
     """A tile of 128 columns for each SM; and rank 1 compiles for longer than the others would look, did they look."""
     from weft.execute.exchange import FusedExchange
 
-    faulthandler.dump_traceback_later(40, exit=True)
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     launch, site = FusedExchange.launch, _Site(m, 128 * sms, 1024, transposed=True)
 
@@ -116,7 +108,6 @@ def _wide_tiles(m: int, name: str) -> None:
             assert error <= 1, (name, m, call, error)
     finally:
         FusedExchange.launch = launch  # type: ignore[method-assign]
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize(("m", "name"), [(1, "one_shot"), (1, "two_shot"), (128, "two_shot")])
@@ -124,9 +115,9 @@ def test_wide_tiles_after_a_slow_compilation(pool: Ranks, m: int, name: str) -> 
     pool.run(_wide_tiles, m, name)
 
 
+@alarm(40)
 def _graphs(m: int, name: str, replays: int, late: bool) -> None:
     """A graph replayed with new data, between eager calls; late: each rank in turn, by 5 ms."""
-    faulthandler.dump_traceback_later(40, exit=True)
     site = _Site(m, 1024, 512, transposed=True)
     site.refill()
     site.call(name)
@@ -144,7 +135,6 @@ def _graphs(m: int, name: str, replays: int, late: bool) -> None:
         if replay % 40 == 7:
             worst = torch.maximum(worst, torch.nan_to_num(site.error(site.call(name)), nan=float("inf")))
     assert float(worst) <= 1, (name, m, float(worst))
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -159,9 +149,9 @@ def test_a_late_rank(pool: Ranks, m: int, name: str) -> None:
     pool.run(_graphs, m, name, 200, True)
 
 
+@alarm(40)
 def _in_turns() -> None:
     """Programs of several sizes and families between each other, in one graph and outside."""
-    faulthandler.dump_traceback_later(40, exit=True)
     sites = [_Site(m, n, 512, transposed=bool(n % 2048)) for m, n in ((1, 1024), (16, 2048), (128, 1024))]
     for site in sites:
         site.refill()
@@ -177,16 +167,15 @@ def _in_turns() -> None:
         graph.replay()
         errors = [site.error(out) for site, out in outs] + [site.error(site.call(name)) for site in sites for name in KERNELS]
         assert float(torch.stack(errors).max()) <= 1
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_programs_in_turns(pool: Ranks) -> None:
     pool.run(_in_turns)
 
 
+@alarm(40)
 def _often(name: str, calls: int, replays: int) -> int:
     """How many of so many calls in graphs, whose tiles have fewer words than a block has threads, gave other bits."""
-    faulthandler.dump_traceback_later(40, exit=True)
     site = _Site(4, 1992, 512, transposed=False)
     site.refill()
     first = site.call(name).clone()
@@ -197,7 +186,6 @@ def _often(name: str, calls: int, replays: int) -> int:
             wrong += (site.call(name) != first).any()
     for _ in range(replays):
         graph.replay()
-    faulthandler.cancel_dump_traceback_later()
     return int(wrong)
 
 
@@ -207,9 +195,9 @@ def test_no_part_is_missing_from_narrow_tiles(pool: Ranks, name: str) -> None:
     assert pool.run(_often, name, 100, 500) == [0] * SIZE
 
 
+@alarm(40)
 def _same_bits() -> None:
     """The same data gives the same bits, whoever comes first."""
-    faulthandler.dump_traceback_later(40, exit=True)
     for m in (1, 200):
         site = _Site(m, 1024, 512, transposed=True)
         site.refill()
@@ -219,18 +207,17 @@ def _same_bits() -> None:
                 torch.cuda._sleep(100_000 * ((call + dist.get_rank()) % 3))
                 assert torch.equal(site.call(name), first)
             assert _same_everywhere(first)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_the_same_bits_each_call_and_on_each_rank(pool: Ranks) -> None:
     pool.run(_same_bits)
 
 
+@alarm(40)
 def _never_sent(m: int, name: str) -> str:
     """Rank 1 sends nothing in its second call; then all go on together."""
     from weft.execute.exchange import FusedExchange
 
-    faulthandler.dump_traceback_later(40, exit=True)
     torch.cuda.synchronize()
     dist.barrier()
     weft.close()
@@ -254,7 +241,6 @@ def _never_sent(m: int, name: str) -> str:
     weft.close()
     os.environ["WEFT_TIMEOUT_S"] = str(BOUND_S)
     check_all_reduce(m, 256, 128, torch.bfloat16, name, 2)
-    faulthandler.cancel_dump_traceback_later()
     return message
 
 
@@ -264,15 +250,14 @@ def test_a_tile_that_never_comes(pool: Ranks, m: int, name: str) -> None:
     assert any("of rank 1 has not arrived" in message for message in messages), messages
 
 
+@alarm(40)
 def _memory_of_many_calls() -> tuple[int, int]:
-    faulthandler.dump_traceback_later(40, exit=True)
     seen = []
     for call in range(200):
         check_all_reduce(5, 129, 77, torch.bfloat16, FAMILIES[call % len(FAMILIES)], call, addends=3)
         if call in (50, 199):
             torch.cuda.synchronize()
             seen.append(torch.cuda.memory_allocated())
-    faulthandler.cancel_dump_traceback_later()
     return seen[0], seen[1]
 
 

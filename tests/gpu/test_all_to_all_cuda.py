@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 from ragged_work import PATTERNS, counts_of, round_trip
 from rank_work import bound, here
 from test_all_to_all import COMBINE, DISPATCH, check_both
@@ -18,16 +17,9 @@ from test_columns import check_both as check_columns
 import weft
 from weft.execute.ranks import Ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+pytestmark = NEEDS_TWO
 CALLS = 1000
-
-
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": "10"}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(SIZES, 10)
 
 
 def _late(call: int) -> None:
@@ -36,8 +28,8 @@ def _late(call: int) -> None:
         torch.cuda._sleep(9_000_000)
 
 
+@alarm(90)
 def _every_schedule(dtype: torch.dtype) -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     for m, n, k in ((512, 256, 384), (253, 129, 77), (5, 7, 3), (288, 0, 64)):
         for name in dict.fromkeys((*COMBINE, *DISPATCH)):
             combine, dispatch = (name if name in names else "sequential" for names in (COMBINE, DISPATCH))
@@ -46,7 +38,6 @@ def _every_schedule(dtype: torch.dtype) -> None:
                 check_both(m, n, k, dtype, combine, dispatch, call)
     check_both(512, 256, 384, dtype, "auto", "auto", 1)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -54,8 +45,8 @@ def test_every_schedule_is_right_and_skew_does_not_matter(pool: Ranks, dtype: to
     pool.run(_every_schedule, dtype)
 
 
+@alarm(90)
 def _columns(dtype: torch.dtype) -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     for m, n, k in ((512, 256, 128), (253, 40, 72), (5, 3, 7), (40, 0, 64)):
         for name in dict.fromkeys((*APART, *BESIDE)):
             apart, beside = (name if name in names else "sequential" for names in (APART, BESIDE))
@@ -63,7 +54,6 @@ def _columns(dtype: torch.dtype) -> None:
                 _late(call)
                 check_columns(m, n, k, dtype, apart, beside, call)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -71,13 +61,12 @@ def test_columns_are_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dt
     pool.run(_columns, dtype)
 
 
+@alarm(90)
 def _splits(dtype: torch.dtype) -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     for experts in (1, 4):
         for seed in range(2 * len(PATTERNS)):
             _late(seed)
             round_trip(PATTERNS[seed % len(PATTERNS)], experts, 192, 136, dtype, seed, most=300)
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -85,9 +74,9 @@ def test_splits_are_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dty
     pool.run(_splits, dtype)
 
 
+@alarm(90)
 def _graph() -> None:
     """New rows and new counts each replay: there and back by the identity, every row comes home as it was."""
-    faulthandler.dump_traceback_later(90, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     experts, width, height = 2, 64, 64 * size
     a = torch.zeros(height, width, device=here(), dtype=torch.bfloat16)
@@ -116,7 +105,6 @@ def _graph() -> None:
         wrong += (home[:kept] != a[:kept]).sum() + home[kept:].count_nonzero()
     assert int(wrong) == 0
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_thousand_replays_with_new_counts(pool: Ranks) -> None:
@@ -152,9 +140,9 @@ class _Even:
         return torch.nan_to_num(worst, nan=float("inf"))
 
 
+@alarm(90)
 def _even_graph(op: str, spec: str) -> None:
     """A graph replayed with new data, each rank late in turn, between eager calls of the same program."""
-    faulthandler.dump_traceback_later(90, exit=True)
     site = _Even(op)
     site.refill()
     site.call(spec)
@@ -173,7 +161,6 @@ def _even_graph(op: str, spec: str) -> None:
             worst = torch.maximum(worst, site.error(site.call(spec)))
     assert float(worst) <= 1, (op, spec, float(worst))
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("spec", COMBINE)
@@ -186,9 +173,9 @@ def test_a_thousand_replays_of_a_dispatch(pool: Ranks, spec: str) -> None:
     pool.run(_even_graph, "all_to_all_matmul", spec)
 
 
+@alarm(90)
 def _gradients() -> None:
     """A whole round trip against its own rows: y = x W W^T, row by row, whatever way the rows go."""
-    faulthandler.dump_traceback_later(90, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     counts = counts_of("random", 2, 7, most=100)
     height = int(counts.sum((1, 2)).max())
@@ -210,7 +197,6 @@ def _gradients() -> None:
     for got, wanted in ((x.grad.double(), wide.grad), (mine, total)):  # type: ignore[union-attr]
         assert float((got - wanted).abs().max() / wanted.abs().max()) < 0.03
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_gradients_of_a_round_trip(pool: Ranks) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_work import GATHERS, Case, agree, in_place, moves, straight, sums
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from muted import told_without
 
 import weft
@@ -17,22 +16,16 @@ from weft import collectives
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 SIZES = [max(n for n in (2, 4, 8) if n <= max(GPUS, 2))]
 BOUND_S = 5.0
 MIB = 1 << 20
+pool = ranks_on_gpus(SIZES, BOUND_S)
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
-
-
+@alarm(80)
 def _every_schedule(dtype: torch.dtype) -> None:
     """Several calls each, so that some are replayed; parts of one element, of some that divide by nothing, of a MiB."""
-    faulthandler.dump_traceback_later(80, exit=True)
     for elements in (1, 1003, MIB // dtype.itemsize):
         for call in range(3):
             case = Case(elements=elements, dtype=dtype, seed=call)
@@ -41,7 +34,6 @@ def _every_schedule(dtype: torch.dtype) -> None:
                 in_place(case, spec)
             for spec in GATHERS:
                 sums(case, spec, ("sum", "avg")[call % 2])
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -49,11 +41,11 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
     pool.run(_every_schedule, dtype)
 
 
+@alarm(80)
 def _in_turns(late: str) -> None:
     """Parts of 8 MiB through room of 1 MiB, new data each call; rank 1 late with its copies, or with its kernels."""
     from weft.execute.cuda_space import CudaSpace
 
-    faulthandler.dump_traceback_later(80, exit=True)
     stream = CudaSpace.stream
 
     def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
@@ -76,7 +68,6 @@ def _in_turns(late: str) -> None:
         CudaSpace.stream = stream  # type: ignore[method-assign]
     used = [p.layout.staging for p in GROUPS.state(dist.group.WORLD.group_name)._programs]  # type: ignore[union-attr]
     assert max(used[-5:]) <= MIB + 512, used
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("late", ["nothing", "copy", "blocks"])
@@ -84,9 +75,9 @@ def test_more_bytes_than_room(pool: Ranks, late: str) -> None:
     pool.run(_in_turns, late)
 
 
+@alarm(80)
 def _graphs(spec: str) -> None:
     """Captured once, replayed with new data, in place, one rank late now and then; eager calls in between."""
-    faulthandler.dump_traceback_later(80, exit=True)
     rank, elements = dist.get_rank(), 70_000
 
     def drawn(seed: int) -> Case:
@@ -124,7 +115,6 @@ def _graphs(spec: str) -> None:
         agree(reduced, total, vendor, (spec, replay))
         if replay % 5 == 0:
             sums(case, spec)
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("spec", ["sequential", "copy_engine:1", "copy_engine:4"])
@@ -132,23 +122,22 @@ def test_graphs_replayed_between_eager_calls(pool: Ranks, spec: str) -> None:
     pool.run(_graphs, spec)
 
 
+@alarm(80)
 def _straight() -> None:
-    faulthandler.dump_traceback_later(80, exit=True)
     for elements in (1, 1003, MIB):
         for spec in ("sequential", "copy_engine:1", "copy_engine:3"):
             straight(elements, spec, 6)
     straight(4096, "auto", 2)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_results_that_peers_can_write(pool: Ranks) -> None:
     pool.run(_straight)
 
 
+@alarm(80)
 def _beside_matmuls() -> None:
     """Asynchronous calls beside matmuls on the caller's stream, of weft's stream and of the caller's own; several in flight."""
-    faulthandler.dump_traceback_later(80, exit=True)
     rank, own = dist.get_rank(), torch.cuda.Stream(priority=-2)
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     product = a @ a
@@ -174,16 +163,15 @@ def _beside_matmuls() -> None:
         assert all(same)
         assert works[-1] is not None
         assert works[-1].get_future().wait()[0] is reduced
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_beside_matmuls(pool: Ranks) -> None:
     pool.run(_beside_matmuls)
 
 
+@alarm(80)
 def _auto() -> list[str]:
     """A trial leaves what is summed in place as it was, and chooses alike on every rank."""
-    faulthandler.dump_traceback_later(80, exit=True)
     case = Case(elements=MIB, dtype=torch.bfloat16, seed=1)
     for call in range(3):
         mine = case.drawn(dist.get_rank())
@@ -194,7 +182,6 @@ def _auto() -> list[str]:
         expected = [one[r * case.elements : (r + 1) * case.elements] for r, one in enumerate(case.everyone)]
         assert torch.equal(whole, torch.cat(expected))
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return [mine.cpu().view(torch.int16).numpy().tobytes().hex()[:64]]
 
 
@@ -202,9 +189,9 @@ def test_auto(pool: Ranks) -> None:
     assert len({bits for (bits,) in pool.run(_auto)}) == 1
 
 
+@alarm(60)
 def _never_arrives() -> str:
     """Rank 1 raises no flag of its peers in a call in which they already wait on the GPU; then all go on together."""
-    faulthandler.dump_traceback_later(60, exit=True)
     case = Case(elements=5000, dtype=torch.bfloat16, seed=0)
     sums(case, "copy_engine:2")
     message = told_without(1, lambda: sums(case, "copy_engine:2"))
@@ -213,7 +200,6 @@ def _never_arrives() -> str:
     dist.barrier()
     weft.close()
     sums(case, "copy_engine:2")
-    faulthandler.cancel_dump_traceback_later()
     return message
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from concurrent_work import OPS, Exchange, Products
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,18 +23,12 @@ from weft.beside.cuda import CudaDevice
 from weft.execute.ranks import Ranks
 from weft.planner.ways import Load, candidates
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 SIZE = min(4, max(GPUS, 2))
 BOUND_S = 20.0
 PART = 300_000
 """Elements: 1.2 MB of float32."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(SIZE, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(SIZE, BOUND_S)
 
 
 def _alarm() -> None:
@@ -98,8 +92,8 @@ def _told() -> Told:
     return [(choice.key, choice.way, choice.us) for choice in weft.concurrent_choices()]
 
 
+@alarm(40)
 def _contest() -> Told:
-    _alarm()
     weft.close()
     for op in OPS:
         exchange, products = Exchange(op, _device(), part=4 * PART), Products(_device(), size=2048)
@@ -119,7 +113,6 @@ def _contest() -> Told:
             products.check(out)
         torch.cuda.synchronize()
         dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
     return _told()
 
 
@@ -133,8 +126,8 @@ def test_a_trial_agrees_and_a_graph_keeps_its_way(pool: Ranks) -> None:
         assert all(time > 0 for time in us.values())
 
 
+@alarm(40)
 def _rotation() -> Told:
-    _alarm()
     weft.close()
     exchange, products = Exchange("all_reduce", _device(), part=4 * PART), Products(_device(), size=2048)
     seen = set()
@@ -147,7 +140,6 @@ def _rotation() -> Told:
         products.check(out)
     assert products.calls == 30
     assert len(seen) > 2
-    faulthandler.cancel_dump_traceback_later()
     return _told()
 
 
@@ -158,8 +150,8 @@ def test_uses_take_ways_in_turn_and_settle(pool: Ranks) -> None:
     assert us[way] <= us["sequential"]
 
 
+@alarm(40)
 def _captured_before_it_settles() -> list[str]:
-    _alarm()
     weft.close()
     exchange, products = Exchange("all_gather", _device(), part=PART), Products(_device(), size=256)
     with weft.concurrent(collectives=exchange.collective, key="early"):
@@ -181,7 +173,6 @@ def _captured_before_it_settles() -> list[str]:
         products.check(out)
     torch.cuda.synchronize()
     dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
     return [str(warning.message) for warning in told if "concurrent" in str(warning.message)]
 
 
@@ -195,9 +186,9 @@ class _Stop(Exception):
     pass
 
 
+@alarm(40)
 def _raised() -> None:
     """An exception within leaves no SM budget behind, the collective is done, and the next use is right."""
-    _alarm()
     before = torch._C._get_sm_carveout_experimental()
     exchange, products = Exchange("all_reduce", _device(), part=PART), Products(_device(), size=256)
     for turn, way in enumerate(("vendor+priority+left=24", "vendor+late+left=8", "copy_engine+priority+ctas=8+left=8")):
@@ -212,16 +203,15 @@ def _raised() -> None:
         exchange.check(turn)
     with pytest.raises(ValueError, match="left=100000; this device has"):
         weft.concurrent(products, exchange.collective, way="vendor+left=100000")
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_exceptions_restore_budgets(pool: Ranks) -> None:
     pool.run(_raised)
 
 
+@alarm(40)
 def _nested(way: str, other: str) -> None:
     """Two groups at once, one use within another, six turns."""
-    _alarm()
     second = dist.new_group(list(range(dist.get_world_size())))
     outer, inner = Exchange("all_reduce", _device(), part=PART), Exchange("all_gather", _device(), part=PART, group=second)
     products = Products(_device(), size=512)
@@ -239,7 +229,6 @@ def _nested(way: str, other: str) -> None:
     torch.cuda.synchronize()
     dist.barrier()
     weft.close(second)
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize(
@@ -250,8 +239,8 @@ def test_uses_nest_over_two_groups(pool: Ranks, way: str, other: str) -> None:
     pool.run(_nested, way, other)
 
 
+@alarm(40)
 def _graph_as_computation() -> Told:
-    _alarm()
     weft.close()
     exchange, products = Exchange("all_to_all", _device(), part=PART), Products(_device(), size=1024)
     products()
@@ -264,7 +253,6 @@ def _graph_as_computation() -> Told:
         weft.concurrent(graph, exchange.collective, key="graph", repeatable=True)
         exchange.check(turn)
         products.check(out)
-    faulthandler.cancel_dump_traceback_later()
     return _told()
 
 
@@ -286,8 +274,8 @@ def _repeated_kernel(x_ptr, out_ptr, count, TURNS: tl.constexpr, BLOCK: tl.const
     tl.store(out_ptr + at, x, at < count)
 
 
+@alarm(40)
 def _named_kernels() -> Told:
-    _alarm()
     weft.close()
     exchange = Exchange("all_reduce", _device(), part=PART)
     x = torch.zeros(1 << 22, device="cuda")
@@ -306,7 +294,6 @@ def _named_kernels() -> Told:
         way = "vendor+priority+resident=2"
         out = weft.concurrent(compute, exchange.collective, way=way, kernels=[_repeated_kernel])
         assert torch.equal(out, x + 64)
-    faulthandler.cancel_dump_traceback_later()
     return _told()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import GPUS, NEEDS_ONE, alarm
 
 from weft import controls
 from weft.controls import DEVICES, comm_stream, launch_order, nccl_group, occupancy, shape, sm_budget, sm_partition, this_device
@@ -18,8 +18,7 @@ from weft.execute.ranks import Ranks
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, this machine has none")]
+pytestmark = NEEDS_ONE
 SPIN_NS = 30_000
 
 
@@ -47,9 +46,8 @@ def _sum_kernel(x_ptr, out_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @pytest.fixture(autouse=True)
 def _never_hangs() -> Iterator[None]:
-    faulthandler.dump_traceback_later(40, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
+    with alarm(40):
+        yield
 
 
 class Seen:
@@ -292,8 +290,8 @@ def test_a_partition_keeps_kernels_on_its_sms() -> None:
         sm_partition(1)
 
 
+@alarm(40)
 def _groups() -> None:
-    faulthandler.dump_traceback_later(40, exit=True)
     few = nccl_group(max_ctas=2, high_priority=True)
     backend: Any = few._get_backend(torch.device("cuda", torch.cuda.current_device()))
     assert backend.options.is_high_priority_stream
@@ -306,7 +304,6 @@ def _groups() -> None:
             dist.all_reduce(x, group=group)
             assert (x == sum(range(call, call + dist.get_world_size()))).all()
     _slower(few)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _slower(few: dist.ProcessGroup) -> None:
@@ -334,11 +331,11 @@ def test_lanes_have_the_priority_of_their_context(pool: Ranks) -> None:
     assert pool.run(_lanes) == [True, True]
 
 
+@alarm(40)
 def _lanes() -> bool:
     import weft
     from weft.execute.groups import GROUPS
 
-    faulthandler.dump_traceback_later(40, exit=True)
     weft.close()
     device = torch.device("cuda", torch.cuda.current_device())
     a, b = (torch.randn(128, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -348,7 +345,6 @@ def _lanes() -> bool:
     lanes = GROUPS.state(dist.group.WORLD.group_name)._space(device)._streams  # type: ignore[union-attr]
     found = {stream.priority for stream in lanes.values()}
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return found == {-2}
 
 

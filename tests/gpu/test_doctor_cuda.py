@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import faulthandler
 import time
 
-import pytest
-import torch
+from gpu_ranks import NEEDS_TWO, alarm
 
 from weft.doctor.gpus import gpu_findings
 from weft.doctor.transports import TRANSPORTS
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 
 
 def test_every_transport_is_timed() -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     begun = time.monotonic()
-    found = {finding.what: finding for finding in gpu_findings(quick=False)}
+    with alarm(90):
+        found = {finding.what: finding for finding in gpu_findings(quick=False)}
     seconds = time.monotonic() - begun
-    faulthandler.cancel_dump_traceback_later()
     for finding in found.values():
         print(finding)
     print(f"{seconds:.1f} s")

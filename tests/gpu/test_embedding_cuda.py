@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,24 +9,18 @@ import torch
 import torch.distributed as dist
 from embedding_backward import check_gradients, check_optimizer, flow, ready
 from embedding_work import SPECS, Case, cases, check, draw, expected
+from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 
 import weft
 from weft.execute.ranks import Ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+pytestmark = NEEDS_TWO
 BOUND_S = 10.0
+pool = ranks_on_gpus(SIZES, BOUND_S)
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
-
-
+@alarm(90)
 def _every_schedule() -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     wide = Case(dims=((64, 92, 128, 1500),) * dist.get_world_size(), batch=301, rows=(1000, 2000), lengths=40)
     long = Case(dims=((128,),) * dist.get_world_size(), batch=9, rows=(5000,), lengths=(0, 10_000, 1), exact=True)
     for turn, case in enumerate((*cases(dist.get_world_size()), wide, long)):
@@ -36,32 +28,30 @@ def _every_schedule() -> None:
             for spec in SPECS:
                 for repeat in range(2):
                     check(replace(case, dtype=dtype), spec, 10 * turn + repeat)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_every_schedule_is_right(pool: Ranks) -> None:
     pool.run(_every_schedule)
 
 
+@alarm(60)
 def _late() -> None:
     """A rank's kernels start 5 ms late in every call; data is new each time."""
-    faulthandler.dump_traceback_later(60, exit=True)
     case = Case(dims=((64, 32),) * dist.get_world_size(), batch=1024, rows=(5000,), lengths=30)
     for spec in SPECS:
         for call in range(6):
             if dist.get_rank() == call % 2:
                 torch.cuda._sleep(10_000_000)
             check(case, spec, call)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_rank_that_is_late(pool: Ranks) -> None:
     pool.run(_late)
 
 
+@alarm(90)
 def _graph(spec: str) -> None:
     """1,000 calls of one graph, new bags each: other lengths, other indices, in the same memory."""
-    faulthandler.dump_traceback_later(90, exit=True)
     rank, calls, capacity = dist.get_rank(), 1000, 4096
     case = Case(dims=((64, 32),) * dist.get_world_size(), batch=64, rows=(1000,), lengths=20)
     first = draw(case, 0, rank)
@@ -90,7 +80,6 @@ def _graph(spec: str) -> None:
         graph.replay()
         worst = torch.maximum(worst, (out.double() - wanted[turn % 10]).abs().max())
     assert float(worst) < 1e-3
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("spec", ["sequential", "track_and_trigger:1", "direct_store:1"])
@@ -140,8 +129,8 @@ def test_indices_out_of_range(pool: Ranks) -> None:
     pool.run(_bad_index)
 
 
+@alarm(90)
 def _backward() -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     size = dist.get_world_size()
     uneven = tuple((64, 92, 1500)[: 1 + rank % 3] for rank in range(size - 1))
     for turn, dtype in enumerate((torch.float32, torch.bfloat16)):
@@ -151,7 +140,6 @@ def _backward() -> None:
         check_gradients(replace(case, mode="mean"), "sequential", turn, sparse=True)
         for kind in ("sgd", "adagrad"):
             check_optimizer(case, "direct_store:1", turn, kind)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_backward(pool: Ranks) -> None:

@@ -10,13 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 from muted import told_without
 from rank_work import check_gather, check_scatter, here
 
@@ -25,21 +26,14 @@ from weft.errors import PeerLost, WeftError
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import RankFailed, Ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+pytestmark = NEEDS_TWO
 BOUND_S = 5.0
+pool = ranks_on_gpus(SIZES, BOUND_S)
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
-
-
+@alarm(90)
 def _never_arrives(name: str) -> str:
     """Rank 1 raises no flag of its peers in a call in which they already wait on the GPU; then all go on together."""
-    faulthandler.dump_traceback_later(90, exit=True)
     weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, name, 0)
     message = told_without(1, lambda: check_scatter(256, 128, 64, torch.bfloat16, name, 1))
@@ -49,7 +43,6 @@ def _never_arrives(name: str) -> str:
     weft.close()
     check_scatter(256, 128, 64, torch.bfloat16, name, 2)
     assert here().type == "cuda"
-    faulthandler.cancel_dump_traceback_later()
     return message
 
 
@@ -59,9 +52,9 @@ def test_a_flag_that_never_comes(pool: Ranks, name: str) -> None:
     assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages
 
 
+@alarm(60)
 def _replays_until(victim: int, how: int) -> tuple[str, float]:
     """Replay a captured call without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
-    faulthandler.dump_traceback_later(60, exit=True)
     a, b = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
     weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
     torch.cuda.synchronize()
@@ -84,7 +77,6 @@ def _replays_until(victim: int, how: int) -> tuple[str, float]:
     assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
     with pytest.raises(WeftError, match="broken"):
         weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
-    faulthandler.cancel_dump_traceback_later()
     return message, ended
 
 
@@ -100,13 +92,13 @@ def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
     assert seconds < BOUND_S
 
 
+@alarm(60)
 def _wakes_too_late(victim: int, step: int) -> str:
     """`victim` sleeps past the bound while it enqueues a call, its watch too, as if it were stopped; the others give up, and
     let go of what waits on their GPUs."""
     from weft.execute.cuda import CudaProgram
     from weft.execute.cuda_space import CudaSpace
 
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
     one, look, seen, asleep = CudaProgram._one, CudaSpace._look, 0, threading.Event()
@@ -137,7 +129,6 @@ def _wakes_too_late(victim: int, step: int) -> str:
     dist.barrier()
     check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 2)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return message
 
 
@@ -149,10 +140,10 @@ def test_a_rank_that_wakes_after_the_others_gave_up_takes_no_result(pool: Ranks,
     assert any("WaitTimeout" in message for message in messages[1:]), messages
 
 
+@alarm(60)
 def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     """Sequential calls; `victim` does not come to the vendor's collective. What a rank is told, and how soon; then it goes on
     in another process group."""
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size, device = dist.get_rank(), dist.get_world_size(), here()
     a, b = torch.ones(64 * size, 64, device=device).bfloat16(), torch.ones(64, 128, device=device).bfloat16()
     weft.matmul_reduce_scatter(a, b, schedule="sequential")
@@ -185,7 +176,6 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
         assert float(out.sum()) == 64 * 128 * 64 * size
         weft.close()
     assert float((a.float() @ b.float()).sum()) == 64 * size * 128 * 64
-    faulthandler.cancel_dump_traceback_later()
     return message, seconds
 
 
@@ -208,9 +198,9 @@ def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path:
         assert "broken (rank 0 failed: rank 0, lane compute" in told[1][0], told[1]
 
 
+@alarm(60)
 def _different_calls() -> str:
     """Two operators that every rank knows; then rank 1 calls the other one."""
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
     a, b = torch.ones(64, 64, device="cuda").bfloat16(), torch.ones(64, 48, device="cuda").bfloat16()
     for _ in range(2):
@@ -231,7 +221,6 @@ def _different_calls() -> str:
     dist.barrier()
     weft.close()
     check_scatter(256, 128, 64, torch.bfloat16, "flag_gated", 2)
-    faulthandler.cancel_dump_traceback_later()
     return message
 
 

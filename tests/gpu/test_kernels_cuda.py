@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_ranks import NEEDS_ONE
 
 from weft.schedule import Bags, Flag, Gemm, Lookup, Part, Reduce, Region, Sum, Wait
 
 GPU = torch.device("cuda")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, this machine has none")]
+pytestmark = NEEDS_ONE
 M, N, K = 253, 136, 200
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import faulthandler
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_work import Case, moves, sums
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from rank_work import bound, check_gather, whole
 
 import weft
@@ -21,25 +22,19 @@ from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.memory import free_symmetric
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(min(4, GPUS), device="cuda", environment={"WEFT_TIMEOUT_S": "20"}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(min(4, GPUS), 20)
 
 
 def _here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+@alarm(60)
 def _freed(rounds: int) -> int:
     """Calls on tensors that are made anew each round, after all that the allocator kept went back to the driver; how often
     they came to lie where they had lain before, in other memory."""
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()
     driver, met, again = None, dict[tuple[int, int], int](), 0
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -69,7 +64,6 @@ def _freed(rounds: int) -> int:
         del other, given, out, parts
         torch.cuda.empty_cache()
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return again
 
 
@@ -78,9 +72,9 @@ def test_no_graph_is_replayed_on_memory_that_came_later(pool: Ranks) -> None:
     assert min(pool.run(_freed, 24)) > 0, "the driver never gave an address twice: more rounds are needed"
 
 
+@alarm(60)
 def _expandable() -> None:
     """Segments that expand: a tensor lies on several mappings, and each of them has a number."""
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -106,16 +100,15 @@ def _expandable() -> None:
         weft.close()
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_segments_that_expand(pool: Ranks) -> None:
     pool.run(_expandable)
 
 
+@alarm(80)
 def _come_and_go(rounds: int) -> tuple[int, int]:
     """A group's state, with its lanes, made, used and closed over and over; (streams ever seen, of a round)."""
-    faulthandler.dump_traceback_later(80, exit=True)
     weft.close()
     seen, most = set[int](), 0
     for turn in range(rounds):
@@ -128,7 +121,6 @@ def _come_and_go(rounds: int) -> tuple[int, int]:
         lanes = {stream.cuda_stream for stream in _lanes(dist.group.WORLD)}
         seen, most = seen | lanes, max(most, len(lanes))
         weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return len(seen), most
 
 
@@ -145,10 +137,10 @@ def test_groups_come_and_go(pool: Ranks) -> None:
         assert seen <= 2 * most, "streams are taken again"
 
 
+@alarm(80)
 def _many_groups(count: int) -> None:
     """More lanes at once than torch has streams of one priority: each has its own, and calls of all groups end, also where all
     are under way at once."""
-    faulthandler.dump_traceback_later(80, exit=True)
     weft.close()
     groups = [dist.new_group(backend="cpu:gloo,cuda:nccl") for _ in range(count)]
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -168,16 +160,15 @@ def _many_groups(count: int) -> None:
     for group in groups:
         weft.close(group)
         dist.destroy_process_group(group)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_every_group_has_lanes_of_its_own(pool: Ranks) -> None:
     pool.run(_many_groups, 20)
 
 
+@alarm(80)
 def _overlapping(left_out: Sequence[int]) -> None:
     """Groups that each leave a rank out, and the world, take symmetric memory in turns: more of it each time."""
-    faulthandler.dump_traceback_later(80, exit=True)
     weft.close()
     everyone, rank = list(range(dist.get_world_size())), dist.get_rank()
     groups = [dist.new_group([r for r in everyone if r != out], backend="cpu:gloo,cuda:nccl") for out in left_out]
@@ -190,7 +181,6 @@ def _overlapping(left_out: Sequence[int]) -> None:
             weft.close(group)
             dist.destroy_process_group(group)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.skipif(GPUS < 3, reason=f"needs three GPUs, of which two are a group, this machine has {GPUS}")
@@ -207,10 +197,10 @@ def _free_everywhere() -> int:
     return int(free)
 
 
+@alarm(60)
 def _collected_in_a_capture() -> list[int]:
     """A closed group's programs, and a tensor that the caller had, go while a stream is captured; the free memory before,
     once the group is closed, and once the tensor is gone, too."""
-    faulthandler.dump_traceback_later(60, exit=True)
     size = dist.get_world_size()
     a = torch.ones(64, 64, dtype=torch.bfloat16, device="cuda")
     gc.collect()
@@ -235,7 +225,6 @@ def _collected_in_a_capture() -> list[int]:
     graph.replay()
     torch.cuda.synchronize()
     assert float(a[0, 0]) == 2
-    faulthandler.cancel_dump_traceback_later()
     return free
 
 
@@ -245,9 +234,9 @@ def test_symmetric_memory_is_freed_in_no_capture(pool: Ranks) -> None:
         assert before < closed < gone
 
 
+@alarm(60)
 def _held_by_a_graph() -> list[float]:
     """A replay's result after many other problems have come and gone, and each of theirs, which use what was given back."""
-    faulthandler.dump_traceback_later(60, exit=True)
     groups.PROGRAMS_PER_GROUP, kept = 2, groups.PROGRAMS_PER_GROUP
     size = dist.get_world_size()
 
@@ -272,7 +261,6 @@ def _held_by_a_graph() -> list[float]:
     finally:
         groups.PROGRAMS_PER_GROUP = kept
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return wrong
 
 
@@ -280,10 +268,10 @@ def test_what_a_graph_holds_is_not_given_back(pool: Ranks) -> None:
     assert all(not any(wrong) for wrong in pool.run(_held_by_a_graph))
 
 
+@alarm(60)
 def _workspaces_given_away() -> int:
     """Products replayed after torch was asked to give all workspaces back and others got the memory. How many of these others a
     graph of torch's alone has written into: that workspaces are used, and given away."""
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()
     size = dist.get_world_size()
     generator = torch.Generator(device="cuda").manual_seed(7 + dist.get_rank())
@@ -318,7 +306,6 @@ def _workspaces_given_away() -> int:
     touched = {name: sum(not bool((other == 7.0).all()) for other in some) for name, some in others.items()}
     assert touched["ours"] == 0, "a replay wrote into memory of others"
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return touched["theirs"]
 
 
@@ -357,9 +344,9 @@ def test_what_tensors_need_that_lie_otherwise_is_loaded_before_any_lane_waits(po
     pool.run(_lying_otherwise)
 
 
+@alarm(60)
 def _branches(spec: str) -> None:
     """Two calls of one program on two branches of a capture, replayed with new data."""
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
     low, high = 64 * rank, 64 * (rank + 1)
@@ -385,7 +372,6 @@ def _branches(spec: str) -> None:
             assert float((got.double() - expected).abs().max()) <= bound(torch.bfloat16, 512, 1, expected), (spec, turn)
     torch.cuda.synchronize()
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("spec", ["shard_p2p", "flag_gated:1", "sequential_stores"])
@@ -393,9 +379,9 @@ def test_branches_of_one_capture(pool: Ranks, spec: str) -> None:
     pool.run(_branches, spec)
 
 
+@alarm(60)
 def _full(spec: str) -> None:
     """A call that allocates on the way, by torch's matmuls, where all memory is in use or kept for another stream."""
-    faulthandler.dump_traceback_later(60, exit=True)
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 1024 * size, 4096, 2048
@@ -419,7 +405,6 @@ def _full(spec: str) -> None:
     del rest  # for what compares
     assert float((out.double() - expected).abs().max()) <= bound(torch.float32, k, size, expected)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("spec", ["uniform_fused_1d:2", "hetero_fused_1d:2"])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import faulthandler
-from collections.abc import Iterator
 
-import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 from test_inductor import Block
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -19,15 +18,8 @@ from weft.execute.ranks import Ranks
 from weft.nn.dlrm import DLRM
 from weft.nn.experts import Experts
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
-
-
-@pytest.fixture(scope="module", params=SIZES[-1:])
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": "20"}) as ranks:
-        yield ranks
+pytestmark = NEEDS_TWO
+pool = ranks_on_gpus(SIZES[-1:], 20)
 
 
 class Wide(Block):
@@ -38,8 +30,8 @@ class Wide(Block):
         self.gate, self.up, self.down = nn.Linear(512, 1024), nn.Linear(512, 1024), nn.Linear(1024, 512)
 
 
+@alarm(85)
 def _inductor() -> str:
-    faulthandler.dump_traceback_later(85, exit=True)
     torch.manual_seed(0)
     plain, mesh = Wide().to("cuda", torch.bfloat16), dist.init_device_mesh("cuda", (dist.get_world_size(),))
     layout = Shard(1)
@@ -61,7 +53,6 @@ def _inductor() -> str:
         for one, other in zip(*found, strict=True):
             difference = (one.float() - other.float()).abs().max() / one.float().abs().max()
             assert difference < 0.03, difference
-    faulthandler.cancel_dump_traceback_later()
     return overlap.report()
 
 
@@ -89,8 +80,8 @@ def _routed(size: int, call: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x, index, weights
 
 
+@alarm(60)
 def _experts() -> None:
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, shared = _both(size)
     for call in range(6):
@@ -106,7 +97,6 @@ def _experts() -> None:
         for name, parameter in shared.named_parameters():
             _alike(parameter.grad.full_tensor(), alone.get_parameter(name).grad)  # type: ignore[union-attr, operator]
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _changing() -> list[float]:
@@ -157,9 +147,9 @@ def test_experts(pool: Ranks) -> None:
     pool.run(_experts, timeout_s=90)
 
 
+@alarm(60)
 def _captured() -> None:
     """Experts in a CUDA graph, with new tokens and other counts at each replay."""
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, shared = _both(size)
     given = [each[rank].clone() for each in _routed(size, 0)]
@@ -178,16 +168,15 @@ def _captured() -> None:
     torch.cuda.synchronize()
     del graph
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_experts_in_a_graph(pool: Ranks) -> None:
     pool.run(_captured, timeout_s=90)
 
 
+@alarm(60)
 def _tables() -> None:
     """A step on GPUs and the same on CPUs, over the same ranks."""
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     sizes, pooling = [(100 + at, 16) for at in range(2 * size + 1)], [1 + at % 5 for at in range(2 * size + 1)]
     torch.manual_seed(0)
@@ -210,7 +199,6 @@ def _tables() -> None:
         torch.testing.assert_close(value.cpu(), model.state_dict()[name], rtol=2e-3, atol=2e-4)
     weft.close()
     weft.close(cpu)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_tables(pool: Ranks) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_work import Case, in_place, moves, sums
+from gpu_ranks import GPUS, NEEDS_TWO, alarm
 from nodes_work import SPECS, check_every_operator
 from rank_work import here, whole
 
@@ -24,8 +25,7 @@ from weft.execute.nvshmem import Heap, missing
 from weft.execute.ranks import RankFailed, Ranks
 from weft.problem import split
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 PER_NODE = 2 if GPUS >= 4 else 1
 REPLAYS = 200
 
@@ -78,13 +78,12 @@ def test_every_operator_by_puts_to_peers_that_are_not_mapped(two_nodes: Ranks) -
     two_nodes.run(_staged)
 
 
+@alarm(60)
 def _auto() -> list[str]:
     """What is measured to be fastest is one of the two that go across nodes."""
-    faulthandler.dump_traceback_later(60, exit=True)
     check_every_operator(512, 256, 384, torch.bfloat16, "auto", 0)
     found = [choice.spec.partition(":")[0] for choice in weft.choices()]
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return found
 
 
@@ -94,9 +93,9 @@ def test_auto_measures_what_goes_across_nodes(two_nodes: Ranks) -> None:
         assert set(names) <= {"sequential", "node_slices"}
 
 
+@alarm(60)
 def _collectives_alone() -> None:
     """The vendor's, also in place, where rehearsals must leave what is given alone; with auto, copy engines are not tried."""
-    faulthandler.dump_traceback_later(60, exit=True)
     for call in range(3):
         _late(call)
         case = Case(elements=1003, dtype=torch.float32, seed=call)
@@ -112,23 +111,20 @@ def _collectives_alone() -> None:
     with pytest.raises(ValueError, match=rf"group is on nodes of \({PER_NODE}, {PER_NODE}\) ranks"):
         collectives.empty(8, device=here())
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
     two_nodes.run(_collectives_alone)
 
 
+@alarm(40)
 def _reach() -> list[int]:
     """How many ranks share the symmetric memory of each program."""
-    faulthandler.dump_traceback_later(40, exit=True)
     check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:1", 0)
     group = dist.group.WORLD
     assert group is not None
     programs = GROUPS.state(group.group_name)._programs
-    found = [program._area.handle.world_size for program in programs]  # type: ignore[attr-defined]
-    faulthandler.cancel_dump_traceback_later()
-    return found
+    return [program._area.handle.world_size for program in programs]  # type: ignore[attr-defined]
 
 
 def test_symmetric_memory_ends_with_the_node(two_nodes: Ranks) -> None:
@@ -137,9 +133,9 @@ def test_symmetric_memory_ends_with_the_node(two_nodes: Ranks) -> None:
         assert set(sizes) == {PER_NODE}
 
 
+@alarm(60)
 def _graph() -> None:
     """New data each replay, in a graph of two operators; a rank is late now and then."""
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 512, 256, 128
     rows = slice(*split(m, size)[rank])
@@ -166,7 +162,6 @@ def _graph() -> None:
         worst = torch.maximum(worst, torch.stack([(out.float() - wanted).abs().max() for out in (combined, dispatched)]))
     torch.cuda.synchronize()
     assert worst.max().item() < 0.1, worst.tolist()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_graph_replays_messages(two_nodes: Ranks) -> None:

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from families import TP_NAMES
+from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 from rank_work import both_have, check_both, check_gather, check_scatter, here, whole
 
 import weft
 from weft.execute.ranks import Ranks
 from weft.problem import split
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+pytestmark = NEEDS_TWO
 SHAPES = [(512, 256, 384), (128, 64, 64), (253, 129, 77), (5, 7, 3)]
 BOUND_S = 5.0
+pool = ranks_on_gpus(SIZES, BOUND_S)
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
-
-
+@alarm(90)
 def _every_schedule(dtype: torch.dtype) -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
     for turn, (m, n, k) in enumerate(SHAPES):
         for name in TP_NAMES:
             for repeat in range(6):
                 check_both(m, n, k, dtype, name, 100 * turn + repeat)
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -42,12 +34,12 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
     pool.run(_every_schedule, dtype)
 
 
+@alarm(90)
 def _slow(what: str) -> None:
     """One rank's kernels, or its copies, come late in every call; data is new each time."""
     from weft.execute.cuda import CudaProgram
     from weft.execute.cuda_space import CudaSpace
 
-    faulthandler.dump_traceback_later(90, exit=True)
     matmul, stream, launch = CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch
     if dist.get_rank() == 1 and what == "compute":
 
@@ -75,7 +67,6 @@ def _slow(what: str) -> None:
                 check_both(253, 129, 77, torch.bfloat16, name, call)
     finally:
         CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch = matmul, stream, launch  # type: ignore[method-assign]
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("what", ["compute", "transport"])
@@ -83,8 +74,8 @@ def test_a_slow_rank(pool: Ranks, what: str) -> None:
     pool.run(_slow, what)
 
 
+@alarm(60)
 def _on_a_side_stream() -> None:
-    faulthandler.dump_traceback_later(60, exit=True)
     side = torch.cuda.Stream()
     a, b, expected = whole(256, 128, 64, torch.bfloat16, 1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -96,16 +87,15 @@ def _on_a_side_stream() -> None:
             out = weft.all_gather_matmul(fresh, b[:, left:right], schedule=name)
         torch.cuda.current_stream().wait_stream(side)
         torch.testing.assert_close(out.double(), expected[:, left:right], rtol=2e-2, atol=2e-2)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_any_stream_of_the_user(pool: Ranks) -> None:
     pool.run(_on_a_side_stream)
 
 
+@alarm(90)
 def _graphs() -> None:
     """Each schedule captured, and replayed with new data, between eager calls of the same and of the other operator."""
-    faulthandler.dump_traceback_later(90, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 512, 256, 384
     rows, cols, inner = slice(*split(m, size)[rank]), slice(*split(n, size)[rank]), slice(*split(k, size)[rank])
@@ -132,16 +122,15 @@ def _graphs() -> None:
                 torch.testing.assert_close(scattered.double(), expected[rows], rtol=2e-2, atol=3e-2)
             if replay % 2:
                 check_both(m, n, k, torch.bfloat16, name, replay)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_graphs_replayed_between_eager_calls(pool: Ranks) -> None:
     pool.run(_graphs)
 
 
+@alarm(60)
 def _two_streams() -> None:
     """Two operators in flight at once, without a wait of the host between calls."""
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 512, 256, 384
     a, b, expected = whole(m, n, k, torch.bfloat16, 3)
@@ -158,7 +147,6 @@ def _two_streams() -> None:
         torch.cuda.synchronize()
         for out, wanted in outs:
             torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=3e-2)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_two_operators_in_flight(pool: Ranks) -> None:
@@ -219,9 +207,9 @@ def test_more_than_2_to_the_31_elements(pool: Ranks) -> None:
     pool.run(_large)
 
 
+@alarm(60)
 def _gradients() -> None:
     """Backward of both, bf16, against the sequential program in float32."""
-    faulthandler.dump_traceback_later(60, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 256, 128, 192
     a, b, _ = whole(m, n, k, torch.bfloat16, 5)
@@ -240,37 +228,34 @@ def _gradients() -> None:
         (weft.matmul_reduce_scatter(mine, other, schedule=name) * weights[rows].bfloat16()).sum().backward()
         torch.testing.assert_close(mine.grad.float(), left.grad[:, inner], rtol=5e-2, atol=0.3)  # type: ignore[union-attr]
         torch.testing.assert_close(other.grad.float(), right.grad[inner], rtol=5e-2, atol=0.5)  # type: ignore[union-attr]
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_backward(pool: Ranks) -> None:
     pool.run(_gradients)
 
 
+@alarm(60)
 def _replays_where_addresses_move() -> None:
     """Calls whose tensors lie elsewhere each time, between calls whose tensors come back to where they were."""
-    faulthandler.dump_traceback_later(60, exit=True)
     for call in range(24):
         away = [torch.empty(1 << 20, device=here()) for _ in range(call % 3)]
         check_gather(256, 128, 192, torch.bfloat16, "flag_gated:2", call)
         check_scatter(256, 128, 192, torch.bfloat16, "track_and_trigger:2", call)
         del away
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_tensors_that_move(pool: Ranks) -> None:
     pool.run(_replays_where_addresses_move)
 
 
+@alarm(90)
 def _many_calls() -> tuple[int, int]:
-    faulthandler.dump_traceback_later(90, exit=True)
     seen = []
     for call in range(200):
         check_gather(253, 129, 77, torch.bfloat16, TP_NAMES[call % len(TP_NAMES)], call)
         if call in (50, 199):
             torch.cuda.synchronize()
             seen.append(torch.cuda.memory_allocated())
-    faulthandler.cancel_dump_traceback_later()
     return seen[0], seen[1]
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from rank_work import check_gather, check_scatter
 
 import weft
@@ -23,35 +21,28 @@ from weft.execute.ranks import Ranks
 from weft.machine import load
 from weft.schedule import Schedule
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 BOUND_S = 20.0
 ALARM_S = 40
+pool = ranks_on_gpus(min(4, GPUS), BOUND_S)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(min(4, GPUS), device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
-
-
+@alarm(ALARM_S)
 def _by_sizes() -> None:
-    faulthandler.dump_traceback_later(ALARM_S, exit=True)
     for m, n, k in ((256, 1024, 512), (4096, 4096, 2048), (253, 136, 72)):
         for call in range(6):
             check_gather(m, n, k, torch.bfloat16, "heuristic", call)
             check_scatter(m, n, k, torch.bfloat16, "heuristic", call)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_the_heuristics_choices_are_right(pool: Ranks) -> None:
     pool.run(_by_sizes, timeout_s=80)
 
 
+@alarm(ALARM_S)
 def _auto(folder: str) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
     """What auto stands for, in a group that is new, and how many schedules were bound."""
-    faulthandler.dump_traceback_later(ALARM_S, exit=True)
     os.environ["WEFT_CACHE_DIR"] = folder
     bind, bound = GroupState._bind, []
 
@@ -68,7 +59,6 @@ def _auto(folder: str) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
         GroupState._bind = bind  # type: ignore[method-assign]
         os.environ["WEFT_CACHE_DIR"] = ""
         weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return found, len(bound)
 
 
@@ -81,9 +71,9 @@ def test_a_kept_plan_needs_no_trial(pool: Ranks, tmp_path: Path) -> None:
     assert all(answer == ([(spec, True, us)], 1) for answer in second), "the same choice, one schedule bound"
 
 
+@alarm(ALARM_S)
 def _elsewhere(file: str) -> tuple[str, str, int]:
     """A profile of another GPU is refused before anything runs, unless forced; without effort auto measures nothing."""
-    faulthandler.dump_traceback_later(ALARM_S, exit=True)
     os.environ["WEFT_MACHINE"], os.environ["WEFT_EFFORT"] = file, "none"
     device, message = torch.device("cuda", torch.cuda.current_device()), ""
     try:
@@ -100,7 +90,6 @@ def _elsewhere(file: str) -> tuple[str, str, int]:
         for key in ("WEFT_MACHINE", "WEFT_MACHINE_FORCE", "WEFT_EFFORT"):
             del os.environ[key]
         weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return message, name, measured
 
 
@@ -112,8 +101,8 @@ def test_a_profile_of_another_gpu_is_refused_unless_forced(pool: Ranks, tmp_path
         assert (name, measured) == ("other", 0)
 
 
+@alarm(ALARM_S)
 def _probed() -> list[Sample]:
-    faulthandler.dump_traceback_later(ALARM_S, exit=True)
     found = [*gpu_probes.launches("cuda"), *gpu_probes.flags("cuda"), *gpu_probes.hops("cuda")]
     found += [*gpu_probes.copies("cuda", "push"), *gpu_probes.several("cuda"), *gpu_probes.stores("cuda")]
     found += gpu_probes.power("cuda")
@@ -122,7 +111,6 @@ def _probed() -> list[Sample]:
         found += common.collectives("cuda", op, (1 << 14, 1 << 20))
     found += gpu_probes.beside("cuda")
     dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
     return found
 
 

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from rank_work import bound, check_scatter
 
 import weft
 from weft.execute.ranks import Ranks
 from weft.problem import split
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 SIZE = 4 if GPUS >= 4 else 2
 ONE_KERNEL = ("one_shot", "sequential_stores")
+pool = ranks_on_gpus(SIZE, 5)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(SIZE, device="cuda", environment={"WEFT_TIMEOUT_S": "5"}) as ranks:
-        yield ranks
-
-
+@alarm(40)
 def _odd_shapes(dtype: torch.dtype) -> None:
     """Fewer rows than ranks, an average, columns and K that divide by nothing."""
-    faulthandler.dump_traceback_later(40, exit=True)
     for m, n, k, op in ((1, 64, 96, "sum"), (130, 260, 96, "avg"), (253, 129, 77, "sum")):
         for name in ONE_KERNEL:
             for call in range(6):
                 check_scatter(m, n, k, dtype, name, call, op=op)
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -41,9 +32,9 @@ def test_odd_shapes_as_one_kernel(pool: Ranks, dtype: torch.dtype) -> None:
     pool.run(_odd_shapes, dtype)
 
 
+@alarm(40)
 def _replayed(m: int, n: int, name: str) -> None:
     """100 replays, each rank late in turn; all arithmetic of the check on the GPU, so that calls follow each other."""
-    faulthandler.dump_traceback_later(40, exit=True)
     rank, size, k = dist.get_rank(), dist.get_world_size(), 2048
     (low, high), (left, right) = split(m, size)[rank], split(k, size)[rank]
     whole_a, whole_b = (torch.empty(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
@@ -74,7 +65,6 @@ def _replayed(m: int, n: int, name: str) -> None:
         graph.replay()
         worst = torch.maximum(worst, error(out))
     assert float(worst) <= 1, (name, m, n, float(worst))
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize(
@@ -94,11 +84,11 @@ def test_replayed_graphs(pool: Ranks, m: int, n: int, name: str) -> None:
     pool.run(_replayed, m, n, name)
 
 
+@alarm(40)
 def _through_one_descriptor() -> tuple[bool, bool]:
     """Whether tiles go to peers by TMA, and whether short ones, too, are right: by threads."""
     from weft.execute.fused import FusedGemm
 
-    faulthandler.dump_traceback_later(40, exit=True)
     seen, launch = [], FusedGemm.launch
 
     def watched(self: FusedGemm, *arguments: object, **options: object) -> None:
@@ -113,7 +103,6 @@ def _through_one_descriptor() -> tuple[bool, bool]:
         check_scatter(700, 1024, 256, torch.bfloat16, "direct_store:1", 1)
     finally:
         FusedGemm.launch = launch  # type: ignore[method-assign]
-    faulthandler.cancel_dump_traceback_later()
     return bool(seen), all(seen)
 
 

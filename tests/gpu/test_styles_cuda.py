@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import faulthandler
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -17,16 +16,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weft
 from weft.execute.ranks import Ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module", params=SIZES[-1:])
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": "20", "WEFT_CACHE_DIR": ""}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(SIZES[-1:], 20)
 
 
 class Block(nn.Module):
@@ -68,9 +60,9 @@ def mine(x: torch.Tensor) -> torch.Tensor:
     return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone().requires_grad_()
 
 
+@alarm(85)
 def _steps() -> None:
     """Forward and backward, eager and compiled, with new data each time, against one GPU alone."""
-    faulthandler.dump_traceback_later(85, exit=True)
     torch.manual_seed(0)
     alone = Block().to("cuda", BF16)
     model = sharded(copy.deepcopy(alone), decode=False)
@@ -88,16 +80,15 @@ def _steps() -> None:
         alone.zero_grad()
         model.zero_grad()
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_steps_eager_and_compiled(pool: Ranks) -> None:
     pool.run(_steps)
 
 
+@alarm(60)
 def _decoding() -> str:
     """A step of decoding in a CUDA graph, replayed with new data."""
-    faulthandler.dump_traceback_later(60, exit=True)
     torch.manual_seed(0)
     alone = Block().to("cuda", BF16)
     model, x = sharded(copy.deepcopy(alone), decode=True), torch.zeros(8, 1, 512, device="cuda", dtype=BF16)
@@ -115,7 +106,6 @@ def _decoding() -> str:
     torch.cuda.synchronize()
     del graph, out
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return report
 
 
@@ -125,10 +115,10 @@ def test_decoding_in_a_graph(pool: Ranks) -> None:
         assert "measured)" in report
 
 
+@alarm(85)
 def _llama() -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    faulthandler.dump_traceback_later(85, exit=True)
     size = dist.get_world_size()
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 1000}
@@ -146,7 +136,6 @@ def _llama() -> str:
     assert written.shape == (2, 24)
     report = str(weft.overlap_report(model))
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return report
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
 from rank_work import check_gather, check_scatter, whole
 
 import weft
@@ -19,17 +17,11 @@ from weft.problem import split
 from weft.schedule import Schedule
 from weft.schedules import spec
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
+pytestmark = NEEDS_TWO
 SIZES = [n for n in (2, 4) if n <= max(GPUS, 2)]
 SHAPES = [(512, 2048, 1024), (4096, 4096, 4096), (253, 129, 77)]
 BOUND_S = 20.0
-
-
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(SIZES, BOUND_S)
 
 
 def _schedules() -> list[str]:
@@ -38,9 +30,9 @@ def _schedules() -> list[str]:
     return [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
 
 
+@alarm(300)
 def _auto() -> tuple[list[tuple[str, dict[str, float]]], list[str], int, int]:
     """What was chosen and measured, what stays, how many programs were bound, how many of them closed."""
-    faulthandler.dump_traceback_later(300, exit=True)
     bind, close = GroupState._bind, CudaProgram.close
     bound, closed = [], []
 
@@ -62,7 +54,6 @@ def _auto() -> tuple[list[tuple[str, dict[str, float]]], list[str], int, int]:
         GroupState._bind, CudaProgram.close = bind, close  # type: ignore[method-assign]
     found = [(choice.spec, choice.us) for choice in weft.choices()], _schedules(), len(bound), len(closed)
     weft.close()
-    faulthandler.cancel_dump_traceback_later()
     return found
 
 
@@ -86,9 +77,9 @@ def test_auto_is_measured(pool: Ranks) -> None:
         assert us[text] <= us["sequential"]
 
 
+@alarm(90)
 def _captured() -> None:
     """A graph of auto's call after one call that measured, replayed with new data."""
-    faulthandler.dump_traceback_later(90, exit=True)
     rank, size = dist.get_rank(), dist.get_world_size()
     m, n, k = 512, 512, 384
     rows, cols = slice(*split(m, size)[rank]), slice(*split(n, size)[rank])
@@ -112,7 +103,6 @@ def _captured() -> None:
         torch.testing.assert_close(out.double(), expected[:, cols], rtol=2e-2, atol=2e-2)
     torch.cuda.synchronize()
     dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_graph_of_what_was_measured(pool: Ranks) -> None:
@@ -133,9 +123,9 @@ def test_planned_measures_nothing(pool: Ranks) -> None:
         assert len(kept) == 1
 
 
+@alarm(300)
 def _memory() -> list[int]:
     """Free bytes of the GPU after each of six rounds, each a trial of another problem whose programs are given back."""
-    faulthandler.dump_traceback_later(300, exit=True)
     free = []
     for turn in range(6):
         check_gather(4096 + 8 * turn, 2048, 2048, torch.bfloat16, "auto", turn)
@@ -144,7 +134,6 @@ def _memory() -> list[int]:
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0])
         dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
     return free
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from gpu_ranks import NEEDS_TWO, SIZES, ranks_on_gpus
 from triton_work import documented, hammer, one_rank_stays_away, run_example, run_protocol, run_protocol_in_a_graph, wrap_around
 
 from weft.execute.ranks import Ranks
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
-SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
+pytestmark = NEEDS_TWO
 EXAMPLES = documented()
 TUTORIAL = sorted((Path(__file__).parents[2] / "examples" / "triton").glob("[0-9]_*.py"))
 PROTOCOLS = [
@@ -26,12 +23,7 @@ PROTOCOLS = [
     ("sums", 10_001, "float32"),
     ("slices", 20, "float16"),
 ]
-
-
-@pytest.fixture(scope="module", params=SIZES)
-def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, device="cuda", environment={"WEFT_TIMEOUT_S": "20"}) as ranks:
-        yield ranks
+pool = ranks_on_gpus(SIZES, 20)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
