@@ -30,7 +30,7 @@ from weft.errors import WeftError
 from weft.execute.bound import BoundProgram
 from weft.execute.choose import machine_for
 from weft.execute.groups import GROUPS, GroupState
-from weft.execute.trial import BASE, Contest, Trial, calls_of_a_run, leader
+from weft.execute.trial import BASE, MARGIN, Contest, Trial, calls_of_a_run, leader
 from weft.machine import Machine, load
 from weft.planner.ways import SEQUENTIAL, Abilities, Load, Way, parse, share_of_ideal, shortlist
 from weft.team import Team
@@ -64,7 +64,8 @@ class Settled:
         base, *others = self.trials
         if self.way == base.spec:
             best = min(others, key=lambda trial: trial.us)
-            return f"nothing is faster by more than 1%: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
+            often = "" if best.us >= (1 - MARGIN) * base.us else " each time it is measured"
+            return f"nothing is faster by more than 1%{often}: {best.spec} takes {best.us:.0f} us, {base.spec} {base.us:.0f}"
         us = self.us[self.way]
         why = f"{us:.0f} us is the least of {len(self.trials)} ways; {base.spec} takes {base.us:.0f}"
         if self.load is None:

@@ -201,7 +201,7 @@ def _lines(place: Place) -> Iterator[str]:
 
 def _words(call: Called) -> Sequence[str]:
     """(operator, rows, schedule, time and what it is to be compared with, why)"""
-    time_ = f"{call.us:.0f} us" if call.us else "time not measured"
+    time_ = f"{call.us:.0f} us" if call.us else "not measured"
     gain = f"{call.sequential_us / call.us:.2f}x sequential" if call.us and call.sequential_us else ""
     share = f"{call.share:.2f} of the predicted ideal" if call.share else ""
     return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time_, gain, share))), f"({call.why})"

@@ -66,7 +66,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
     if chosen.schedule.name == "sequential":
         return f"{bound} {_stays(chosen, rivals, machine)}"
     hidden = f"{chosen.candidate.spec} {_against(chosen.predicted_us, sequential_us)}"
-    left = f" and {chosen.candidate.over_ideal_us:.0f} more than the longer of the two"
+    over = f"{chosen.candidate.over_ideal_us:.0f}" if chosen.candidate.over_ideal_us else "no"
+    left = f" and {over} more than the longer of the two"
     return f"{bound} {hidden}{left}{_runner_up(chosen, rivals, machine)}."
 
 
