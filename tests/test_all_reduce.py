@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
 from conftest import RankFixture
+from rank_pools import interpreted_ranks
 from rank_work import check_all_reduce, whole
 
 import weft
@@ -98,11 +98,7 @@ def test_calls_in_a_row(ranks: RankFixture, late: bool) -> None:
     ranks(3).run(_calls_in_a_row, late)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks([2, 3])
 
 
 def _as_kernel(name: str) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import interpreted_ranks
 from rank_work import bound, here
 
 import weft
@@ -95,11 +95,7 @@ def _kernels() -> int:
     return launches
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks([2, 4])
 
 
 def test_kernels_interpreted(interpreted: Ranks) -> None:

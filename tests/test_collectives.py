@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_work import GATHERS, Case, in_place, moves, straight, sums
 from conftest import RankFixture
+from rank_pools import interpreted_ranks
 
 import weft
 from weft import collectives
@@ -297,11 +297,7 @@ def test_a_gpu_gives_an_eighth_of_what_is_free(monkeypatch: pytest.MonkeyPatch, 
     assert affordable(1 << 28, torch.device("cpu")) == 1 << 28
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks(2)
 
 
 def _kernels() -> int:

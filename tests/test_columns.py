@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_pools import interpreted_ranks
 from rank_work import bound, here
 
 import weft
@@ -154,11 +154,7 @@ def test_every_family(ranks: RankFixture, world_size: int) -> None:
     ranks(world_size).run(_families)
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks(2)
 
 
 def _kernels() -> int:

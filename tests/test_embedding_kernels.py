@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,17 +10,14 @@ import torch
 import torch.distributed as dist
 from embedding_backward import check_gradients, check_optimizer
 from embedding_work import Case, cases, check, check_bad_index
+from rank_pools import interpreted_ranks
 
 from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks([2, 4])
 
 
 def _lookups() -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pools import interpreted_ranks
 from rank_work import check_both
 
 import weft
@@ -17,11 +17,7 @@ pytestmark = pytest.mark.ranks
 FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_stores", "flag_gated_2d:2")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks([2, 3])
 
 
 def _fused_schedules() -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compiled import for_a_gpu
 from conftest import RankFixture
 from ragged_work import PATTERNS, Case, close, counts_of, padded
+from rank_pools import interpreted_ranks
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
@@ -114,11 +115,7 @@ def _kernels() -> int:
     return compared
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(1, environment={"TRITON_INTERPRET": "1"}) as pool:
-        yield pool
+interpreted = interpreted_ranks(1)
 
 
 @pytest.mark.ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from ragged_work import PATTERNS, Case, counts_of, round_trip
+from rank_pools import interpreted_ranks
 
 import weft
 from weft.errors import WeftError
@@ -32,11 +32,7 @@ def test_on_hosts(ranks: RankFixture, world_size: int) -> None:
     ranks(world_size).run(_patterns, torch.float32, 7, 5)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}) as pool:
-        yield pool
+interpreted = interpreted_ranks([2, 4])
 
 
 def _kernels() -> None:
@@ -174,11 +170,7 @@ def _until_told(before: int, splits: torch.Tensor, most: int) -> list[str]:
     return told
 
 
-@pytest.fixture(scope="module")
-def hasty() -> Iterator[Ranks]:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "2"}) as pool:
-        yield pool
+hasty = interpreted_ranks(2, timeout_s=2)
 
 
 def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(hasty: Ranks) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from compiled import for_a_gpu
+from rank_pools import interpreted_ranks
 from triton_kernels import exchange_kernel, sums_kernel
 from triton_work import (
     documented,
@@ -27,10 +27,7 @@ pytestmark = pytest.mark.ranks
 EXAMPLES = documented()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def interpreted(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "30"}) as pool:
-        yield pool
+interpreted = interpreted_ranks([2, 3], timeout_s=30)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

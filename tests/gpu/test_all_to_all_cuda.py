@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
+from on_gpus import NEEDS_TWO, SIZES, alarm, late
 from ragged_work import PATTERNS, counts_of, round_trip
+from rank_pools import ranks_on_gpus
 from rank_work import bound, here
 from test_all_to_all import COMBINE, DISPATCH, check_both
 from test_columns import APART, BESIDE
@@ -22,19 +23,13 @@ CALLS = 1000
 pool = ranks_on_gpus(SIZES, 10)
 
 
-def _late(call: int) -> None:
-    """5 ms, one rank after the other."""
-    if call % dist.get_world_size() == dist.get_rank():
-        torch.cuda._sleep(9_000_000)
-
-
 @alarm(90)
 def _every_schedule(dtype: torch.dtype) -> None:
     for m, n, k in ((512, 256, 384), (253, 129, 77), (5, 7, 3), (288, 0, 64)):
         for name in dict.fromkeys((*COMBINE, *DISPATCH)):
             combine, dispatch = (name if name in names else "sequential" for names in (COMBINE, DISPATCH))
             for call in range(6):
-                _late(call)
+                late(call)
                 check_both(m, n, k, dtype, combine, dispatch, call)
     check_both(512, 256, 384, dtype, "auto", "auto", 1)
     weft.close()
@@ -51,7 +46,7 @@ def _columns(dtype: torch.dtype) -> None:
         for name in dict.fromkeys((*APART, *BESIDE)):
             apart, beside = (name if name in names else "sequential" for names in (APART, BESIDE))
             for call in range(6):
-                _late(call)
+                late(call)
                 check_columns(m, n, k, dtype, apart, beside, call)
     weft.close()
 
@@ -65,7 +60,7 @@ def test_columns_are_right_and_skew_does_not_matter(pool: Ranks, dtype: torch.dt
 def _splits(dtype: torch.dtype) -> None:
     for experts in (1, 4):
         for seed in range(2 * len(PATTERNS)):
-            _late(seed)
+            late(seed)
             round_trip(PATTERNS[seed % len(PATTERNS)], experts, 192, 136, dtype, seed, most=300)
 
 
@@ -99,7 +94,7 @@ def _graph() -> None:
         splits.copy_(counts, non_blocking=True)
         a.normal_()
         if call % 50 == 0:
-            _late(call // 50)
+            late(call // 50)
         graph.replay()
         kept = int(counts.sum())
         wrong += (home[:kept] != a[:kept]).sum() + home[kept:].count_nonzero()
@@ -154,7 +149,7 @@ def _even_graph(op: str, spec: str) -> None:
     for call in range(CALLS):
         site.refill()
         if call % 50 == 0:
-            _late(call // 50)
+            late(call // 50)
         graph.replay()
         worst = torch.maximum(worst, site.error(out))
         if call % 100 == 7:

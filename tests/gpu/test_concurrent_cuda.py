@@ -13,7 +13,8 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from concurrent_work import OPS, Exchange, Products
-from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
+from on_gpus import GPUS, NEEDS_TWO, alarm
+from rank_pools import ranks_on_gpus
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import GPUS, NEEDS_ONE, alarm
+from on_gpus import GPUS, NEEDS_ONE, alarm
 
 from weft import controls
 from weft.controls import DEVICES, comm_stream, launch_order, nccl_group, occupancy, shape, sm_budget, sm_partition, this_device

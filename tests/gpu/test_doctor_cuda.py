@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from gpu_ranks import NEEDS_TWO, alarm
+from on_gpus import NEEDS_TWO, alarm
 
 from weft.doctor.gpus import gpu_findings
 from weft.doctor.transports import TRANSPORTS

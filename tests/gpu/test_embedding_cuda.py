@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from embedding_backward import check_gradients, check_optimizer, flow, ready
 from embedding_work import SPECS, Case, cases, check, draw, expected
-from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
+from on_gpus import NEEDS_TWO, SIZES, alarm
+from rank_pools import ranks_on_gpus
 
 import weft
 from weft.execute.ranks import Ranks

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
 from muted import told_without
+from on_gpus import NEEDS_TWO, SIZES, alarm
+from rank_pools import ranks_on_gpus
 from rank_work import check_gather, check_scatter, here
 
 import weft

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_ranks import NEEDS_ONE
+from on_gpus import NEEDS_ONE
 
 from weft.schedule import Bags, Flag, Gemm, Lookup, Part, Reduce, Region, Sum, Wait
 

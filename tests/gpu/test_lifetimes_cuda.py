@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_work import Case, moves, sums
-from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
+from on_gpus import GPUS, NEEDS_TWO, alarm
+from rank_pools import ranks_on_gpus
 from rank_work import bound, check_gather, whole
 
 import weft

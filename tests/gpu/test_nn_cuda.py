@@ -7,7 +7,8 @@ import faulthandler
 
 import torch
 import torch.distributed as dist
-from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
+from on_gpus import NEEDS_TWO, SIZES, alarm
+from rank_pools import ranks_on_gpus
 from test_inductor import Block
 from torch import nn
 from torch.distributed.tensor import Shard

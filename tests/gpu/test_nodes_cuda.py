@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_work import Case, in_place, moves, sums
-from gpu_ranks import GPUS, NEEDS_TWO, alarm
 from nodes_work import SPECS, check_every_operator
+from on_gpus import GPUS, NEEDS_TWO, alarm, late
 from rank_work import here, whole
 
 import weft
@@ -43,18 +43,12 @@ def two_nodes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield pool
 
 
-def _late(call: int) -> None:
-    """5 ms, one rank after the other."""
-    if call % dist.get_world_size() == dist.get_rank():
-        torch.cuda._sleep(9_000_000)
-
-
 def _every_operator(dtype: torch.dtype) -> None:
     for (m, n, k), specs in (((512, 256, 384), SPECS), ((253, 129, 77), SPECS[1:]), ((5, 7, 3), SPECS[2:])):
         for spec in specs:
             faulthandler.dump_traceback_later(60, exit=True)
             for call in range(6):
-                _late(call)
+                late(call)
                 check_every_operator(m, n, k, dtype, spec, call)
     weft.close()
     faulthandler.cancel_dump_traceback_later()
@@ -97,7 +91,7 @@ def test_auto_measures_what_goes_across_nodes(two_nodes: Ranks) -> None:
 def _collectives_alone() -> None:
     """The vendor's, also in place, where rehearsals must leave what is given alone; with auto, copy engines are not tried."""
     for call in range(3):
-        _late(call)
+        late(call)
         case = Case(elements=1003, dtype=torch.float32, seed=call)
         for spec in ("sequential", "auto"):
             moves(case, spec)
@@ -153,7 +147,7 @@ def _graph() -> None:
     worst = torch.zeros(2, device=here())
     for replay in range(REPLAYS):
         if replay % 20 == 0:
-            _late(replay // 20)
+            late(replay // 20)
         left, right, _ = whole(m, n, k, torch.bfloat16, replay)
         a.copy_(left)
         b.copy_(right)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import TP_NAMES
-from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
+from on_gpus import NEEDS_TWO, SIZES, alarm
+from rank_pools import ranks_on_gpus
 from rank_work import both_have, check_both, check_gather, check_scatter, here, whole
 
 import weft

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import GPUS, NEEDS_TWO, alarm, ranks_on_gpus
+from on_gpus import GPUS, NEEDS_TWO, alarm
+from rank_pools import ranks_on_gpus
 from rank_work import bound, check_scatter
 
 import weft

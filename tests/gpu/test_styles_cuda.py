@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_ranks import NEEDS_TWO, SIZES, alarm, ranks_on_gpus
+from on_gpus import NEEDS_TWO, SIZES, alarm
+from rank_pools import ranks_on_gpus
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module

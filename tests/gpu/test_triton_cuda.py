@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_ranks import NEEDS_TWO, SIZES, ranks_on_gpus
+from on_gpus import NEEDS_TWO, SIZES
+from rank_pools import ranks_on_gpus
 from triton_work import documented, hammer, one_rank_stays_away, run_example, run_protocol, run_protocol_in_a_graph, wrap_around
 
 from weft.execute.ranks import Ranks

@@ -1,32 +1,20 @@
-"""What the tests on GPUs share: where they can run, ranks with a GPU each, and an alarm for what hangs."""
+"""What the tests on GPUs share: where they can run, an alarm for what hangs, and ranks that come late."""
 
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-
-from weft.execute.ranks import Ranks
+import torch.distributed as dist
 
 GPUS = torch.cuda.device_count()
 NEEDS_TWO = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs two or more GPUs, this machine has {GPUS}")]
 NEEDS_ONE = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU, this machine has none")]
 SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
 """World sizes; 2 where no test will run, so that all of them are listed."""
-
-
-def ranks_on_gpus(size: int | Sequence[int], timeout_s: float) -> Callable[..., object]:
-    """A fixture: rank processes that a file's tests share, once for each of several sizes. timeout_s: how long they wait."""
-
-    def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-        world_size = getattr(request, "param", size)
-        with Ranks(world_size, device="cuda", environment={"WEFT_TIMEOUT_S": str(timeout_s)}) as ranks:
-            yield ranks
-
-    return pytest.fixture(scope="module", params=None if isinstance(size, int) else size)(pool)
 
 
 @contextmanager
@@ -37,3 +25,9 @@ def alarm(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def late(call: int) -> None:
+    """This rank's GPU, where it is its turn: 5 ms in which its stream does nothing."""
+    if call % dist.get_world_size() == dist.get_rank():
+        torch.cuda._sleep(9_000_000)
