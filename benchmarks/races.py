@@ -237,13 +237,12 @@ def systematic(logs: Sequence[Log]) -> list[Delay]:
     return [Delay(lane=(rank, lane)) for rank, log in enumerate(logs) for lane in log if lane != CALLER]
 
 
-def hunt(pool: Ranks, case: Case, *, random_delays: int = 0, each_lane: bool = True) -> Iterator[dict[str, Any]]:
+def hunt(pool: Ranks, case: Case, *, random_delays: int) -> Iterator[dict[str, Any]]:
     """Run a case undisturbed and delayed, and check what was done: a line for each run. verdict: "ordered", or what is not."""
     case = even(case, pool.world_size)
     first = pool.run(recorded, case, Delay())
     yield _judged(pool.world_size, case, Delay(), first)
-    delays = systematic(first) if each_lane else []
-    for delay in delays + [Delay(chance=0.3, seed=seed) for seed in range(random_delays)]:
+    for delay in systematic(first) + [Delay(chance=0.3, seed=seed) for seed in range(random_delays)]:
         yield _judged(pool.world_size, case, delay, pool.run(recorded, case, delay))
 
 

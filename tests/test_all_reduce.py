@@ -329,6 +329,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "schedule is 'flag_gated', which is for .* alone; matmul_all_reduce has .*, two_shot",
     ),
     ({"schedule": "one_shot:2"}, "for families that have chunks"),
+    ({"a": torch.ones(2, 3, 0), "b": torch.ones(0, 2)}, "k is 0; it must be"),
 ]
 
 
@@ -338,6 +339,8 @@ def _mistakes() -> None:
             weft.matmul_all_reduce(**{"a": torch.ones(5, 4), "b": torch.ones(4, 2), **change})
     with pytest.raises(ValueError, match="schedule is 'two_shot', which is for matmul_all_reduce alone; "):
         weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="two_shot")
+    nothing = weft.matmul_all_reduce(torch.ones(2, 3, 4), torch.ones(4, 0), residual=torch.ones(2, 3, 0))
+    assert nothing.shape == (2, 3, 0)
     check_all_reduce(4, 6, 8, torch.float32, "two_shot", 1)
 
 

@@ -6,7 +6,7 @@ moves (RankMismatch shows the difference). Results have their arguments' dtype: 
 changes no collective; modules of weft.nn cast what they multiply, as torch's own do.
 
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
-    all_reduce.py        matmul_all_reduce
+    all_reduce.py        matmul_all_reduce                               rows.py     their tensors as matrices
     all_to_all.py        matmul_all_to_all, all_to_all_matmul            ragged.py   of these two, what splits add
     embedding.py         embedding_bag_all_to_all                        optimizers.py   for its backward
 """

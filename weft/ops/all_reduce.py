@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from weft.library.all_reduce import run_all_reduce
 from weft.ops.checks import check_operands, group_of, shape_of, spec_of
+from weft.ops.rows import flat
 from weft.schedule import Schedule
 
 
@@ -47,9 +48,8 @@ def matmul_all_reduce(
     _check_addend("bias", bias, (b.shape[1],), a)
     _check_addend("residual", residual, shape, a)
     group_name, _, _ = group_of(group)
-    flat = a.reshape(-1, a.shape[-1]) if a.dim() > 2 else a
-    added = None if residual is None else residual.reshape(-1, b.shape[1])
-    return run_all_reduce(flat, b, bias, added, group_name, spec_of(schedule, "matmul_all_reduce")).view(shape)
+    added = None if residual is None else flat(residual)
+    return run_all_reduce(flat(a), b, bias, added, group_name, spec_of(schedule, "matmul_all_reduce")).view(shape)
 
 
 def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor) -> None:

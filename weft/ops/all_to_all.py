@@ -20,6 +20,7 @@ from weft.library.all_to_all import run_combine, run_dispatch
 from weft.library.columns import run_apart, run_beside
 from weft.ops.checks import check_operands, group_of, spec_of
 from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
+from weft.ops.rows import flat, per_entry
 from weft.schedule import Schedule
 
 
@@ -89,7 +90,7 @@ def matmul_all_to_all(
         return _apart(a, b, group, schedule)
     check_operands(a, [b], 1)
     group_name, rank, world_size = group_of(group)
-    out = run_combine(_flat(a), b, group_name, rank, world_size, _per_entry(a), spec_of(schedule, "matmul_all_to_all"))
+    out = run_combine(flat(a), b, group_name, rank, world_size, per_entry(a), spec_of(schedule, "matmul_all_to_all"))
     return _shaped(out, a)
 
 
@@ -180,7 +181,7 @@ def all_to_all_matmul(
     check_operands(a, [b], 1)
     group_name, rank, world_size = group_of(group)
     spec = spec_of(schedule, "all_to_all_matmul")
-    results = run_dispatch(_flat(a), b, group_name, rank, world_size, _per_entry(a), spec, return_received)
+    results = run_dispatch(flat(a), b, group_name, rank, world_size, per_entry(a), spec, return_received)
     out = _shaped(results[0], a)
     return (out, _shaped(results[1], a)) if return_received else out
 
@@ -200,7 +201,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, sc
     name, _, world_size = group_of(group)
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
-    out = run_apart(_flat(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
+    out = run_apart(flat(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
     return _shaped(out, a)
 
 
@@ -213,24 +214,11 @@ def _beside(
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = spec_of(schedule, "all_to_all_columns_matmul")
-    results = run_beside(_flat(a), b, name, world_size, spec, return_received)
+    results = run_beside(flat(a), b, name, world_size, spec, return_received)
     out = _shaped(results[0], a)
     return (out, _shaped(results[1], a)) if return_received else out
 
 
-def _per_entry(a: torch.Tensor) -> int:
-    """Rows of the flat matrix for one entry of the first dimension."""
-    unit = 1
-    for extent in a.shape[1:-1]:
-        unit *= extent
-    return unit
-
-
-def _flat(a: torch.Tensor) -> torch.Tensor:
-    return a.reshape(a.shape[0] * _per_entry(a), a.shape[-1]) if a.dim() > 2 else a
-
-
-def _shaped(flat: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """A flat result with the middle dimensions of a."""
-    unit = _per_entry(a)
-    return flat if a.dim() == 2 else flat.view(flat.shape[0] // max(1, unit), *a.shape[1:-1], flat.shape[1])
+def _shaped(out: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """A matrix with the middle dimensions of a."""
+    return out if a.dim() == 2 else out.view(out.shape[0] // max(1, per_entry(a)), *a.shape[1:-1], out.shape[1])

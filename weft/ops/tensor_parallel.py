@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft.library.tensor_parallel import run_gather, run_scatter
 from weft.ops.checks import check_operands, group_of, listed, spec_of
+from weft.ops.rows import flat, per_entry
 from weft.problem import split
 from weft.schedule import Schedule
 
@@ -114,11 +115,10 @@ def all_gather_matmul(
     moved = a.movedim(dim, 0) if dim else a
     total = world_size * moved.shape[0] if rows is None else rows
     _check_rows(rows, moved.shape[0], rank, world_size)
-    unit = _per_entry(moved)
-    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
+    unit = per_entry(moved)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
-    results = run_gather(flat, bs, group_name, total * unit, max(unit, 1), spec, gathered, keep)
+    results = run_gather(flat(moved), bs, group_name, total * unit, max(unit, 1), spec, gathered, keep)
     shaped = [_shaped(r, total, moved, dim) for r in results]
     outs = shaped[: len(bs)]
     out = outs[0] if isinstance(b, torch.Tensor) else outs
@@ -152,27 +152,19 @@ def matmul_reduce_scatter(
     group_name, rank, world_size = group_of(group)
     dim = _dimension(a, scatter_dim, "scatter_dim")
     moved = a.movedim(dim, 0) if dim else a
-    unit = _per_entry(moved)
-    flat = moved.reshape(moved.shape[0] * unit, a.shape[-1]) if a.dim() > 2 else a
-    out = run_scatter(flat, b, group_name, rank, world_size, max(unit, 1), spec_of(schedule, "matmul_reduce_scatter"), op)
+    unit = per_entry(moved)
+    out = run_scatter(
+        flat(moved), b, group_name, rank, world_size, max(unit, 1), spec_of(schedule, "matmul_reduce_scatter"), op
+    )
     low, high = split(moved.shape[0], world_size)[rank]
     return _shaped(out, high - low, moved, dim)
 
 
-def _shaped(flat: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
-    """A flat result with its first dimension, of `entries`, where the caller has it, and the middle ones of `moved`."""
+def _shaped(out: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
+    """A matrix with its first dimension, of `entries`, where the caller has it, and the middle ones of `moved`."""
     if moved.dim() == 2:
-        return flat
-    return flat.view(entries, *moved.shape[1:-1], flat.shape[1]).movedim(0, dim)
-
-
-def _per_entry(moved: torch.Tensor) -> int:
-    """Rows of the flat matrix for one entry of the first dimension: the product of the middle dimensions. 0 for an empty batch,
-    which ranks nevertheless call with, as one matrix without rows."""
-    unit = 1
-    for extent in moved.shape[1:-1]:
-        unit *= extent
-    return unit
+        return out
+    return out.view(entries, *moved.shape[1:-1], out.shape[1]).movedim(0, dim)
 
 
 def _dimension(a: torch.Tensor, dim: int, name: str) -> int:
