@@ -64,7 +64,7 @@ def print_chart(out: Console, plans: Sequence[SitePlan]) -> None:
     out.print()
 
 
-def print_candidates(out: Console, plans: Sequence[SitePlan], *, every: bool = True) -> None:
+def print_candidates(out: Console, plans: Sequence[SitePlan], *, every: bool) -> None:
     """Candidates' predicted times, a column a site; the chosen one is marked. every: else the fastest of each family, with its
     chunk count."""
     made = table("schedule", *(site for site, _ in plans))

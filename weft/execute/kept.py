@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from weft.between import Between
-from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.cache import Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
 from weft.execute.choose import effort
 from weft.execute.network import transport_from_environment
@@ -32,11 +32,11 @@ PREDICTED_AFTER = 3
 
 
 class KeptPlans:
-    """What a team knows of earlier processes. cache: default the user's."""
+    """What a team knows of earlier processes, by the user's folder of kept plans."""
 
-    def __init__(self, team: Team, cache: Cache | None = None) -> None:
+    def __init__(self, team: Team) -> None:
         self._team = team
-        self._cache = cache or from_environment()
+        self._cache = from_environment()
         self._between = Between()
 
     def find(self, problem: Problem, device: torch.device) -> Choice | None:

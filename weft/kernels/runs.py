@@ -67,9 +67,7 @@ def load(plan: RunTable, *, launched_by: Launcher, address: int) -> None:
         _launch(plan, address, address, 0, 0, align, 1, launched_by, None)
 
 
-def sum_runs(
-    plan: RunTable, *, own: int, out: int, elements: int, sms: int, launched_by: Launcher, stream: int | None = None
-) -> None:
+def sum_runs(plan: RunTable, *, own: int, out: int, elements: int, sms: int, launched_by: Launcher, stream: int | None) -> None:
     """out = the sum of `elements` of each source, divided. own, out: addresses; they may be the same.
 
     sms: SMs, and blocks. launched_by, stream: as for weft.kernels.gemm.gemm.
