@@ -70,19 +70,25 @@ def concurrent(
                                               with weft.concurrent(collectives=[weft.AllReduce(grad)], key="mlp"):
                                                   out = x @ w
 
-    compute: a callable, whose result is returned, or a torch.cuda.CUDAGraph, which is replayed. Without it the result is a
-    context, around the computation; the collectives start at its entry, after what was enqueued before. At the end all is
-    joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program, within the rounding
-    of a vendor GEMM that has fewer SMs; the collectives are the vendor's, or with copy_engine those of weft.collectives.
+    Args:
+        compute: a callable, whose result is returned, or a torch.cuda.CUDAGraph, which is replayed. Without it the result is a
+            context, around the computation; the collectives start at its entry, after what was enqueued before.
+        collectives: weft.AllReduce, AllGather, ReduceScatter, AllToAll, SendReceive: one, or several that run one after the
+            other.
+        key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
+            differ. The same on every rank. Default: where compute is defined.
+        repeatable: compute may be run many times, with no other effect than one run: then the first use finds the way. Else
+            uses take ways in turn, until some 23 of them tell which is fastest (weft.beside.trials).
+        way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late, +priority, +pull,
+            +ctas=N, +left=N, +resident=N (weft.planner.ways).
+        kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
+            context has them as `kernels`.
+        residents: blocks an SM to try. Default: one less than fit, and half.
+        group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
 
-    key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that differ.
-    The same on every rank; default: where compute is defined. repeatable: compute may be run many times, with no other effect
-    than one run: then the first use finds the way. Else uses take ways in turn, until some 23 of them tell which is fastest
-    (weft.beside.trials). way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late,
-    +priority, +pull, +ctas=N, +left=N, +resident=N (weft.planner.ways). kernels: those of the computation whose residency may
-    be capped; compute gets them, or capped ones, as arguments, a context has them as `kernels`; residents: blocks an SM to try,
-    default: one less than fit, and half. group: the ranks that agree on the way; default: the collectives' group, the default
-    group where they have several.
+    At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
+    within the rounding of a vendor GEMM that has fewer SMs; the collectives are the vendor's, or with copy_engine those of
+    weft.collectives.
 
     Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
     """

@@ -64,9 +64,14 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     """Average the model's gradients by weft. Once a model, before its first backward pass.
 
     Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
-    way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with +priority,
-    +pull, +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last. key: names this
-    model in weft.concurrent_choices. What is returned has the way that steps take now.
+
+    Args:
+        model: a DistributedDataParallel.
+        way: auto, for which the first steps take WAYS in turn, or one way for all: sequential, vendor, copy_engine, with
+            +priority, +pull, +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last.
+        key: names this model in weft.concurrent_choices.
+
+    What is returned has the way that steps take now.
     The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
     bucket, which would ask copy engines for room that no later one needs.
     Raises ValueError for another model, or a way that a hook cannot take.

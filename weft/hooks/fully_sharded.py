@@ -45,11 +45,17 @@ def fsdp(
 ) -> StepTrial:
     """Let every module of `model` that fully_shard was applied to communicate by weft. Once, before the first step.
 
-    way: vendor or copy_engine, with +ctas=N, +ahead=N (groups gathered ahead in forward) and +keep (gathered once a step, not
-    twice), for all steps, or auto, for which the first steps take WAYS in turn; streams and their priority are fully_shard's.
-    group: the ranks that agree on it; default: the default group. key: names this model in weft.concurrent_choices.
-    spare_bytes: what gathered parameters may take more of this device's memory than fully_shard has them take: auto tries KEPT
-    where all of them fit into it; the same on every rank. What is returned has the way that steps take now.
+    Args:
+        model: one of whose modules fully_shard was applied to.
+        way: vendor or copy_engine, with +ctas=N, +ahead=N (groups gathered ahead in forward) and +keep (gathered once a step,
+            not twice), for all steps, or auto, for which the first steps take WAYS in turn; streams and their priority are
+            fully_shard's.
+        group: the ranks that agree on it. Default: the default group.
+        key: names this model in weft.concurrent_choices.
+        spare_bytes: what gathered parameters may take more of this device's memory than fully_shard has them take: auto tries
+            KEPT where all of them fit into it. The same on every rank.
+
+    What is returned has the way that steps take now.
     Any mixed precision, reshard_after_forward and offloading to CPUs may be fully_shard's; what it sums has to be of a dtype
     that copy engines sum, and not of set_gradient_divide_factor's, for ways that have them.
     Raises ValueError for a model without such a module, or on no device yet, and for another way.

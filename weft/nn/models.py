@@ -54,13 +54,17 @@ def parallelize(
 ) -> M:
     """Shard a transformers model over a mesh's ranks, in place; its linears communicate by weft's operators.
 
-    model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every rank.
-    mesh: of one dimension (mesh["tp"] of a larger one). Put adapters (LoRA) in before, whose blocks then run whole; apply
-    fully_shard, compile and activation checkpoints afterwards.
-    schedule: as weft.all_gather_matmul's, a name. few_tokens: a call with up to so many tokens keeps them whole on every rank.
-    keep_gathered: keep gathered inputs for weights' gradients. experts: a style for Mixtral's blocks of experts that takes and
-    gives as many tokens on each rank (weft.ExpertParallel()); without one they run whole on every rank. src_data_rank: as
-    parallelize_module's: whose values count; None if all ranks have the same, or none yet.
+    Args:
+        model: of Llama, Mistral, Mixtral, Qwen 2, 2.5 or 3, with a head or without, on any device, meta too; whole on every
+            rank. Put adapters (LoRA) in before, whose blocks then run whole; apply fully_shard, compile and activation
+            checkpoints afterwards.
+        mesh: of one dimension (mesh["tp"] of a larger one).
+        schedule: as weft.all_gather_matmul's, a name.
+        few_tokens: a call with up to so many tokens keeps them whole on every rank.
+        keep_gathered: keep gathered inputs for weights' gradients.
+        experts: a style for Mixtral's blocks of experts that takes and gives as many tokens on each rank
+            (weft.ExpertParallel()); without one they run whole on every rank.
+        src_data_rank: as parallelize_module's: whose values count; None if all ranks have the same, or none yet.
 
     The result is called like the original, with the same arguments on all ranks of the mesh, and returns the same on each,
     whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads.

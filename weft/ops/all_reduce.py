@@ -28,11 +28,16 @@ def matmul_all_reduce(
     """all_reduce(a @ b) + bias + residual, the exchange within the matmul's kernel where M is small.
 
     Replaces
+
         c = a @ b; dist.all_reduce(c, group=group); out = c + bias + residual
 
-    a: [M, ..., k], any strides. b: [k, N], of any one unit stride (weight.t() is fine). bias: [N]. residual: [M, ..., N]. Both
-    are the same on every rank and added once. group, schedule: as for all_gather_matmul; "one_shot" and "two_shot" are one
-    kernel each, for few rows.
+    Args:
+        a: [M, ..., k], any strides.
+        b: [k, N], of any one unit stride (weight.t() is fine).
+        group: as for all_gather_matmul.
+        schedule: as for all_gather_matmul; "one_shot" and "two_shot" are one kernel each, for few rows.
+        bias: [N], the same on every rank, added once.
+        residual: [M, ..., N], the same on every rank, added once.
 
     Partial products are rounded to the dtype; they and the addends are summed in float32, in the order of ranks, and rounded
     once (by "sequential": after the vendor's all-reduce, once more for the addends). A schedule gives the same bits each call,

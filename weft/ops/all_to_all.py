@@ -54,25 +54,34 @@ def matmul_all_to_all(
     """all_to_all(a @ b), with the exchange hidden behind the matmul.
 
     Replaces
+
         c = a @ b; dist.all_to_all_single(out, c, group=group)
 
-    a: [M, ..., K], any strides, of one shape on all ranks; its first dimension is cut by destination as torch.chunk cuts it:
-    part d goes to rank d. b: [K, N], each rank's own. group, schedule: as for all_gather_matmul.
+    Args:
+        a: [M, ..., K], any strides, of one shape on all ranks; its first dimension is cut by destination as torch.chunk cuts
+            it: part d goes to rank d.
+        b: [K, N], each rank's own; with splits also [experts, K, N].
+        group: as for all_gather_matmul.
+        schedule: as for all_gather_matmul; not with splits.
+        split_dim: what is cut by destination: 0 for rows, -1 for the product's columns.
+        splits: how many rows go where, in numbers that only the device knows; see below.
+        max_rows: with splits: the most rows that may arrive, on all ranks the same.
 
     Returns out [world_size * m, ..., N]: the rows for this rank from every rank, in the order of ranks. Raises as
     all_gather_matmul does.
 
-    Where experts combine, in numbers that only the device knows: splits, int32 or int64 on a's device, [world_size] rows by
-    destination; or, with b [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its
-    rows in that order, and may have more. max_rows: the most that may arrive, on all ranks the same; for gradients, a's rows
-    are as many on all ranks.
+    **splits**, for experts whose rows go home: int32 or int64 on a's device, [world_size] rows by destination; or, with b
+    [experts, K, N], [experts, world_size] rows by expert and destination. Then a [rows, K] has its rows in that order, and may
+    have more; for gradients, as many on all ranks.
+
     Returns (out [max_rows, N], counts int32 [world_size, experts], or [world_size] for a b of two dimensions): rows by the
     rank that they come from and by its expert; those past the counts are zero. No host waits for a device. What does not fit
     (in a, or in max_rows) is left out, never written elsewhere, and a ValueError says so in a call after the next; on CPUs at
-    once. On GPUs: bfloat16 and float16, K and N multiples of 8; a no larger than max_rows, or than any rank's a in the first
-    call with these sizes, whose room products have.
+    once. On GPUs: bfloat16 and float16, K and N multiples of 8; a has no more rows than max_rows, or than any rank's a in the
+    first call with these sizes, which decides how much room there is for products.
 
-    split_dim=-1 cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
+    **split_dim=-1** cuts the product's columns instead, and needs a multiple of world_size of them: part d goes to rank d.
+
     Returns out [world_size * M, ..., n]: those columns, for the rows of every rank. So Ulysses' attention goes from parts of
     the sequence to heads (arXiv 2309.14509), heads being outermost in the weight's columns:
 
@@ -144,27 +153,39 @@ def all_to_all_matmul(
     """all_to_all(a) @ b, with the exchange hidden behind the matmul.
 
     Replaces
+
         dist.all_to_all_single(received, a, group=group); out = received @ b
 
-    a, b, group, schedule: as for matmul_all_to_all. return_received: also return the rows that were multiplied.
+    Args:
+        a: as for matmul_all_to_all.
+        b: as for matmul_all_to_all; with gather_dim=-1 [world_size * k, N].
+        group: as for all_gather_matmul.
+        schedule: as for all_gather_matmul; not with splits.
+        gather_dim: how received rows lie: 0 for below each other, -1 for side by side.
+        splits: how many rows go where, in numbers that only the device knows; see below.
+        max_rows: with splits: the most rows that may arrive, on all ranks the same.
+        return_received: also return the rows that were multiplied.
 
     Returns out [world_size * m, ..., N]: for the rows that this rank has from every rank, in the order of ranks; with
     return_received, (that, received [world_size * m, ..., K]). Raises as all_gather_matmul does.
 
-    Where tokens are dispatched to experts, in numbers that only the device knows: splits [world_size] rows by destination, or,
-    with b [experts, K, N], [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that
-    order. What arrives lies by this rank's experts, then by the rank that it comes from.
+    **splits**, for tokens that are dispatched to experts: [world_size] rows by destination, or, with b [experts, K, N],
+    [world_size, experts] (or flat) rows by destination and its expert; a [rows, K] has its rows in that order. What arrives
+    lies by this rank's experts, then by the rank that it comes from.
+
     Returns (out [max_rows, N], counts int32 [experts, world_size], or [world_size]; with return_received the rows [max_rows,
     K]). counts are the splits of the matmul_all_to_all that takes the rows home, to the places that they came from:
 
         hidden, counts = all_to_all_matmul(tokens, up, splits=splits, max_rows=capacity)
         home, _ = matmul_all_to_all(act(hidden), down, splits=counts, max_rows=len(tokens))
 
-    max_rows, and all else: as there.
+    All else is as there.
 
-    gather_dim=-1 lays the received rows side by side, in the order of ranks, instead of below each other: b is [world_size * k,
-    N] for a [M, ..., k], whose first dimension must be a multiple of world_size. Returns out [m, ..., N]; with return_received,
-    (that, received [m, ..., world_size * k]). So Ulysses' attention goes back from heads to parts of the sequence:
+    **gather_dim=-1** lays the received rows side by side, in the order of ranks, instead of below each other: b is
+    [world_size * k, N] for a [M, ..., k], whose first dimension must be a multiple of world_size.
+
+    Returns out [m, ..., N]; with return_received, (that, received [m, ..., world_size * k]). So Ulysses' attention goes back
+    from heads to parts of the sequence:
 
         x = all_to_all_matmul(attended, weight, gather_dim=-1)    attended [sequence, heads * dim of this rank]
 

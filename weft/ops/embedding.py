@@ -47,26 +47,32 @@ def embedding_bag_all_to_all(
     """Look up the whole batch in this rank's tables, and get all ranks' columns for this rank's samples.
 
     Replaces
+
         pooled = torch.cat([embedding_bag(indices of t, tables[t], offsets of t, mode) for t], 1)
         dist.all_to_all_single(recv, pooled); out = torch.cat(recv by rank, 1)
 
-    indices: [L], int32 or int64: rows of tables, those of table 0 first, as a KeyedJaggedTensor's values of the features
-    that this rank has, over the global batch. offsets: [T * M + 1], int32 or int64: the bag of (table t, sample i) is
-    indices[offsets[t * M + i] : offsets[t * M + i + 1]]; indices may be longer than the last offset. Or None, and lengths:
-    [T * M]. tables: matrices of one dtype (bfloat16, float16, float32), [rows, dim], rows and dims as they are.
-    group: any process group; on several hosts see docs/nodes.md; default: the whole world.
+    Args:
+        indices: [L], int32 or int64: rows of tables, those of table 0 first, as a KeyedJaggedTensor's values of the features
+            that this rank has, over the global batch.
+        offsets: [T * M + 1], int32 or int64: the bag of (table t, sample i) is
+            indices[offsets[t * M + i] : offsets[t * M + i + 1]]; indices may be longer than the last offset. None with lengths.
+        tables: matrices of one dtype (bfloat16, float16, float32), [rows, dim], rows and dims as they are.
+        group: any process group; on several hosts see docs/nodes.md. Default: the whole world.
+        lengths: [T * M], the bags' numbers of indices, in place of offsets.
+        mode: "sum" or "mean" of a bag, in float32, rounded once; an empty bag is zero.
+        per_sample_weights: [L], a factor for each index, with "sum" alone.
+        dims: by rank, the dims of its tables, where ranks differ. Default: all ranks' are this one's.
+        batch: M; a rank that has no tables needs to say it.
+        dtype: the tables'; likewise.
+        schedule: as for all_gather_matmul.
+        pooling: indices in a bag that predictions reckon with; results do not depend on it.
+        checked: an index that its table does not have, or offsets that do not rise, raise IndexError or ValueError on this
+            rank after the call, which then waits for the device. Default: on CPUs. Checked or not, nothing outside the tables
+            is read and nothing outside the results written: such an index adds nothing.
+        sparse: gradients of tables are sparse, as torch's embedding_bag has them; not in torch.compile or a CUDA graph.
+        optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient.
 
-    mode: "sum" or "mean" of a bag, in float32, rounded once; an empty bag is zero. per_sample_weights: [L], a factor for each
-    index, with "sum" alone. dims: by rank, the dims of its tables, where ranks differ; default: all ranks' are this one's.
-    batch, dtype: M and the tables' dtype, needed by a rank that has no tables. schedule: as for all_gather_matmul.
-    pooling: indices in a bag that predictions reckon with; results do not depend on it.
-    checked: an index that its table does not have, or offsets that do not rise, raise IndexError or ValueError on this rank
-    after the call, which then waits for the device; default: on CPUs. Checked or not, nothing outside the tables is read and
-    nothing outside the results written: such an index adds nothing.
-
-    sparse: gradients of tables are sparse, as torch's embedding_bag has them; not in torch.compile or a CUDA graph.
-    optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient. The
-    gradient's way home is overlapped with sorting the indices. Backward is collective: all ranks run it, or none. A rank
+    Backward is collective: all ranks run it, or none; the gradient's way home is overlapped with sorting the indices. A rank
     without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
 
     Returns out [m, N]: this rank's samples as torch.chunk cuts the batch; columns in the order of ranks, then tables: the

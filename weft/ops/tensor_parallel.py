@@ -92,17 +92,21 @@ def all_gather_matmul(
     """all_gather(a, dim=gather_dim) @ b, with the gather hidden behind the matmul.
 
     Replaces
+
         dist.all_gather_into_tensor(a_full, a, group); out = a_full @ b
 
-    a: [m, ..., K], this rank's shard; any strides. b: [K, n], or several of them that share one gather (Q, K and V, say).
-    group: any process group; on several hosts see docs/nodes.md; default: the whole world.
-    schedule: "auto", "planned", "heuristic", a name of `weft schedules`, "name:chunks", or a Schedule value. "auto" is the
-    fastest of a few that are measured at the first call of a problem (on CPUs the planner's choice); "planned" is the planner's
-    choice; "heuristic" is chosen by the problem's sizes alone, in microseconds.
-    return_gathered: also return the gathered a. gather_dim: the dimension that is gathered (not the last).
-    rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
-    would give this rank. keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is
-    gathered again.
+    Args:
+        a: [m, ..., K], this rank's shard; any strides.
+        b: [K, n], or several of them that share one gather (Q, K and V, say).
+        group: any process group; on several hosts see docs/nodes.md. Default: the whole world.
+        schedule: "auto": the fastest of a few that are measured at the first call of a problem (on CPUs the planner's choice).
+            "planned": the planner's choice. "heuristic": chosen by the problem's sizes alone, in microseconds. Or a name of
+            `weft schedules`, "name:chunks", or a Schedule value.
+        return_gathered: also return the gathered a.
+        gather_dim: the dimension that is gathered (not the last).
+        rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk
+            would give this rank.
+        keep_gathered: for b's gradient, keep the gathered a, M x K, from forward to backward; else it is gathered again.
 
     Returns out [M, ..., n], or a list, one for each b; with return_gathered, (that, gathered a).
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
@@ -137,11 +141,18 @@ def matmul_reduce_scatter(
     """reduce_scatter(a @ b, dim=scatter_dim), with the exchange hidden behind the matmul.
 
     Replaces
+
         c = a @ b; dist.reduce_scatter_tensor(out, c, op, group)
 
-    a: [M, ..., k], any strides. b: [k, N]. op: "sum" or "avg". scatter_dim: the dimension that is scattered (not the last).
-    group, schedule: as for all_gather_matmul, but for the families that it alone has. Partial products are rounded to the
-    dtype, summed in float32 in the order of ranks, and rounded once.
+    Args:
+        a: [M, ..., k], any strides.
+        b: [k, N].
+        group: as for all_gather_matmul.
+        schedule: as for all_gather_matmul, but for the families that it alone has.
+        op: "sum" or "avg".
+        scatter_dim: the dimension that is scattered (not the last).
+
+    Partial products are rounded to the dtype, summed in float32 in the order of ranks, and rounded once.
 
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
     shorter or empty. Raises as all_gather_matmul does.

@@ -31,9 +31,13 @@ def plan(
 ) -> Plan:
     """The fastest predicted schedule for `problem` on `machine`, all candidates, and why.
 
-    machine: a Machine, a shipped profile's name, or a JSON file's path.
-    schedules: candidates instead of the default ones; the sequential program joins them. only: candidates of this family
-    alone, so that it is chosen even if it loses; `sequential_us` is there to compare. chunks: with only, this count alone.
+    Args:
+        problem: what is to be computed.
+        machine: a Machine, a shipped profile's name, or a JSON file's path.
+        schedules: candidates instead of the default ones; the sequential program joins them.
+        only: candidates of this family alone, so that it is chosen even if it loses; `sequential_us` is there to compare.
+        chunks: with only, this count alone.
+
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
     for a family that weft or the operator lacks, and for a schedule of another problem.
     """
