@@ -81,8 +81,8 @@ def _streams_of(index: int) -> StreamPool:
 
 
 def comm_stream(*, priority: Priority = "high", device: torch.device | int | None = None) -> torch.cuda.Stream:
-    """A stream of a priority that nobody else has. device: default, the current one. Raises ValueError for a priority that the
-    device lacks.
+    """A stream of this priority, which nobody else has. device: default, the current one. Raises ValueError for a priority that
+    the device lacks.
 
     Keep it, or give it back (`give_back`): it lives as long as the process.
     """

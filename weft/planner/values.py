@@ -14,7 +14,7 @@ class Candidate:
     """One schedule's prediction. predicted_us: slowest rank, whole call.
 
     computation_us, communication_us: busy time of the busiest rank's kernels and of its transfers.
-    over_ideal_us: predicted_us less the ideal of the problem, the longer of its halves alone as wholes.
+    over_ideal_us: predicted_us less the ideal of the problem, the longer of its halves alone as wholes; 0 where it is less.
     """
 
     schedule: str
