@@ -31,7 +31,7 @@ class ExpertParallel(ParallelStyle):
 
     It takes weft.nn.experts.MoE; a block of transformers whose `experts` are stacked, gate_up_proj [E, 2 F, H] and down_proj
     [E, H, F] (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's block of
-    before, with a list of experts, which become stacked ones: load its weights first.
+    earlier versions, with a list of experts, which become stacked ones: load its weights first.
 
     The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0);
     their gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's
