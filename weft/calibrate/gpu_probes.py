@@ -7,7 +7,6 @@ ring: rank r to r + 1. Words and memory that peers reach are symmetric memory, m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from weft.calibrate.clock import Clock
 from weft.calibrate.samples import Sample
 from weft.controls.streams import comm_stream, give_back
 from weft.execute.driver import Driver, Word
+from weft.execute.pool import Piece
 from weft.kernels.push import push, push_tables
 from weft.memory import gpu_symmetric
 from weft.rendezvous import meetings
@@ -32,23 +32,11 @@ _LONG = 40
 _ROUNDS = 4
 
 
-@dataclass(frozen=True)
-class Peers:
-    """Symmetric memory: this rank's bytes, and by rank where they begin for this GPU."""
-
-    memory: torch.Tensor
-    handle: Any
-
-    @property
-    def addresses(self) -> list[int]:
-        return [int(pointer) for pointer in self.handle.buffer_ptrs]
-
-
-def peers(clock: Clock, nbytes: int) -> Peers:
+def peers(clock: Clock, nbytes: int) -> Piece:
     """Zeroed symmetric memory of the world. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    made = Peers(*gpu_symmetric(nbytes, meetings(group), clock.device, meet=clock.meet))
+    made = Piece(*gpu_symmetric(nbytes, meetings(group), clock.device, meet=clock.meet))
     clock.meet()
     return made
 
@@ -108,7 +96,7 @@ def copies(device: str, direction: str) -> list[Sample]:
     return found
 
 
-def _copy_round_the_ring(area: Peers, direction: str, nbytes: int, count: int) -> Callable[[], None]:
+def _copy_round_the_ring(area: Piece, direction: str, nbytes: int, count: int) -> Callable[[], None]:
     mine = dist.get_rank()
     other = area.addresses[(mine + 1) % dist.get_world_size()]
     copy = Driver().copier(rows=1, row_bytes=nbytes, pitches=(nbytes, nbytes))
@@ -140,7 +128,7 @@ def several(device: str) -> list[Sample]:
     return found
 
 
-def _push_to_all(area: Peers, nbytes: int, lanes: list[torch.cuda.Stream], *, rounds: int = 1) -> Callable[[], None]:
+def _push_to_all(area: Piece, nbytes: int, lanes: list[torch.cuda.Stream], *, rounds: int = 1) -> Callable[[], None]:
     """To every peer in turn, a piece in each of `rounds`."""
     mine, size = dist.get_rank(), dist.get_world_size()
     piece = nbytes // rounds
@@ -185,7 +173,7 @@ def stores(device: str) -> list[Sample]:
     return found
 
 
-def _stored(area: Peers, device: torch.device) -> Any:
+def _stored(area: Piece, device: torch.device) -> Any:
     mine, size = dist.get_rank(), dist.get_world_size()
     src = Region("sent", mine, (0, 1), (0, _STORE_BYTES))
     targets = [Region("landing", (mine + i) % size, (0, 1), (0, _STORE_BYTES)) for i in range(1, size)]
