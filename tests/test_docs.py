@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 import re
 import runpy
 import shlex
@@ -167,3 +168,23 @@ def test_links_resolve(path: Path) -> None:
         if "://" not in link and (not to.exists() or (anchor and anchor not in anchors(to))):
             broken.append(link)
     assert broken == []
+
+
+ROOMS = ("weft", "tests", "benchmarks", "docs", "examples")
+FILES = [path.relative_to(ROOT) for paths in (ROOT.glob("*"), *((ROOT / r).rglob("*") for r in ROOMS)) for path in paths]
+
+
+def there(named: str) -> bool:
+    """Whether a file's path, or the end of one, or a dotted name of weft is of something that there is."""
+    if re.fullmatch(r"weft(\.\w+)+", named) and not named.endswith((".py", ".json")):
+        module, _, rest = named.rpartition(".")
+        return hasattr(pydoc.locate(module), rest) or pydoc.locate(named) is not None
+    wanted = Path(named.removeprefix("../"))
+    return any(path.parts[-len(wanted.parts) :] == wanted.parts for path in FILES)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_and_names_of_weft_exist(name: str) -> None:
+    """Those in code font: `weft/schedule.py`, `schedule.py`, `weft.Schedule`, `weft.check(schedule)`."""
+    words = re.findall(r"`((?:[\w./-]+\.(?:py|md|json|jsonl|png)|weft(?:\.\w+)+))(?:\(.*?\))?`", TEXTS[name])
+    assert [word for word in dict.fromkeys(words) if not there(word)] == []
