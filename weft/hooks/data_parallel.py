@@ -40,21 +40,29 @@ _DDP_DECIDES = ("late", "resident", "ahead", "keep")
 def replicate(
     module: nn.Module, *, way: str = "auto", key: str = "ddp", process_group: dist.ProcessGroup | None = None, **options: Any
 ) -> DistributedDataParallel:
-    """DistributedDataParallel of a module, with settings that cost a step less, and with weft's hook.
+    """DistributedDataParallel of a module, with settings by which a step takes less, and with weft's hook.
 
-    way, key: see `ddp`. options: of DistributedDataParallel's; what they say goes before `settings`. Raises what both raise.
+    Gradients lie in the buckets in which they are averaged, so that none is copied there and back; `detach_()` of such a one
+    raises. Buckets have 100 MiB, or an eighth of all gradients where that is less, but not less than PyTorch's 25.
+
+    Args:
+        module: on its device, and not in a DistributedDataParallel yet.
+        way: as `ddp` takes it.
+        key: names this model in weft.concurrent_choices.
+        process_group: the ranks that average. Default: the default group.
+        options: of DistributedDataParallel's, also in the place of these settings.
+
+    Raises ValueError for a DistributedDataParallel, or another way, and what DistributedDataParallel raises.
     """
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError("module is a DistributedDataParallel already; give the module in it, or call weft.hooks.ddp on it")
     model = DistributedDataParallel(module, process_group=process_group, **settings(module) | options)
     ddp(model, way=way, key=key)
     return model
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """Of DistributedDataParallel's, what `replicate` says.
-
-    Gradients lie in the buckets in which they are averaged, so that none is copied there and back; with such a one `detach_()`
-    raises. Buckets have 100 MiB, or an eighth of all gradients where that is less, but not less than PyTorch's 25.
-    """
+    """Of DistributedDataParallel's, what `replicate` says."""
     trained = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
     bucket_mib = max(_PYTORCHS_MIB, min(_BUCKET_MIB, (trained >> 20) // _BUCKETS))
     return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}

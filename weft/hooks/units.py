@@ -25,10 +25,15 @@ LEAST_UNITS = 4
 def units(modules: Iterable[nn.Module], *, least_bytes: int = LEAST_BYTES) -> list[list[nn.Module]]:
     """Modules that are computed one after the other, as lists that fully_shard takes.
 
-    `for unit in units(model.blocks): fully_shard(unit)` instead of `for block in model.blocks: fully_shard(block)`. As many
-    units as have about least_bytes of parameters each, by the dtype that these have now, at least LEAST_UNITS, and none without
-    a module; so blocks of least_bytes or more stay alone. While one unit is computed the next is gathered: a step takes the
-    memory of two. Raises ValueError for something else than modules, none of them, or a least_bytes below 1.
+    `for unit in units(model.blocks): fully_shard(unit)` instead of `for block in model.blocks: fully_shard(block)`. There are
+    as many units as have about least_bytes of parameters each, at least LEAST_UNITS, and none without a module; so blocks of
+    least_bytes or more stay alone. While one unit is computed the next is gathered: a step takes the memory of two.
+
+    Args:
+        modules: in the order in which they are computed, such as a model's layers.
+        least_bytes: of parameters, in the dtype that they have now; what other parallelism leaves of them to this rank.
+
+    Raises ValueError for something else than modules, none of them, or a least_bytes below 1.
     """
     found = [*modules]
     for at, module in enumerate(found):
