@@ -3,6 +3,7 @@
 Call         what GroupState needs of any operator's call
 MatmulCall   a matmul and a collective
 LookupCall   embedding tables and an exchange
+Site         what has been agreed on, for later calls alike
 
 A collective alone is in weft.execute.collective_calls.
 """
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
 import torch
 
-from weft.execute.bound import Inputs, Outputs
+from weft.execute.bound import BoundProgram, Inputs, Outputs
 from weft.problem import COLUMN_OPS, EXCHANGES, REDUCTIONS, ColumnProblem, DType, LookupProblem, Op, Problem, split
 from weft.span import Span
 from weft.version import __version__
@@ -75,6 +76,14 @@ class Call(ABC):
     def problem(self, shares: tuple[int, ...]) -> Problem:
         """What is to be computed, from the share of every rank."""
 
+    def sums_nothing(self, shares: tuple[int, ...]) -> bool:
+        """Whether no rank has anything to multiply, so that products are zeros: then `filled` is what runs."""
+        return False
+
+    def filled(self, world_size: int) -> Call:
+        """A call with the same result that has something to multiply."""
+        return self
+
 
 @dataclass(kw_only=True, slots=True)
 class MatmulCall(Call):
@@ -129,7 +138,18 @@ class MatmulCall(Call):
         )
         return "\n".join(lines)
 
+    def sums_nothing(self, shares: tuple[int, ...]) -> bool:
+        return not (sum(shares) if self.op in REDUCTIONS else self.bs[0].shape[0])
+
+    def filled(self, world_size: int) -> MatmulCall:
+        """With a column of zeros, and rows of zeros that multiply it."""
+        rows = world_size if self.op == "all_to_all_columns_matmul" else 1
+        bs = [b.new_zeros(rows, b.shape[1]) for b in self.bs]
+        return replace(self, a=self.a.new_zeros(self.a.shape[0], 1), bs=bs)
+
     def problem(self, shares: tuple[int, ...]) -> Problem:
+        if not any(shares):
+            shares = (self.share,) * len(shares)  # where it was filled, on all ranks
         total = sum(shares)
         if self.op in COLUMN_OPS:
             return self._column_problem(len(shares))
@@ -221,3 +241,13 @@ def _dims(own: tuple[int, ...]) -> str:
     '2 x 128, 1 x 64'
     """
     return ", ".join(f"{len(list(same))} x {dim}" for dim, same in groupby(own)) or "no tables"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What calls alike share: the number by which ranks compare them, and the program that runs them. empty: they have nothing
+    to multiply, and the program is for them as filled."""
+
+    number: int
+    program: BoundProgram
+    empty: bool = False

@@ -15,7 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from weft.checker import check
 from weft.controls.streams import comm_stream, give_back
 from weft.errors import WeftError
 from weft.execute.bound import BoundProgram
-from weft.execute.calls import Call
+from weft.execute.calls import Call, Site
 from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
@@ -71,14 +71,6 @@ RAGGED_KEPT, RAGGED_BYTES = 8, 2 << 30
 Each has room for as many rows as may arrive, and numbers of tokens may change at every step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """What calls alike share: the number by which ranks compare them, and the program that runs them."""
-
-    number: int
-    program: BoundProgram
-
-
 Key = tuple[Problem, str, torch.device]
 """What a program is for: the problem, what the caller asked for, and where."""
 
@@ -115,15 +107,17 @@ class GroupState:
                 self.team.check_usable()
             else:
                 self.team.repeat(site.number)
+            call = call.filled(self.team.world_size) if site.empty else call
             if not capturing and call.tried and self._unproved.due(site.program):
                 site = self._proved(call, site)
             if not capturing:
                 # What one rank captures, others may not: the order must stay that of all.
                 self._programs.move_to_end(site.program)
             try:
-                return site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
+                found = site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
                 raise self._failed(error) from error.__cause__
+            return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if site.empty else found
 
     def run_ragged(self, call: RaggedCall) -> Arrived:
         """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
@@ -188,17 +182,19 @@ class GroupState:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
         if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        text = call.describe()
+        text, known_by = call.describe(), call.key
         sizes = self.team.enter(text, call.share)
+        empty = call.sums_nothing(sizes)
+        call = call.filled(len(sizes)) if empty else call
         problem = replace(call.problem(sizes), nodes=self.team.nodes)
         key = (problem, call.schedule, call.device)
         program = next((program for program, known in self._programs.items() if known == key), None)
         if program is None:
             program = self._made(call, key, kept)
-        site = Site(number=0, program=program)
+        site = Site(number=0, program=program, empty=empty)
         if call.device.type == "cuda":
-            site = Site(number=self.team.remember(f"{text}\nsizes of b: {sizes}"), program=program)
-            self._sites[call.key] = site
+            site = replace(site, number=self.team.remember(f"{text}\nsizes of b: {sizes}"))
+            self._sites[known_by] = site
         return site
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
@@ -255,9 +251,9 @@ class GroupState:
         if asked == "auto":
             self._choices[problem, device] = choice
             self._earlier.keep(choice, device)
-        moved = {k: Site(number=s.number, program=program) for k, s in self._sites.items() if s.program is site.program}
+        moved = {k: replace(s, program=program) for k, s in self._sites.items() if s.program is site.program}
         self._sites |= moved
-        return Site(number=site.number, program=program)
+        return replace(site, program=program)
 
     def _specs(self, key: Key, timer: Timer | None) -> tuple[str, ...]:
         """What could run a call; one spec unless it is to be measured. A problem is measured once, by this process or an
