@@ -285,6 +285,48 @@ class Around(nn.Module):
         self.inside, self.config = inside, inside.config
 
 
+def _layout(model: nn.Module) -> dict[str, Any]:
+    """What parallelize changes of a model's modules."""
+    return {
+        name: (type(each), {*each.__dict__}, len(each._forward_hooks), len(each._forward_pre_hooks), {**each._parameters})
+        for name, each in model.named_modules()
+    }
+
+
+def _refused_late() -> list[str]:
+    """What is wrong with the last layer, or with an option, is found before the first layer is changed."""
+    told = []
+    for break_it, options in (
+        (lambda last: last.mlp.experts.register_parameter("bias", nn.Parameter(torch.ones(1))), {}),
+        (lambda last: setattr(last.mlp, "experts", nn.Linear(2, 2)), {}),
+        (lambda last: setattr(last, "__class__", type("Layer", (type(last),), {"forward": lambda self, x: x})), {}),
+        (lambda last: None, {"experts": weft.ExpertParallel}),
+        (lambda last: None, {"src_data_rank": 2}),
+    ):
+        model = tiny("mixtral")
+        break_it(model.model.layers[1])
+        before, style = _layout(model), weft.ExpertParallel()
+        try:
+            weft.parallelize(model, mesh(), **{"experts": style, "src_data_rank": None, **options})
+        except ValueError as error:
+            told.append(str(error))
+        assert _layout(model) == before
+        assert style.src_data_rank == 0
+    return told
+
+
+def test_a_model_that_is_refused_stays_as_it_was(ranks: RankFixture) -> None:
+    expected = [
+        "MixtralExperts has parameters bias, down_proj, gate_up_proj; ExpertParallel takes",
+        "Linear has parameters bias, weight; ExpertParallel takes",
+        "model has a layer that is a Layer, whose forward takes no position_embeddings; pass",
+        "experts is a ABCMeta; use an instance of a style, weft.ExpertParallel()",
+        "src_data_rank is 2; use a rank of the mesh, 0 to 1, or None",
+    ]
+    for told in ranks(2).run(_refused_late):
+        assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told
+
+
 def _refused() -> list[str]:
     import transformers
 

@@ -50,11 +50,19 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"capacity is {capacity!r}; it must be above 0, or None for all that ranks can send")
         self.capacity = capacity
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raises ValueError for what applying it would refuse. Changes nothing."""
         require_one_dimension(device_mesh)
+        experts = getattr(module, "experts", module)
+        count = _listed(module, experts) if isinstance(experts, nn.ModuleList) else _checked(experts)
+        if count % device_mesh.size():
+            name = "Experts" if isinstance(experts, nn.ModuleList) else type(experts).__name__
+            raise ValueError(f"{name} has {count} experts; {device_mesh.size()} ranks do not divide them")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
         found = getattr(module, "experts", module)
-        experts = _stacked(module, found) if isinstance(found, nn.ModuleList) else found
-        _check(experts, device_mesh)
+        experts = _stacked(found) if isinstance(found, nn.ModuleList) else found
         if experts is not found:
             _take_in(module, experts)
         for name in _STACKED:
@@ -94,8 +102,8 @@ def _apart(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
 
 
-def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """ValueError unless these are stacked experts that ranks divide."""
+def _checked(experts: nn.Module) -> int:
+    """How many stacked experts there are. Raises ValueError if these are none."""
     if isinstance(experts, _Apart):
         raise ValueError(f"{type(experts).__name__} lie over ranks already; name them once, by their block or by themselves")
     own, name = {key for key, _ in experts.named_parameters()}, type(experts).__name__
@@ -104,17 +112,22 @@ def _check(experts: nn.Module, mesh: DeviceMesh) -> None:
             f"{name} has parameters {', '.join(sorted(own)) or 'none'}; ExpertParallel takes experts with gate_up_proj and "
             "down_proj, stacked, without biases or norms between, as weft.nn.experts.MoE and blocks of transformers 5 have"
         )
-    count, size = cast(torch.Tensor, experts.gate_up_proj).shape[0], mesh.size()
-    if count % size:
-        raise ValueError(f"{name} has {count} experts; {size} ranks do not divide them")
+    return cast(torch.Tensor, experts.gate_up_proj).shape[0]
 
 
-def _stacked(block: nn.Module, experts: nn.ModuleList) -> Experts:
-    """Mixtral's list of experts as stacked ones; the block stays as it is."""
+def _listed(block: nn.Module, experts: nn.ModuleList) -> int:
+    """How many experts Mixtral's list has. Raises ValueError if it is another."""
     own = [{key for key, _ in expert.named_parameters()} for expert in experts]
     gate = getattr(block, "gate", None)
-    if any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):
+    if not own or any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):
         raise ValueError(f"{type(block).__name__} has a list of experts that are not Mixtral's w1, w2, w3; stack them first")
+    _trained(experts, "w1", "w3")
+    _trained(experts, "w2")
+    return len(experts)
+
+
+def _stacked(experts: nn.ModuleList) -> Experts:
+    """Mixtral's list of experts as stacked ones; the block stays as it is."""
     first = cast(Any, experts[0])
     made = Experts(len(experts), first.w1.in_features, first.w1.out_features, first.act_fn).to(first.w1.weight)
     with torch.no_grad():

@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
+from weft.errors import require
+from weft.nn.expert_parallel import ExpertParallel
 from weft.nn.layouts import ColumnsOut
 from weft.nn.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
 from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
@@ -70,12 +72,13 @@ def parallelize(
     whole; but hidden_states of layers, if asked for, are this rank's tokens, attentions and past_key_values this rank's heads.
     With dropout, ranks need the same seed: what runs whole is to be the same on each. Parameters become DTensors under their
     old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for another model or mesh, or if nothing
-    can be sharded.
+    can be sharded, or `experts` refuses a block; the model is as it was then.
     """
     decoder = _checked_decoder(model, mesh)
     if few_tokens < 0:
         raise ValueError(f"few_tokens is {few_tokens}; use 0 or more")
     how = How(schedule=schedule, keep_gathered=keep_gathered)
+    _check_options(mesh, experts, src_data_rank)
     within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
     within.check(decoder.layers)
     if experts is not None:
@@ -108,6 +111,13 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
             "transformers itself, here the one inside. Adapters (LoRA) are put into it before this call, not afterwards"
         )
     return found
+
+
+def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None) -> None:
+    if experts is not None:
+        require("experts", experts, ParallelStyle, "use an instance of a style, weft.ExpertParallel()")
+    if src_data_rank is not None and src_data_rank not in range(mesh.size()):
+        raise ValueError(f"src_data_rank is {src_data_rank!r}; use a rank of the mesh, 0 to {mesh.size() - 1}, or None")
 
 
 @dataclass(frozen=True)
@@ -171,9 +181,14 @@ class _Within:
     experts: ParallelStyle | None
 
     def check(self, layers: Any) -> None:
-        """ValueError if nothing in any layer can be sharded."""
+        """ValueError if nothing in any layer can be sharded, or what a layer has is refused. Changes nothing."""
         blocks = blocks_of(self.config)
+        for layer in layers:
+            _place_of_positions(layer)
         found = [(name, child) for layer in layers for name, child in layer.named_children() if not _is_leaf(child)]
+        for name, child in found:
+            if self._takes(name) and isinstance(self.experts, ExpertParallel):
+                self.experts.check(child, self.mesh)
         reasons = ["" if self._takes(name) else self._why_not(child, blocks.get(name)) for name, child in found]
         if all(reasons):
             first = reasons[0] if reasons else "has no layers"
@@ -196,8 +211,7 @@ class _Within:
                 self._whole(child, why)
             else:
                 self._block(child, blocks[name])
-        position = list(inspect.signature(type(layer).forward).parameters).index("position_embeddings") - 1
-        layer.__class__ = noting_tokens(cast(Any, type(layer)), position)
+        layer.__class__ = noting_tokens(cast(Any, type(layer)), _place_of_positions(layer))
         layer.__dict__["_weft_tokens"] = self.tokens
 
     def _why_not(self, child: nn.Module, block: Block | None) -> str:
@@ -284,6 +298,17 @@ class _Within:
         for module in model.modules():
             if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
                 replicate_alone(module, self.distribute, never)
+
+
+def _place_of_positions(layer: nn.Module) -> int:
+    """Where position_embeddings is among the arguments of a decoder layer's forward. Raises ValueError if it has none."""
+    names = list(inspect.signature(type(layer).forward).parameters)
+    if "position_embeddings" not in names:
+        raise ValueError(
+            f"model has a layer that is a {type(layer).__name__}, whose forward takes no position_embeddings; pass a model of "
+            "transformers 4.50 or later whose layers are its own: compile them, or wrap them, afterwards"
+        )
+    return names.index("position_embeddings") - 1
 
 
 def _is_leaf(module: nn.Module) -> bool:
