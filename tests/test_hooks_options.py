@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.beside.steps import ways_of, why_not_summed
+from weft.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.hooks import fully_sharded
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
 
@@ -154,3 +154,67 @@ def test_offloaded_parameters_are_gathered_on_the_device_that_computes(monkeypat
     assert fully_sharded._computing(cpu, "cuda") == torch.device("cuda", 3)
     assert fully_sharded._computing(cpu, "cpu") == cpu
     assert fully_sharded._computing(cuda, "cuda") == cuda
+
+
+class Encoder(nn.Module):
+    """Entered by a method of its own, of which a module's hooks are not told, and so is its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.scale = nn.Linear(33, 130), Last(), nn.Parameter(torch.ones(33))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer.last(nn.functional.gelu(self.inner(x * self.scale)))
+
+
+class Last(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(130, 33)
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def _entered(way: str) -> tuple[list[float], list[str]]:
+    """Losses of four steps through registered methods, and of a pass without gradients; gathers and begun steps, in order, in
+    the last step and in that pass."""
+    weft.close()
+    torch.manual_seed(0)
+    model: Any = Encoder()
+    for module in (model.inner, model.outer, model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model.outer, "last")
+    events: list[str] = []
+    gather, turn = fully_sharded.vendor_all_gather, StepTrial.turn
+    try:
+        if way:
+            fully_sharded.vendor_all_gather = lambda *args, **options: events.append("gather") or gather(*args, **options)
+            StepTrial.turn = lambda self: events.append("turn") or turn(self)  # type: ignore[method-assign,func-returns-value]
+            weft.hooks.fsdp(model, way=way)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        x = torch.randn(8, 33, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for _ in range(4):
+            events.clear()
+            optimizer.zero_grad()
+            loss = (model.encode(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        with torch.no_grad():
+            events.append("without")
+            losses.append(float((model.encode(x) - x).square().mean()))
+        return losses, events
+    finally:
+        fully_sharded.vendor_all_gather, StepTrial.turn = gather, turn  # type: ignore[method-assign]
+        weft.close()
+
+
+@pytest.mark.ranks
+def test_steps_through_registered_methods_take_turns(ranks: RankFixture) -> None:
+    """A step is counted, and its parameters are gathered as the way says; fully_shard keeps the root's by itself."""
+    plain, _ = ranks(2).run(_entered, "")[0]
+    for way, again in (("vendor", 2), ("vendor+keep+ahead=1", 0)):
+        losses, events = ranks(2).run(_entered, way)[0]
+        assert losses == pytest.approx(plain, rel=1e-5)
+        assert events == [*["gather"] * (3 + again), "turn", "without", *["gather"] * 3]

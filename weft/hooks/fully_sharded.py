@@ -7,7 +7,7 @@ the layers that need them, and how often a step. `vendor` alone is what fully_sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ def fsdp(
     device = _computing(parameter.device, parameter.device_mesh.device_type)
     steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded), sharded)
     model.register_forward_pre_hook(steps.forward, prepend=True)
+    for module in sharded:
+        _tell(module, steps.enter)
     return steps.trial
 
 
@@ -115,6 +117,7 @@ def _scattered(group: Any) -> Iterator[torch.dtype]:
 class _Steps:
     """A step begins with the first gradients that are scattered after a forward pass; its gathers are set before the next. A
     forward pass without gradients is fully_shard's own: kept parameters would be stale once the optimizer has changed them.
+    Other methods begin one, too, by torch's register_fsdp_forward_method: a module's hooks are not told of them.
 
     What moves the bytes as fully_shard does is fully_shard's own, once the trial has ended: weft's collectives cost the host 8%
     of a step that it limits."""
@@ -146,10 +149,31 @@ class _Steps:
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
 
+    def enter(self, module: Any) -> None:
+        """Before a registered method of a module, unless a backward pass makes up for what was not kept."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if module._get_fsdp_state()._state_ctx.iter_forward_root is None:
+            self.forward(module, ())
+        self._gathered.note(module)
+
     def scatter(self) -> None:
         if self._fresh:
             self._fresh = False
             self.trial.turn()
+
+
+def _tell(module: Any, told: Callable[[Any], None]) -> None:
+    """Let registered methods of a module tell that they begin; its forward, whose hook was made before, does not."""
+    state = module._get_fsdp_state()
+    begin = state._pre_forward
+
+    @wraps(begin)
+    def tell(entered: Any, args: Any, kwargs: Any) -> Any:
+        told(entered)
+        return begin(entered, args, kwargs)
+
+    state._pre_forward = tell
 
 
 class _Ours:

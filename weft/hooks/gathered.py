@@ -22,12 +22,17 @@ class Gathered:
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self._came: dict[Any, None] = {}
-        self._notes = [module.register_forward_pre_hook(self._note) for module in modules]
+        self._notes = [module.register_forward_pre_hook(self._before) for module in modules]
         self._freed: tuple[Any, ...] = ()
         self._taken: tuple[int, bool] = (0, False)
 
-    def _note(self, module: Any, args: Any) -> None:
-        self._came.setdefault(module)
+    def _before(self, module: Any, args: Any) -> None:
+        self.note(module)
+
+    def note(self, module: Any) -> None:
+        """A module's turn has come. Of several, the first in the first pass counts."""
+        if self._notes:
+            self._came.setdefault(module)
 
     def take(self, way: Way) -> None:
         """Before a forward pass: from here on as the way has it. Before the first one nothing can be said."""
