@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from dataclasses import replace
 
 import pytest
@@ -287,3 +288,53 @@ def _first_used_in_inference() -> None:
 
 def test_an_optimizer_that_is_first_used_in_inference(ranks: RankFixture) -> None:
     ranks(2).run(_first_used_in_inference)
+
+
+def _fails_alone(how: str) -> tuple[str, float]:
+    """What a rank is told whose peer fails in its own backward, and how soon; then the group is used again."""
+    case, rank = Case(dims=((8, 4), (92,))), dist.get_rank()
+    drawn, optimizer = ready(case, 0), weft.RowwiseAdagrad(lr=0.1) if how == "within" else None
+    out = weft.embedding_bag_all_to_all(drawn.indices, drawn.offsets, drawn.tables, dims=case.dims, optimizer=optimizer)
+    begun, told = time.monotonic(), ""
+    if rank and how == "before":
+        drawn.tables[0].detach().zero_()  # what is saved for the backward is another table now
+    elif rank:
+        optimizer.states[0].resize_(0)  # type: ignore[union-attr]
+    try:
+        out.sum().backward()
+        weft.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2))
+    except (RuntimeError, IndexError) as error:
+        told = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begun
+    weft.close()
+    looked_up(case, 0, ready(case, 0))
+    return told, seconds
+
+
+@pytest.mark.parametrize(("how", "culprit"), [("before", "modified by an inplace operation"), ("within", "IndexError")])
+def test_a_rank_that_fails_alone_is_named_soon(ranks: RankFixture, how: str, culprit: str) -> None:
+    """It leaves no exchange of the process group half done, which would be the bound of that, and the end of it."""
+    for rank, (told, seconds) in enumerate(ranks(2).run(_fails_alone, how)):
+        assert (culprit if rank else "PeerLost: rank 1 failed: ") in told, told
+        assert seconds < 5
+
+
+def _in_another_order() -> str:
+    """Two lookups of which one rank takes the gradients the other way round."""
+    outs = []
+    for dims in ([[2], [2]], [[4], [4]]):
+        table = torch.ones(4, dims[0][0], requires_grad=True)
+        outs.append(weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [table], dims=dims, batch=4))
+    try:
+        for out in outs if dist.get_rank() else reversed(outs):
+            out.sum().backward()
+    except weft.WeftError as error:
+        return str(error)
+    finally:
+        weft.close()
+    return ""
+
+
+def test_backwards_in_another_order_are_named(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_in_another_order):
+        assert "dims: rank " in told

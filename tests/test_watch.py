@@ -154,14 +154,15 @@ def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, mo
     monkeypatch.setattr(cuda_space, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
     state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
-    assert state.watched("a gradient", torch.device("cuda", 0), lambda: 7) == 7
+    assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7
     ranks.space.begun(1)
     with pytest.raises(PeerLost, match="meanwhile rank 0: a gradient: perhaps not all ranks have begun it"):
         _waits_after(ranks.peer_fails)
     assert aborted.wait(5)
     with pytest.raises(WeftError, match="broken"):
-        state.watched("a gradient", torch.device("cuda", 0), lambda: 7)
-    assert state.watched("a gradient", torch.device("cpu"), lambda: 7) == 7
+        state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7)
+    with pytest.raises(WeftError, match="broken"):
+        state.watched("a gradient", "", torch.device("cpu"), lambda: 7)
 
 
 def test_a_bound_that_kernels_do_not_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,18 @@ NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
 _ALIGN = 256
 
 
+class Closes(Protocol):
+    """What can be attached to a group."""
+
+    def close(self) -> None: ...
+
+
+class MayBeHeld(Protocol):
+    """A program. captured: whether a graph of the caller's has a call of it."""
+
+    captured: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Byte offsets of a schedule's shared buffers in every rank's data area, and of what collectives stage."""

@@ -35,11 +35,13 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """One backward on one rank. indices, offsets, weights: those of the forward, of this rank's tables."""
+    """One backward on one rank. indices, offsets, weights: those of the forward, of this rank's tables. wait: for a collective
+    that is under way."""
 
     problem: LookupProblem
     rank: int
     group: dist.ProcessGroup
+    wait: Callable[[dist.Work], None]
     indices: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor | None
@@ -102,7 +104,7 @@ class Backward:
             # Until then what is sent must live.
             _ = packed
             if work is not None:
-                work.wait()
+                self.wait(work)
             return landed.view(problem.m, own)
 
         return arrive

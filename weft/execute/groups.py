@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from weft import codec, schedules
 from weft.checker import check
 from weft.controls.streams import comm_stream, give_back
 from weft.errors import WeftError
-from weft.execute.bound import BoundProgram
+from weft.execute import unscheduled
+from weft.execute.bound import BoundProgram, Closes, MayBeHeld
 from weft.execute.calls import Call, Site
 from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, predicted
 from weft.execute.cuda import CudaProgram
@@ -44,18 +45,6 @@ from weft.team import Team
 if TYPE_CHECKING:
     from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
     from weft.triton.host import Peers
-
-
-class Closes(Protocol):
-    """What can be attached to a group."""
-
-    def close(self) -> None: ...
-
-
-class MayBeHeld(Protocol):
-    """A program. captured: whether a graph of the caller's has a call of it."""
-
-    captured: bool
 
 
 A = TypeVar("A", bound=Closes)
@@ -345,13 +334,14 @@ class GroupState:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             return self.reachable.take(self._space(device), nbytes)
 
-    def watched(self, what: str, device: torch.device, work: Callable[[], T]) -> T:
-        """Run what uses the vendor's collectives beside no schedule: bounded as a first call is, where there are GPUs."""
-        space = self._spaces.get(device)
-        if not isinstance(space, CudaSpace):
-            return work()
+    def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
+        """As weft.execute.unscheduled.watched."""
         with self.lock:
-            return space.watched(what, work)
+            return unscheduled.watched(self.team, self._spaces.get(device), what, alike, work)
+
+    def wait(self, work: dist.Work, device: torch.device) -> None:
+        """As weft.execute.unscheduled.wait."""
+        unscheduled.wait(self.team, self._spaces.get(device), work)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
@@ -453,9 +443,20 @@ class Groups:
         """The group's state, if it has been used. Not collective."""
         return self._states[name][1] if name in self._states else None
 
-    def watched(self, name: str, what: str, device: torch.device, work: Callable[[], T]) -> T:
+    def watched(self, name: str, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
         """As GroupState.watched; as it is in a group that has been closed."""
-        return known.watched(what, device, work) if (known := self.known(name)) else work()
+        return known.watched(what, alike, device, work) if (known := self.known(name)) else work()
+
+    def wait(self, name: str, work: dist.Work, device: torch.device) -> None:
+        """As GroupState.wait; as it is in a group that has been closed."""
+        if known := self.known(name):
+            known.wait(work, device)
+        else:
+            work.wait()
+
+    def failed(self, name: str, error: BaseException) -> BaseException:
+        """What a rank raises that the others, which may wait for it, are to be told."""
+        return known.team.fail(error) if (known := self.known(name)) else error
 
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""

@@ -51,6 +51,10 @@ class Site:
         low, high = split(self.batch, len(self.counts))[self.rank]
         return high - low, sum(self.dims)
 
+    def alike(self) -> str:
+        """What ranks have in common, a line each."""
+        return f"batch: {self.batch}\ndims: {self.by_rank}\nmode: {self.mode}"
+
     def backward(self, dtype: torch.dtype, indices: torch.Tensor, offsets: torch.Tensor, weights: Any) -> Backward:
         kind = cast(DType, str(dtype).removeprefix("torch."))
         mode = cast(Literal["sum", "mean"], self.mode)
@@ -58,6 +62,7 @@ class Site:
             problem=LookupProblem.of(batch=self.batch, dims=self.by_rank, mode=mode, dtype=kind),
             rank=self.rank,
             group=_resolve_process_group(self.group),  # type: ignore[arg-type]
+            wait=partial(GROUPS.wait, self.group, device=indices.device),
             indices=indices,
             offsets=offsets,
             weights=weights,
@@ -154,6 +159,14 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        return _way_home(ctx, grad)
+    except BaseException as error:
+        # Of a table that was changed meanwhile, say: the others wait for this rank's part in the exchange.
+        raise GROUPS.failed(ctx.site[0], error) from error.__cause__
+
+
+def _way_home(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *rest = ctx.saved_tensors
     weights = rest.pop(0) if ctx.weighted else None
     needs_tables, needs_weights = any(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[3])
@@ -213,9 +226,11 @@ def _gradients(
 ) -> list[torch.Tensor]:
     *site, sparse, of_tables, of_weights = rest
     with torch.no_grad():
-        backward = _site(*site).backward(grad.dtype, indices, offsets, weights)
+        here = _site(*site)
+        backward = here.backward(grad.dtype, indices, offsets, weights)
         flags = {"sparse": sparse, "of_tables": of_tables, "of_weights": of_weights}
-        rows, factors = GROUPS.watched(site[0], _WAY_HOME, grad.device, lambda: backward.gradients(grad, tables, **flags))
+        work = partial(backward.gradients, grad, tables, **flags)
+        rows, factors = GROUPS.watched(here.group, _WAY_HOME, here.alike(), grad.device, work)
     found = rows if factors is None else [*rows, factors]
     return found or [_nothing()]
 
@@ -240,10 +255,11 @@ def _update(
 ) -> torch.Tensor:
     *site, kind, lr, eps, of_weights = rest
     with torch.no_grad():
-        backward = _site(*site).backward(grad.dtype, indices, offsets, weights)
+        here = _site(*site)
+        backward = here.backward(grad.dtype, indices, offsets, weights)
         optimizer = Optimizer(kind=kind, lr=lr, eps=eps, states=states)
         work = partial(backward.apply, grad, tables, optimizer, of_weights=of_weights)
-        factors = GROUPS.watched(site[0], _WAY_HOME, grad.device, work)
+        factors = GROUPS.watched(here.group, _WAY_HOME, here.alike(), grad.device, work)
     return grad.new_empty(0) if factors is None else factors
 
 
