@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from weft.beside.blocks import most_steps
 from weft.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.hooks import fully_sharded
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
@@ -218,3 +219,23 @@ def test_steps_through_registered_methods_take_turns(ranks: RankFixture) -> None
         losses, events = ranks(2).run(_entered, way)[0]
         assert losses == pytest.approx(plain, rel=1e-5)
         assert events == [*["gather"] * (3 + again), "turn", "without", *["gather"] * 3]
+
+
+def _closed_meanwhile() -> str:
+    """A step of a hook whose trial ended with its group."""
+    weft.close()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    weft.hooks.ddp(model, way="auto")
+    weft.close()
+    try:
+        for _ in range(most_steps(2)):
+            model(torch.ones(2, 4)).sum().backward()
+    except weft.WeftError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_hook_of_a_group_that_was_closed_says_so(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_closed_meanwhile):
+        assert told.startswith("this group was closed, and with it what had been made for it before, as a hook's trial;")

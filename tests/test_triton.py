@@ -17,6 +17,7 @@ from triton_work import (
     one_rank_stays_away,
     run_example,
     run_protocol,
+    used_when_over,
     wrap_around,
 )
 
@@ -71,6 +72,13 @@ def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
             "tensors has tensor 0, which these peers do not have, or have dropped",
         ]
         assert re.search(r"shape: rank (\d) has \(2, \1\), rank (\d) has \(2, \2\)", mismatch)
+
+
+def test_peers_that_are_over_say_what_to_do(interpreted: Ranks) -> None:
+    """Not weft.close(group), which is not of their business."""
+    for told in interpreted.run(used_when_over):
+        assert told[:2] == ["these Peers are closed; make new ones on every rank"] * 2
+        assert told[2:] == ["these Peers have failed (planted); close them, and make new ones on every rank"] * 2
 
 
 def test_without_gpu_and_interpreter_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

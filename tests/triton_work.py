@@ -155,3 +155,21 @@ def mistakes() -> tuple[str, list[str], str]:
             bad.append(str(caught.value))
         assert peers.tensor((2, 0), torch.int8).local.shape == (2, 0)
     return messages[0], bad, messages[1]
+
+
+def used_when_over() -> list[str]:
+    """What Peers say that are closed, twice over, and that have failed."""
+    from weft.errors import WeftError
+    from weft.triton import Peers
+
+    told, closed, failed = [], Peers(), Peers()
+    closed.close()
+    closed.close()
+    with pytest.raises(RuntimeError, match="planted"), failed:
+        raise RuntimeError("planted")
+    for peers in (closed, failed):
+        for use in (peers.settle, partial(peers.tensor, 4, torch.int32)):
+            with pytest.raises(WeftError) as caught:
+                use()
+            told.append(str(caught.value))
+    return told

@@ -57,6 +57,10 @@ _LOGGED = 4096
 _BOARD = Board(words=6, texts_at=_TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
 _NUMBERS = 4096
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
+OF_A_GROUP = (
+    "this group's team is broken ({}); call weft.close(group) on every rank, then go on",
+    "this group was closed, and with it what had been made for it before, as a hook's trial; make that again, on every rank",
+)
 _PEER_CHECK_S = 0.02
 _SAYS_S = 0.5
 """A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
@@ -108,12 +112,17 @@ def _told(text: str) -> str:
 class Team:
     """The ranks of `group`. Collective: every rank of the group constructs it.
 
-    timeout_s: bound of every wait. nodes: as a Problem has them. one_host: whether they are all of one host. near: the ranks
-    of this one's node, itself among them. topic: what tells this team from all others. Raises ValueError if the ranks of a
-    host are no neighbours.
+    timeout_s: bound of every wait. remedy: what calls say after it has failed, and after it was closed. nodes: as a Problem has
+    them. one_host: whether they are all of one host. near: the ranks of this one's node, itself among them. topic: what tells
+    this team from all others. Raises ValueError if the ranks of a host are no neighbours.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
+    _remedy, _closed = OF_A_GROUP, False
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout_s: float | None = None, remedy: tuple[str, str] = OF_A_GROUP
+    ) -> None:
+        self._remedy = remedy
         self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -415,6 +424,7 @@ class Team:
         self._words[self.rank].store(_STATE, ended.get(state, state))
         if self._relay:
             self._relay.close()
+        self._closed = self._closed or self.broken is None
         self.broken = self.broken or WeftError("the team is closed")
         self.__dict__.pop("group", None)
 
@@ -422,7 +432,8 @@ class Team:
         """Raise WeftError, with the reason, if this team has failed here."""
         if self.broken:
             self.aware()
-            raise WeftError(f"this group's team is broken ({self.broken}); call weft.close(group) on every rank, then go on")
+            failed, closed = self._remedy
+            raise WeftError(closed if self._closed else failed.format(self.broken))
 
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]

@@ -29,6 +29,10 @@ from weft.team import Team, timeout_from_environment
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
 """How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""
 _FLAG, _EXPECTED, _SEEN = range(3)
+_REMEDY = (
+    "these Peers have failed ({}); close them, and make new ones on every rank",
+    "these Peers are closed; make new ones on every rank",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,7 +72,7 @@ class Peers:
                 raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
-        self._team = Team(group or _world(), timeout_s=4 * timeout_s)
+        self._team = Team(group or _world(), timeout_s=4 * timeout_s, remedy=_REMEDY)
         if self._team.nodes:
             self._team.close()
             raise ValueError(
