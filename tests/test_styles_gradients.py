@@ -39,7 +39,7 @@ def _without_a_use() -> int:
             shared = weft.SharedInput(["gate", "up"], input_layouts=layout, schedule=SCHEDULE, keep_gathered=keep)
             model = parallelize_module(copy.deepcopy(alone), mesh(), {"0": shared, "0.down": weft.RowwiseParallel()})
             whole_input, compiled = layout == Replicate(), torch.compile(model, backend="aot_eager", fullgraph=True)
-            for call in (model,) if whole_input else (model, compiled):
+            for call in (model, compiled):
                 model.zero_grad()
                 call(x.clone().requires_grad_() if whole_input else mine(x)).square().sum().backward()
                 alike(gradients(model), {name: p.grad for name, p in alone.named_parameters() if p.grad is not None})

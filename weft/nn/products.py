@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft import schedules
 from weft.library import backward_schedule
-from weft.library.all_reduce import run_all_reduce
-from weft.library.summed import summed, summed_in_backward
+from weft.library.summed import summed
+from weft.library.whole import linears_of_whole
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.problem import Op
@@ -95,37 +94,7 @@ def rows(
 def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return [torch.nn.functional.linear(x, weight) for weight in weights]
-    outs = _Whole.apply(group.group_name, how.of("matmul_all_reduce"), x, *weights)  # type: ignore[no-untyped-call]
-    return list(outs)
-
-
-class _Whole(torch.autograd.Function):
-    """x @ weight^T for several weights' columns of this rank; x is whole, so its gradient is summed over ranks, in one go."""
-
-    @staticmethod
-    def forward(ctx: Any, group: str, schedule: str, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.schedule = group, schedule
-        # A weight whose product nobody has used has no gradient. Compiled, zeros: torch traces a backward with all gradients.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *weights)
-        return tuple(torch.nn.functional.linear(x, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        x = summed_in_backward(x, ctx.group)
-        rows_x, given = _matrix(x), [None if grad is None else _matrix(grad) for grad in grads]
-        pairs = zip(given, weights, strict=True)
-        flat = [rows_x.new_zeros(len(rows_x), len(weight)) if one is None else one for one, weight in pairs]
-        grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
-        grad_x = run_all_reduce(grad, weight, None, None, ctx.group, ctx.schedule).view(x.shape)
-        wanted = zip(given, ctx.needs_input_grad[3:], strict=True)
-        return None, None, grad_x, *(one.t() @ rows_x if needed and one is not None else None for one, needed in wanted)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """All tokens one below the other; of a single one, without a dimension for it, a matrix of one row."""
-    return x[None] if x.dim() == 1 else x.flatten(0, -2)
+    return linears_of_whole(x, weights, group.group_name, how.of("matmul_all_reduce"))
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
