@@ -73,6 +73,25 @@ def _both_kinds(whole_x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return whole_x.bfloat16() @ w.bfloat16() + whole_x[..., :5]
 
 
+def _other(b: torch.Tensor) -> torch.Tensor:
+    """Another one on each rank."""
+    return b + dist.get_rank()
+
+
+BIASES = [
+    Case("a shared bias", lambda x, w, b: scatter(_linear(x, w, b), 1), ("matmul_reduce_scatter",)),
+    Case("all-reduced with a bias", lambda x, w, b: reduced(_linear(x, w, b)), ("matmul_all_reduce",)),
+]
+OTHER_BIASES = [
+    *BIASES,
+    Case("another bias", lambda x, w, b: scatter(_linear(x, w, _other(b)), 1), ("matmul_reduce_scatter",)),
+    Case("all-reduced with another", lambda x, w, b: reduced(_linear(x, w, _other(b))), ("matmul_all_reduce",)),
+    Case(
+        "another of fewer bits",
+        lambda x, w, b: reduced(_linear(x.bfloat16(), w.bfloat16(), _other(b).bfloat16())),
+        ("matmul_all_reduce",),
+    ),
+]
 GATHERS = [
     Case("rows", lambda x, w, b: gather(x[0]) @ w, ("all_gather_matmul",)),
     Case("first of three dimensions", lambda x, w, b: gather(x) @ w, ("all_gather_matmul",)),
@@ -96,9 +115,7 @@ SCATTERS = [
         lambda x, w, b: (b + 0 * scatter(x @ w, 1)) + scatter(x @ w, 1) + scatter((x * 2) @ w, 1),
         ("matmul_reduce_scatter", "matmul_reduce_scatter"),
     ),
-    Case("a shared bias", lambda x, w, b: scatter(_linear(x, w, b), 1), ("matmul_reduce_scatter",)),
     Case("all-reduced", lambda x, w, b: reduced(x @ w), ("matmul_all_reduce",)),
-    Case("all-reduced with a bias", lambda x, w, b: reduced(_linear(x, w, b)), ("matmul_all_reduce",)),
     Case(
         "of what was reduced",
         lambda x, w, b: reduced(reduced(x[0] @ w) @ w.t()),
@@ -170,25 +187,26 @@ ALONE = [
 ]
 
 
-def check(case: Case, *, cast_after: bool = False) -> None:
-    """Trace, rewrite, run: the same numbers, by the operators that are expected, and no collective beside them."""
+def check(case: Case, *, reduces: int = 0, **options: bool) -> None:
+    """Trace, rewrite, run: the same numbers, by the operators that are expected, and no collective beside them, but for so many
+    all-reduces. options: of the pass."""
     rank = dist.get_rank()
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(rank))
     w, b = whole(8, 5, 8, torch.float32, 7 + rank)[1], torch.randn(5, generator=torch.Generator().manual_seed(3))
     wanted = case.work(x, w, b)
     traced = make_fx(case.work, tracing_mode="fake")(x, w, b)
-    overlap = CompilePass(cast_after=cast_after)
+    overlap = CompilePass(**options)  # type: ignore[arg-type]
     overlap(traced.graph)
     traced.recompile()
     got = traced(x, w, b)
     operators = tuple(op for site in overlap.sites for op in site.operators)
     assert operators == case.expected, (case.name, overlap.report())
     if case.expected:
-        left = [node.name for node in traced.graph.nodes if "_c10d_functional" in str(node.target)]
-        assert left == [], (case.name, traced.code)
+        left = [str(node.target).split(".")[1] for node in traced.graph.nodes if "_c10d_functional" in str(node.target)]
+        assert left == ["all_reduce", "wait_tensor"] * reduces, (case.name, traced.code)
     for one, other in zip(_listed(got), _listed(wanted), strict=True):
         assert one.dtype == other.dtype
-        tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 or cast_after else {}
+        tolerance = {"rtol": 2e-2, "atol": 2e-2} if other.dtype == torch.bfloat16 or options.get("cast_after") else {}
         torch.testing.assert_close(one, other, **tolerance)
 
 

@@ -26,6 +26,18 @@ def test_patterns_are_found_and_give_the_same_numbers(ranks: RankFixture, kind: 
     ranks(2).run(_found, kind)
 
 
+def _biases() -> None:
+    for case in inductor_work.OTHER_BIASES:
+        inductor_work.check(case, reduces=1)
+    for case in inductor_work.BIASES:
+        inductor_work.check(case, shared_biases=True)
+
+
+def test_biases_that_ranks_add_parts_of(ranks: RankFixture) -> None:
+    """The same on all of them or not; where that is known, no reduction is needed for it."""
+    ranks(2).run(_biases)
+
+
 def _cast_after() -> list[list[str]]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -116,7 +128,10 @@ def _model(dim: int, replicated: bool) -> list[str]:
 def test_a_model_that_torch_parallelized(ranks: RankFixture) -> None:
     for told in ranks(2).run(_model, 1, False):
         assert told[0].startswith("overlapped 4 of 4 places in 2 graphs\n  test_inductor.py:")
-        assert told[1:3] == ["gate, up: all_gather_matmul", "down: matmul_reduce_scatter"]
+        assert [line.partition("; its bias is the mean")[0] for line in told[1:3]] == [
+            "gate, up: all_gather_matmul",
+            "down: matmul_reduce_scatter",
+        ]
         assert [line.partition(": ")[2].partition(";")[0] for line in told[3:]] == [
             "all_gather_matmul",
             "matmul_reduce_scatter",
@@ -126,7 +141,9 @@ def test_a_model_that_torch_parallelized(ranks: RankFixture) -> None:
 def test_a_model_whose_activations_are_whole(ranks: RankFixture) -> None:
     for told in ranks(2).run(_model, 0, True):
         assert told[0].startswith("overlapped 2 of 2 places in 2 graphs\n")
-        assert told[1] == "down: matmul_all_reduce"
+        assert told[1] == (
+            "down: matmul_all_reduce; its bias is the mean of all ranks', a reduction more; shared_biases=True spares it"
+        )
 
 
 def _inductor() -> None:
@@ -204,14 +221,15 @@ def test_symbolic_extents_of_weights_are_left_alone(ranks: RankFixture) -> None:
 
 
 def _identities() -> list[str]:
-    changed = weft.CompilePass(schedule="sequential"), weft.CompilePass(cast_after=True)
+    options = ({"schedule": "sequential"}, {"cast_after": True}, {"shared_biases": True})
+    changed = [weft.CompilePass(**each) for each in options]  # type: ignore[arg-type]
     return [one.uuid() for one in (weft.CompilePass(), weft.CompilePass(), *changed)]
 
 
 def test_caches_tell_ranks_and_schedules_apart(ranks: RankFixture) -> None:
     (first, again, *others), (far, *_) = ranks(2).run(_identities)
     assert first == again
-    assert len({first, *others, far}) == 4
+    assert len({first, *others, far}) == 5
 
 
 def _asked() -> list[str]:

@@ -55,21 +55,27 @@ class CompilePass(CustomGraphPass):
 
     schedule: as the operators take it, a name or "auto"; or one for each operator, by its name. operators: the ones to put in.
     cast_after: a product that is cast to more bits before its reduction, as in autocast's backward, is cast after it instead:
-    half the bytes travel, and the sum, made in float32, is rounded to the product's dtype before it is cast.
+    half the bytes travel, and the sum, made in float32, is rounded to the product's dtype before it is cast. shared_biases:
+    every bias that is divided by the number of ranks before a reduction, as DTensor divides a RowwiseParallel linear's, is the
+    same on all of them; else the mean of all ranks' is made, a reduction of one row.
 
     What is left alone, with a reason: other uses of a collective, a last dimension that is gathered or scattered, scaled_mm and
     bmm, symbolic shapes, a product that is needed before its reduction. A linear's bias is added after the product, which
-    rounds once more. `mm(a, b) + bias / world_size` before a reduction is taken to be a bias that all ranks share, as DTensor
-    writes it.
+    rounds once more.
 
     All ranks must compile the same model with the same values here. Raises ValueError for an unknown operator or schedule.
     Sources: as the operators'; PyTorch has such a pass for its own async tensor parallelism.
     """
 
     def __init__(
-        self, *, schedule: str | Mapping[str, str] = "auto", operators: Sequence[str] = _OPS, cast_after: bool = False
+        self,
+        *,
+        schedule: str | Mapping[str, str] = "auto",
+        operators: Sequence[str] = _OPS,
+        cast_after: bool = False,
+        shared_biases: bool = False,
     ) -> None:
-        self.operators, self.cast_after = tuple(operators), cast_after
+        self.operators, self.cast_after, self.shared_biases = tuple(operators), cast_after, shared_biases
         for name in self.operators:
             if name not in _OPS:
                 raise ValueError(f"operators has {name!r}; use {', '.join(_OPS)}")
@@ -147,8 +153,10 @@ class CompilePass(CustomGraphPass):
             size = place_in(site.group)[1]
             problem = {"n": shape(nodes[0])[1], "k": sum(shape(term.a)[1] for term in site.terms) * size, "group": site.group}
             merged = f"{len(site.starts)} reductions of which the sum is used are one" if len(site.starts) > 1 else ""
+            if site.terms[0].bias and not self.shared_biases:
+                merged = "its bias is the mean of all ranks', a reduction more; shared_biases=True spares it"
             self._note(nodes[0], nodes, merged, site.op, problem)
-            scatters.rewrite(graph, site, self.schedules[site.op])
+            scatters.rewrite(graph, site, self.schedules[site.op], shared_biases=self.shared_biases)
 
     def _check_asked(self, op: str) -> None:
         if op not in self.operators:
@@ -165,7 +173,7 @@ class CompilePass(CustomGraphPass):
     def uuid(self) -> str:
         """What Inductor's caches tell graphs apart by: this package's sources, what was asked for, and this rank, which is in
         the graphs."""
-        asked = __version__, sorted(self.schedules.items()), self.cast_after, _rank_and_size()
+        asked = __version__, sorted(self.schedules.items()), self.cast_after, self.shared_biases, _rank_and_size()
         digest = hashlib.sha256(repr(asked).encode())
         for path in sorted(Path(__file__).parent.glob("*.py")):
             digest.update(path.read_bytes())

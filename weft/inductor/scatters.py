@@ -9,6 +9,8 @@ which torch's tensor parallelism leaves in a backward: one reduction is then lef
     wait(reduce(x)) + wait(reduce(y)) = wait(reduce(x + y))
 
 A bias, mm(a, b) + bias / world_size, is how DTensor writes one that all ranks share: it is added once, after the reduction.
+Nothing in a graph says that they do, so that what is added is the mean of all ranks', unless the caller knows: one row more is
+reduced.
 
 A cast to more bits between, as autocast's backward has it, may come after the reduction instead, if that is asked for: partial
 products then travel as they are, half the bytes, and their sum is rounded to their dtype.
@@ -271,13 +273,15 @@ def _check_shared(bias: Node) -> None:
         raise Refused("the matmul adds a bias of each rank's own")
 
 
-def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
-    """Make it one operator."""
+def rewrite(graph: Graph, site: Scatter, schedule: str, *, shared_biases: bool = False) -> None:
+    """Make it one operator. shared_biases: a bias is taken to be the same on all ranks."""
     rank, size = place_in(site.group)
     divided = site.terms[0].bias
-    bias = None if divided is None else divided.args[0]
+    bias = None if divided is None else cast(Node, divided.args[0])
     with graph.inserting_before(site.starts[-1]):
         write = Writer(graph, site.terms[0].node)
+        if bias is not None and not shared_biases:
+            bias = _mean(write, bias, site.group, size)
         a, b = _factors(write, site.terms)
         if site.dim is None:
             out = write(torch.ops.weft.matmul_all_reduce.default, a, b, bias, None, site.group, schedule)
@@ -295,6 +299,15 @@ def rewrite(graph: Graph, site: Scatter, schedule: str) -> None:
     site.end.replace_all_uses_with(out)
     site.starts[-1].replace_all_uses_with(out, lambda user: user is not site.end)
     erase_unused(site.nodes)
+
+
+def _mean(write: Writer, bias: Node, group: str, size: int) -> Node:
+    """That of all ranks, made in float32: of biases that are the same, the bias."""
+    dtype, convert = value(bias).dtype, torch.ops.prims.convert_element_type.default
+    wide = bias if dtype == torch.float32 else write(convert, bias, torch.float32)
+    total = write(c10d.wait_tensor.default, write(c10d.all_reduce.default, wide, "sum", group))
+    mean = write(aten.div.Tensor, total, size)
+    return mean if dtype == torch.float32 else write(convert, mean, dtype)
 
 
 def _factors(write: Writer, terms: Sequence[Term]) -> tuple[Node, Node]:
