@@ -341,6 +341,8 @@ def _refused() -> list[str]:
         lambda: weft.parallelize(sharded(tiny("llama")), mesh()),
         lambda: weft.parallelize(uneven, mesh()),
         lambda: weft.parallelize(tiny("llama"), mesh(), few_tokens=-1),
+        lambda: weft.parallelize(tiny("llama"), mesh(), few_tokens=None),
+        lambda: sharded(tiny("llama"), few_tokens=0).to("meta")(text(2, 9).to("meta")),
         lambda: weft.parallelize(Around(tiny("llama")), mesh()),
     ):
         try:
@@ -359,6 +361,8 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model has DTensors already; call weft.parallelize once",
         "model: no block can be sharded over 2 ranks; the first runs whole on every rank: num_key_value_heads is 1",
         "few_tokens is -1; use 0 or more",
+        "few_tokens is None; use 0 or more",
+        "a is on meta; weft runs on cpu and cuda",
         "model is Around around LlamaForCausalLM, which has no layers of its own; pass the model of transformers",
     ]
     for told in ranks(2).run(_refused):

@@ -75,8 +75,8 @@ def parallelize(
     can be sharded, or `experts` refuses a block; the model is as it was then.
     """
     decoder = _checked_decoder(model, mesh)
-    if few_tokens < 0:
-        raise ValueError(f"few_tokens is {few_tokens}; use 0 or more")
+    if not isinstance(few_tokens, int) or isinstance(few_tokens, bool) or few_tokens < 0:
+        raise ValueError(f"few_tokens is {few_tokens!r}; use 0 or more")
     how = How(schedule=schedule, keep_gathered=keep_gathered)
     _check_options(mesh, experts, src_data_rank)
     within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)

@@ -98,8 +98,9 @@ def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, ho
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Under autocast, in its dtype, as torch's linears."""
-    if not torch.is_autocast_enabled(x.device.type):
+    """Under autocast, in its dtype, as torch's linears. Some devices (meta) have none."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return [x, *weights]
-    dtype = torch.get_autocast_dtype(x.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return [x.to(dtype), *(weight.to(dtype) for weight in weights)]
