@@ -183,6 +183,7 @@ ALONE = [
     Case("nothing multiplied", lambda x, w, b: scatter(x.sin()), reason="no matmul makes what is reduced: aten.sin"),
     Case("something added", lambda x, w, b: scatter(x @ w + x[..., :5]), reason="no matmul makes what is reduced"),
     Case("a bias of its own", lambda x, w, b: scatter(torch.addmm(b, x[0], w)), reason="adds a bias of each rank's own"),
+    Case("one bias for all columns", lambda x, w, b: reduced(_linear(x, w, b[:1])), reason="adds a bias of 1 to 5 columns"),
     Case("pairs", lambda x, w, b: scatter(_mean_of_pairs(x @ w)), reason="no matmul makes what is reduced"),
 ]
 

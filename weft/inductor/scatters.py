@@ -257,7 +257,7 @@ def _term(root: Node, extents: Sequence[int]) -> Term:
     if term.bias is not None:
         if (argument(root, 3, "beta", 1), argument(root, 4, "alpha", 1)) != (1, 1):
             raise Refused("the matmul has a factor")
-        _check_shared(term.bias)
+        _check_shared(term.bias, shape(root)[-1])
     return term
 
 
@@ -267,10 +267,12 @@ _REASONS: dict[object, str] = {
 }
 
 
-def _check_shared(bias: Node) -> None:
-    """Raises Refused for what is no bias that is divided by the number of ranks."""
+def _check_shared(bias: Node, columns: int) -> None:
+    """Raises Refused for what is no bias that is divided by the number of ranks, with a number for each column."""
     if bias.target is not aten.div.Tensor or not isinstance(bias.args[0], Node) or len(shape(bias)) != 1:
         raise Refused("the matmul adds a bias of each rank's own")
+    if shape(bias) != [columns]:
+        raise Refused(f"the matmul adds a bias of {shape(bias)[0]} to {columns} columns")
 
 
 def rewrite(graph: Graph, site: Scatter, schedule: str, *, shared_biases: bool = False) -> None:
