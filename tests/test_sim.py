@@ -17,7 +17,7 @@ from weft.problem import Op, Problem
 from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
 from weft.schedules import build
 from weft.sim import Outcome, run, simulate
-from weft.sim.kernels import Blocks
+from weft.sim.kernels import Blocks, Ends
 from weft.sim.network import Network
 from weft.span import Span
 
@@ -171,9 +171,9 @@ def test_lanes_share_the_engines_of_their_rank() -> None:
 
 def test_blocks_take_tiles_as_they_come_free() -> None:
     blocks = Blocks(2, 0)
-    assert blocks.take(3, lambda free: free + 10) == (10, 20)
-    assert blocks.take(1, lambda free: free + 10) == (20, 20)
-    assert blocks.take(3, lambda free: max(free, 25) + 10) == (35, 45)
+    assert blocks.take(3, Ends(10)) == (10, 20)
+    assert blocks.take(1, Ends(10)) == (20, 20)
+    assert blocks.take(3, Ends(10, not_before=35)) == (35, 45)
 
 
 def test_a_schedule_that_never_ends_is_refused() -> None:

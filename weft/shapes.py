@@ -14,6 +14,8 @@ are. Rates were measured on H200 (docs/log.md); on other GPUs the order of shape
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -120,12 +122,16 @@ def _sent_us(step: Gemm, blocks: Blocks) -> float:
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
     counts = [(tiles_of(part, blocks) // (1 + blocks.halves), part.out.rank != step.b.rank) for part in step.parts]
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
-    now = sent = 0.0
-    for first in range(0, total, _SMS):
-        now += tile_us / 2 / _HALF_RATE if first >= whole_tiles(total, _SMS, blocks) else tile_us
-        leaving = max(0, min(away - first, _SMS))
-        sent = max(sent, now) + leaving * tile_bytes / _SENT_BYTES_PER_US if leaving else sent
-    return max(now, sent)
+    waves, sending = -(-total // _SMS), -(-away // _SMS)
+    halved = whole_tiles(total, _SMS, blocks) < total
+
+    def ends(wave: int) -> float:
+        return tile_us * (wave - (1 - 0.5 / _HALF_RATE) * (halved and wave == waves))
+
+    # Each wave's tiles go behind those before: what is sent ends late by the first wave, or by one of the last two.
+    full_us, last_us = (tiles * tile_bytes / _SENT_BYTES_PER_US for tiles in (_SMS, away - (sending - 1) * _SMS))
+    late = [ends(wave) + (sending - wave) * full_us + last_us for wave in {1, sending - 1, sending} if 0 < wave <= sending]
+    return max(ends(waves), *late)
 
 
 class _Arriving(NamedTuple):
@@ -153,48 +159,76 @@ def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
     """When the last tile ends, if chunks arrive one after the other from the start on."""
     sliced = any(len(part.ends) > 1 for part in parts)
     columns, inner = parts[0].cols, parts[0].ends[-1]
-    arrivals = zip(parts, _slice_arrivals(parts) if sliced else _chunk_arrivals(parts), strict=True)
-    row_tiles = [(part, arrives) for part, arrives in arrivals for _ in range(-(-part.rows // blocks.m))]
+    arrivals = _slice_arrivals(parts) if sliced else _chunk_arrivals(parts)
     step_us = 2 * blocks.m * blocks.n / _SM_FLOP_PER_US / blocks.rate
-    free = [0.0] * (_SMS - PUSH_SMS * sliced)
+    half_us = step_us / 2 / _HALF_RATE
+    row_tiles = [-(-part.rows // blocks.m) for part in parts]
     col_tiles = -(-columns // blocks.n)
-    tiles = [
-        tile
-        for first in range(0, len(row_tiles), blocks.group)
-        for _ in range(col_tiles)
-        for tile in row_tiles[first : first + blocks.group]
-    ]
-    whole = whole_tiles(len(tiles), len(free), blocks)
-    if sliced:
-        timed = [(tile, step_us) for tile in tiles[:whole]]
-        timed += [(tile, step_us / 2 / _HALF_RATE) for tile in tiles[whole:] for _ in range(2)]
-        for number, ((part, arrives), column_us) in enumerate(timed):
-            at = number % len(free)
-            free[at] = _tile_end(free[at], part.ends, arrives, column_us)
-    else:
-        _end_whole(free, [arrives[0] for _, arrives in tiles[:whole]], inner * step_us)
-        _end_whole(free, [arrives[0] for _, arrives in tiles[whole:] for _ in range(2)], inner * step_us / 2 / _HALF_RATE)
+    free, at = [0] * (_SMS - PUSH_SMS * sliced), 0
+    left, cut = whole_tiles(sum(row_tiles) * col_tiles, len(free), blocks), []
+    ready = [_units(_opens(part.ends, arrives, step_us)) for part, arrives in zip(parts, arrivals, strict=True)]
+    for pattern, times in _runs(row_tiles, blocks.group, col_tiles):
+        tiles = len(pattern) * times
+        whole = min(left, tiles)
+        at = _advance(free, at, [ready[number] for number in pattern], whole, _units(inner * step_us))
+        left -= whole
+        cut += [pattern[tile % len(pattern)] for tile in range(whole, tiles)]
+    ready = [_units(_opens(part.ends, arrives, half_us)) for part, arrives in zip(parts, arrivals, strict=True)]
+    _advance(free, at, [ready[number] for number in cut for _ in range(2)], 2 * len(cut), _units(inner * half_us))
     b_bytes = columns * inner * _ITEMSIZE
-    passes = -(-len(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
-    return max(*free, passes * b_bytes / _HBM_BYTES_PER_US)
+    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
+    return max(max(free) / _UNITS_PER_US, passes * b_bytes / _HBM_BYTES_PER_US)
 
 
-def _end_whole(free: list[float], arrivals: list[float], tile_us: float) -> None:
-    """Tiles of one slice, one after the other: a block each, in turns. There may be some 100 000."""
-    blocks = len(free)
-    for first in range(0, len(arrivals), blocks):
-        for at, ready in enumerate(arrivals[first : first + blocks]):
-            begun = free[at]
-            free[at] = (begun if begun > ready else ready) + tile_us
+_UNITS_PER_US = 1 << 40
 
 
-def _tile_end(start: float, ends: tuple[int, ...], arrives: tuple[float, ...], step_us: float) -> float:
-    """When a tile ends that multiplies each slice once it is there. step_us: a column of a."""
-    at, done = start, 0
-    for end, ready in zip(ends, arrives, strict=True):
-        at = max(at, ready) + (end - done) * step_us
-        done = end
-    return at
+def _units(us: float) -> int:
+    """Whole ones, so that tiles one by one and many at once come to the same sum, and shapes that are equal stay equal."""
+    return round(us * _UNITS_PER_US)
+
+
+def _opens(ends: tuple[int, ...], arrives: tuple[float, ...], step_us: float) -> float:
+    """What a tile that multiplies each slice once it is there ends by, as if it waited for all of them together, and then
+    multiplied. step_us: a column of a."""
+    return max(ready - done * step_us for done, ready in zip((0, *ends), arrives, strict=False))
+
+
+def _runs(row_tiles: Sequence[int], group: int, col_tiles: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Tiles in the kernel's order: parts' numbers, and how often these tiles come again. row_tiles: of each part.
+
+    >>> list(_runs([5, 1], group=2, col_tiles=10))
+    [((0,), 40), ((0, 1), 10)]
+    """
+    begun: tuple[int, ...] = ()
+    for number, count in enumerate(row_tiles):
+        joined = min(count, -len(begun) % group)
+        begun += (number,) * joined
+        if begun and len(begun) < group:
+            continue
+        if begun:
+            yield begun, col_tiles
+        groups, over = divmod(count - joined, group)
+        if groups:
+            yield (number,), groups * group * col_tiles
+        begun = (number,) * over
+    if begun:
+        yield begun, col_tiles
+
+
+def _advance(free: list[int], at: int, ready: Sequence[int], tiles: int, tile: int) -> int:
+    """Give tiles to blocks in turns, from block `at` on; returns whose turn is next. free: when each block ends. ready: when
+    tiles may begin, again and again; once a block has had each that comes to it, it waits for none of them any more."""
+    size = len(free)
+    first = min(tiles, math.lcm(size, len(ready) or 1))
+    for number in range(first):
+        begun, opens = free[at], ready[number % len(ready)]
+        free[at] = (begun if begun > opens else opens) + tile
+        at = at + 1 if at + 1 < size else 0
+    waves, over = divmod(tiles - first, size)
+    for number in range(size if waves or over else 0):
+        free[(at + number) % size] += (waves + (number < over)) * tile
+    return (at + over) % size
 
 
 def _chunk_arrivals(parts: tuple[_Arriving, ...]) -> list[tuple[float, ...]]:

@@ -12,7 +12,7 @@ from weft.problem import OPS
 DEFAULT_MACHINE = "h200x8"
 DEFAULT_MACHINE_TOKENS = 8192
 MOST_TOKENS = 1 << 24
-"""Rows of one matmul: what is simulated goes through every wave of their tiles."""
+"""Rows of one matmul: more than models are given at once."""
 
 MODEL = Annotated[
     str,

@@ -16,9 +16,8 @@ are a kernel's own, which copies slow (weft.sim.contention).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import simpy
@@ -41,9 +40,23 @@ KEPT = 0.8
 STREAMED, STREAMED_ROW_US = 0.45, 2.5e-3
 """Of the peak, what the kernel that multiplies and exchanges reaches; and the least that a row of b takes it: its loads are
 not TMA's, and few of them are on their way. Fitted to one_shot and two_shot in all_reduce.jsonl and planner_fit.jsonl."""
+WAVES = 2
+"""More tiles than so many for each SM are given out at once."""
 EXCHANGING_US = 1.5
 """What such a kernel takes besides: it looks up the number of its call, fills its pipeline, and empties the places of the call
 before. Fitted to the same lines with few rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """When a tile ends, in ns: takes_ns after its SM is free, but not before not_before."""
+
+    takes_ns: int
+    not_before: int = 0
+
+    def __call__(self, free: int) -> int:
+        """free: when its SM is."""
+        return max(free + self.takes_ns, self.not_before)
 
 
 class Blocks:
@@ -51,12 +64,18 @@ class Blocks:
 
     def __init__(self, sms: int, now: int) -> None:
         self._free = [(now, sms)]
+        self._sms = sms
 
-    def take(self, tiles: int, ends: Callable[[int], int]) -> tuple[int, int]:
-        """Give `tiles` out. ends: when a tile ends whose SM is free at a time. Returns when the first and the last one end."""
+    def take(self, tiles: int, ends: Ends) -> tuple[int, int]:
+        """Give `tiles` out. ends: of each of them. Returns when the first and the last one end."""
         first = last = 0
         while tiles:
             free, count = self._pop()
+            if tiles > WAVES * self._sms and free + ends.takes_ns >= ends.not_before:
+                heapq.heappush(self._free, (free, count))
+                tiles -= self._at_once(tiles, ends.takes_ns)
+                first = first or ends(free)
+                continue
             used = min(tiles, count)
             if used < count:
                 heapq.heappush(self._free, (free, count - used))
@@ -65,6 +84,26 @@ class Blocks:
             heapq.heappush(self._free, (last, used))
             tiles -= used
         return first, last
+
+    def _at_once(self, tiles: int, takes_ns: int) -> int:
+        """Give out all but the last ones of tiles that wait for nothing but an SM: those that start before the latest time
+        that leaves some. Returns how many."""
+
+        def begun(free: int, before: int) -> int:
+            """By an SM."""
+            return max(0, -((free - before) // takes_ns))
+
+        low, high = self._free[0][0], self._free[0][0] + tiles * takes_ns
+        while high - low > 1:
+            middle = (low + high) // 2
+            if sum(count * begun(free, middle) for free, count in self._free) < tiles:
+                low = middle
+            else:
+                high = middle
+        given = sum(count * begun(free, low) for free, count in self._free)
+        self._free = [(free + begun(free, low) * takes_ns, count) for free, count in self._free]
+        heapq.heapify(self._free)
+        return given
 
     def _pop(self) -> tuple[int, int]:
         free, count = heapq.heappop(self._free)
@@ -228,23 +267,16 @@ def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any,
     return tuple(times)
 
 
-def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, opened: tuple[int, ...]) -> Callable[[int], int]:
-    """When a tile of the group ends whose SM is free at a time. opened: when its gates, and each inner gate, are open."""
-    part, now = group.parts[0], opened[0]
+def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, opened: tuple[int, ...]) -> Ends:
+    """When a tile of the group ends. opened: when its gates, and each inner gate, are open."""
+    part = group.parts[0]
     tile_ns, adding_ns = _tile_ns(world, rank, group, tiles, cost), _adding_ns(world, group, tiles, cost)
     if adding_ns is not None:
-        return lambda free: max(free + tile_ns, now) + adding_ns
-    columns = (0, *(column for column, _ in part.inner), part.a.shape[1])
-    # Shares of the tile's time, cut by columns so that they add up to it.
-    cuts = [tile_ns * column // max(1, columns[-1]) for column in columns[:-1]] + [tile_ns]
-    slices = [high - low for low, high in pairwise(cuts)]
-
-    def end(free: int) -> int:
-        for opens, slice_ns in zip(opened, slices, strict=True):
-            free = max(free, opens) + slice_ns
-        return free
-
-    return end
+        return Ends(tile_ns + adding_ns, opened[0] + adding_ns)
+    columns = (0, *(column for column, _ in part.inner))
+    # Shares of the tile's time, cut by columns so that they add up to it: from each slice's begin to the tile's end.
+    left = (tile_ns - tile_ns * column // max(1, part.a.shape[1]) for column in columns)
+    return Ends(tile_ns, max(opens + left_ns for opens, left_ns in zip(opened, left, strict=True)))
 
 
 def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost) -> int:

@@ -1,0 +1,101 @@
+"""Predictions end soon, however large the sizes: waves that are alike are counted, not walked, and come to the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.machine import load
+from weft.planner import plan
+from weft.problem import OPS, Op, Problem
+from weft.schedule import Gemm
+from weft.schedules import build
+from weft.shapes import SHAPES, _Arriving, _gated_us, _opens, _sent_us, shape_of, tiles_of, whole_tiles
+from weft.sim.kernels import Blocks, Ends
+
+H200 = load("h200x8")
+LARGE = 10**9
+SOON_S = 20.0
+"""A plan at such sizes takes some 2 s. Tile by tile it took hours."""
+
+
+@given(sms=st.integers(1, 12), groups=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30), st.integers(0, 2000))))
+def test_tiles_given_out_at_once_end_as_one_by_one(sms: int, groups: list[tuple[int, int, int]]) -> None:
+    blocks, free = Blocks(sms, 0), [0] * sms
+    for tiles, takes_ns, not_before in groups:
+        ends = Ends(takes_ns, not_before)
+        one_by_one = [ends(heapq.heappushpop(free, ends(free[0]))) for _ in range(tiles)]
+        assert blocks.take(tiles, ends) == ((one_by_one[0], one_by_one[-1]) if tiles else (0, 0))
+
+
+def _walked_us(parts: tuple[_Arriving, ...], ready_us: list[float], tile_us: float, step: int, width: int) -> float:
+    """Tile by tile, in the kernel's order: groups of `step` row tiles, column by column, on 132 blocks in turns."""
+    rows = [number for number, part in enumerate(parts) for _ in range(-(-part.rows // 64))]
+    groups = [rows[first : first + step] for first in range(0, len(rows), step)]
+    order = [number for group in groups for _ in range(-(-parts[0].cols // width)) for number in group]
+    free = [0.0] * 132
+    for tile, number in enumerate(order):
+        free[tile % 132] = max(free[tile % 132], ready_us[number]) + tile_us
+    return max(free)
+
+
+@pytest.mark.parametrize("group", [8, 3, 1])
+@pytest.mark.parametrize("rows", [(64,) * 4, (640, 200, 64, 2000), (4096, 0, 100, 64 * 131), (64 * 264,) * 2])
+def test_a_gated_step_ends_as_its_tiles_one_by_one(rows: tuple[int, ...], group: int) -> None:
+    blocks = dataclasses.replace(SHAPES[3], group=group)
+    parts = tuple(_Arriving(count, 1000, number > 0, (64,)) for number, count in enumerate(rows))
+    arrived_us, now = [0.0], 0.0
+    for count in rows[1:]:
+        now += 7.0 + count * 64 * 2 / 3.0e5
+        arrived_us.append(now)
+    tile_us = 64 * 2 * 64 * 128 / 5.3e6 / blocks.rate
+    assert _gated_us(parts, blocks) == pytest.approx(_walked_us(parts, arrived_us, tile_us, group, 128), rel=1e-9)
+
+
+def test_slices_are_waited_for_one_after_the_other() -> None:
+    """Columns of 2 us each, slices that end at 4 and 10 and are there at 30 and 31: 30 + 20; or there at 0 and 50: 50 + 12."""
+    assert _opens((4, 10), (30.0, 31.0), 2.0) + 10 * 2.0 == 50.0
+    assert _opens((4, 10), (0.0, 50.0), 2.0) + 10 * 2.0 == 62.0
+
+
+@pytest.mark.parametrize("m", [100, 5000, 40000])
+@pytest.mark.parametrize("k", [4096, 65536])
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_tiles_that_are_sent_end_as_wave_by_wave(number: int, k: int, m: int) -> None:
+    shape = SHAPES[number]
+    schedule = build(Problem(op="matmul_reduce_scatter", m=m, n=4096, k=k, world_size=4), "direct_store", 1)
+    step = next(step for _, _, _, step in schedule if isinstance(step, Gemm))
+    counts = [(tiles_of(part, shape) // (1 + shape.halves), part.out.rank != step.b.rank) for part in step.parts]
+    away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
+    tile_us = 2 * shape.m * shape.n * step.b.shape[0] / 5.3e6 / shape.stored_rate
+    now = sent = 0.0
+    for first in range(0, total, 132):
+        now += tile_us / 1.8 if first >= whole_tiles(total, 132, shape) else tile_us
+        leaving = max(0, min(away - first, 132))
+        sent = max(sent, now) + leaving * shape.m * shape.n * 2 / 2.3e5 if leaving else sent
+    assert _sent_us(step, shape) == pytest.approx(max(now, sent), rel=1e-9)
+
+
+@pytest.mark.parametrize("extent", ["m", "n", "k"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_plan_ends_soon_whatever_the_extent(op: Op, extent: str) -> None:
+    begun = time.perf_counter()
+    found = plan(dataclasses.replace(Problem(op=op, m=4096, n=4096, k=4096, world_size=8), **{extent: LARGE}), H200)
+    assert time.perf_counter() - begun < SOON_S
+    assert found.chosen.predicted_us <= found.sequential_us
+    assert found.chosen.predicted_us > 0.95 * found.ideal_us
+
+
+def test_a_shape_is_found_soon_whatever_the_extent() -> None:
+    begun = time.perf_counter()
+    for name in ("flag_gated", "flag_gated_2d", "direct_store"):
+        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+            if (name, op) != ("flag_gated_2d", "matmul_reduce_scatter"):
+                schedule = build(Problem(op=op, m=LARGE, n=LARGE, k=4096, world_size=8), name, 4)
+                assert shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm))) in SHAPES
+    assert time.perf_counter() - begun < SOON_S
