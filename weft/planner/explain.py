@@ -10,7 +10,7 @@ from weft.machine import Machine
 from weft.planner.values import Candidate
 from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
 from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, SendReceive, Signal, Wait
-from weft.schedules import overlaps
+from weft.schedules import MOST_RANKS, overlaps
 from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 
 BALANCED = 1.1
@@ -64,7 +64,7 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
         return f"{bound} {chosen.candidate.spec} was asked for and {_against(chosen.predicted_us, sequential_us)}."
     rivals = [option for option in options if option.schedule.name != chosen.schedule.name]
     if chosen.schedule.name == "sequential":
-        return f"{bound} {_stays(chosen, rivals, machine)}"
+        return f"{bound} {_stays(chosen, rivals, problem, machine)}"
     hidden = f"{chosen.candidate.spec} {_against(chosen.predicted_us, sequential_us)}"
     over = f"{chosen.candidate.over_ideal_us:.0f}" if chosen.candidate.over_ideal_us else "no"
     left = f" and {over} more than the longer of the two"
@@ -87,7 +87,10 @@ def _against(predicted_us: float, sequential_us: float) -> str:
     return f"takes {predicted_us:.0f} us, {abs(sequential_us - predicted_us):.0f} {more} than sequential"
 
 
-def _stays(chosen: Option, rivals: Sequence[Option], machine: Machine) -> str:
+def _stays(chosen: Option, rivals: Sequence[Option], problem: Problem, machine: Machine) -> str:
+    if not rivals and problem.world_size > MOST_RANKS:
+        beyond = f"of more than {MOST_RANKS} ranks others take minutes to simulate, and are predicted where they are named"
+        return f"Only the sequential program was considered: {beyond}."
     if not rivals:
         return "Only the sequential program was considered."
     rival = rivals[0]

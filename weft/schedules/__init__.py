@@ -269,6 +269,11 @@ IN_ORDER = ("sequential", "sequential_stores")
 MOST_CHUNKS = 512
 """Pieces a shard. With 256 a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s; the time grows with the square."""
 
+MOST_PIECES = 4096
+"""Of a candidate, all ranks' pieces for all ranks: what is simulated grows with them, by 1 s for some 10,000."""
+MOST_RANKS = 64
+"""With more, overlaps in one piece a shard have more than that, and are no candidates."""
+
 
 def names(op: Op) -> tuple[str, ...]:
     """The families that `op` has."""
@@ -387,12 +392,15 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
     world_size chunks a shard, each program once, by its simplest name: none is `alike` an earlier one.
 
     Whole shards and halves are there because a copy's fixed cost can be as large as a small chunk's time (7 us a copy on
-    8 x H200, where an eighth of a shard may take 3). only: those of this family.
+    8 x H200, where an eighth of a shard may take 3). Of many ranks in no more chunks than make MOST_PIECES; of more than
+    MOST_RANKS the sequential program alone, unless a family is asked for. only: those of this family.
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
+    most = max(1, min(rows, MOST_PIECES // size**2))
+    only = "sequential" if only is None and size > MOST_RANKS else only
     found: list[Schedule] = []
     for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
-        counts = sorted({max(1, min(c, rows)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
+        counts = sorted({max(1, min(c, most)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         for chunks in counts:
             schedule = build(problem, family.name, chunks, fan_out=fan_out)
             if not any(alike(schedule, other) for other in found):

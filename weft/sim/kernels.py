@@ -203,20 +203,22 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
     if _streams(world, rank, step):
         tiles = (_streamed(world, step),)
-    return gemm_cost(
-        world.machine,
-        rows=tuple(group.rows for group in groups),
-        n=n,
-        k=k,
-        dtype=world.schedule.problem.dtype,
-        sms=world.free_sms[rank],
-        accumulate=step.accumulate,
-        out_itemsize=4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
-        flags=flags,
-        tiles=tiles,
-        shape=shape,
-        apart=_apart(world, step),
-    )
+    asked: dict[str, Any] = {
+        "rows": tuple(group.rows for group in groups),
+        "n": n,
+        "k": k,
+        "sms": world.free_sms[rank],
+        "accumulate": step.accumulate,
+        "out_itemsize": 4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else None,
+        "flags": flags,
+        "tiles": tiles,
+        "shape": shape,
+        "apart": _apart(world, step),
+    }
+    found = world.costs.get(key := tuple(asked.values()))
+    if found is None:
+        found = world.costs[key] = gemm_cost(world.machine, dtype=world.schedule.problem.dtype, **asked)
+    return found
 
 
 def _streams(world: World, rank: int, step: Gemm) -> bool:

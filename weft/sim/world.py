@@ -15,7 +15,7 @@ import simpy
 
 from weft.machine import Machine
 from weft.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
-from weft.sim.cost import hbm_us
+from weft.sim.cost import GemmCost, hbm_us
 from weft.sim.network import Network, Resource
 
 Process = Generator[simpy.Event, Any, None]
@@ -128,9 +128,9 @@ class Ran(NamedTuple):
 @dataclass
 class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
-    has, by pair and whether it is the sender. filled: by rank, the last kernel that takes all SMs. kernels: ns
-    per rank that its kernels worked; transfers: while its data moved; multiplied: us per rank that its matmuls so far take at
-    full rate."""
+    has, by pair and whether it is the sender. costs: of matmuls, by what they depend on, since most are alike. filled: by rank,
+    the last kernel that takes all SMs. kernels: ns per rank that its kernels worked; transfers: while its data moved;
+    multiplied: us per rank that its matmuls so far take at full rate."""
 
     schedule: Schedule
     machine: Machine
@@ -141,6 +141,7 @@ class World:
     mail: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
     filled: dict[int, Filled] = field(default_factory=dict)
     counted: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
+    costs: dict[tuple[object, ...], GemmCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ranks = range(len(self.schedule.ranks))
