@@ -16,8 +16,9 @@ from conftest import Weft
 from weft import codec
 from weft.cli import choices, output
 from weft.cli.gantt import gantt
+from weft.cli.profile import unit
 from weft.errors import RankMismatch, WeftError
-from weft.machine import names
+from weft.machine import load, names
 from weft.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
@@ -342,6 +343,36 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert [site["site"] for site in data["sites"][:3]] == ["attention QKV", "attention out", "expert dispatch + gate/up"]
     plan = codec.load(Plan, data["sites"][0]["plan"])
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["sites"][0]["schedule"])
+
+
+@pytest.mark.parametrize("name", names())
+def test_one_machine_is_shown_number_by_number(weft: Weft, tmp_path: Path, name: str) -> None:
+    """Each with its unit and its source, from the shipped name or from a file, which --json writes."""
+    status, out, _ = weft("machines", name)
+    machine = load(name)
+    assert status == 0
+    assert out.startswith(str(machine))
+    for path, source in machine.sources.items():
+        row = next(line for line in out.splitlines() if line.split()[: len(path.split())] == path.split())
+        assert unit(path)
+        assert unit(path).split()[0] in row
+        assert source.split()[0] in row
+    file = tmp_path / "mine.json"
+    file.write_text(weft("machines", name, "--json")[1])
+    assert load(file) == machine
+    assert weft("machines", str(file))[1].split("What each")[0] == out.split("What each")[0]
+
+
+def test_one_machine_and_what_does_not_go_with_it(weft: Weft) -> None:
+    assert "52,428,800" in weft("machines", "h200x8")[1]
+    assert weft("machines", "h100")[::2] == (
+        2,
+        f"weft: error: machine is 'h100'; weft has {', '.join(names())}, or give the path of a JSON file\n",
+    )
+    for other in ("h200x8", "--json"):
+        status, _, error = weft("machines", other, "--diff", "h200x8", "a100x8")
+        assert status == 2
+        assert f"leave {other} out" in error
 
 
 def test_machines_lists_every_profile(weft: Weft) -> None:

@@ -61,16 +61,22 @@ def _example(op: Op) -> Problem:
 
 
 def machines(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one, whole: a name or a JSON file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profiles as JSON.")] = False,
     diff: Annotated[
         tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two: names or files, number by number.")
     ] = None,
 ) -> None:
-    """List the machines that predictions can be made for, and where their numbers are from."""
+    """List the machines that predictions can be made for, and where their numbers are from; of one, each number."""
     from weft.machine import load, names
 
     if diff is not None:
+        if name is not None or as_json:
+            raise ValueError(f"--diff compares two by itself; leave {name or '--json'} out")
         print_difference(load(diff[0]), load(diff[1]))
+        return
+    if name is not None:
+        _print_one(load(name), name, as_json=as_json)
         return
     found = [load(name) for name in names()]
     if as_json:
@@ -85,7 +91,17 @@ def machines(
     out.print()
     for machine in found:
         out.print(f"{machine.name}: {machine.words}. Numbers: {sources(machine)}.")
-    out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines --json.")
+    out.print("Each number, its unit, and where it is from: weft machines NAME.")
+    out.print("A machine of your own: weft plan MODEL --machine FILE.json, with the fields of weft machines NAME --json.")
+
+
+def _print_one(machine: Machine, named: str, *, as_json: bool) -> None:
+    from weft.cli.profile import print_profile
+
+    if as_json:
+        print(json.dumps(codec.dump(machine), indent=2, allow_nan=False))
+    else:
+        print_profile(machine, named)
 
 
 def print_difference(a: Machine, b: Machine) -> None:

@@ -1,0 +1,96 @@
+"""weft machines NAME: one profile, each number with its unit and where it is from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weft.cli import output
+from weft.machine import Machine, Table, Tile
+
+_UNITS = {
+    "world_size": "GPUs",
+    "gpu.sms": "SMs",
+    "gpu.tiles": "tile: of the matrix rate",
+    "gpu.kernel_tiles": "tile: of the matrix rate",
+    "gpu.tile_step": "rows or columns",
+    "gpu.flag_efficiency": "of the plain kernel's rate",
+    "gpu.sustained": "of the rate, after burst_us",
+    "copies.engines": "copies at once",
+    "copies.turning": "more of their time",
+    "stores.gbps": "SMs: GB/s",
+    "stores.sms": "SMs",
+    "stores.stall": "of a store's time",
+    "stores.tiles": "of the rate",
+    "network.sms": "SMs",
+}
+"""Of numbers whose names do not say it."""
+_BY_END = {
+    "_us": "us",
+    "gbps": "GB/s",
+    "_bytes": "bytes",
+    ".world_size": "ranks",
+    ".points": "bytes of a shard: us",
+    ".also": "ranks; bytes of a shard: us",
+}
+_BY_BEGIN = {"gpu.tflops.": "TFLOP/s", "contention.": "times as long"}
+
+
+def print_profile(machine: Machine, named: str) -> None:
+    """What the machine is, and a table of its numbers. named: by a name or a file."""
+    out = output.console()
+    out.print(str(machine))
+    if machine.device:
+        out.print(f"Measured on {machine.device}.")
+    words = {path: value for path, value in fields(machine) if isinstance(value, (str, bool)) and value != ""}
+    out.print(", ".join(f"{path}: {value}" for path, value in words.items() if path not in ("name", "words", "device")))
+    out.print()
+    spreads = bool(machine.spreads)
+    listed = output.table("number", "value", *["spread"] * spreads, "unit", "from", left=4 + spreads)
+    for path, value in fields(machine):
+        if path in machine.sources:
+            spread = [f"+-{machine.spreads[path]:.1%}" if path in machine.spreads else ""] * spreads
+            listed.add_row(path, shown(value), *spread, unit(path), machine.sources[path])
+    output.print_table(out, listed)
+    out.print()
+    out.print(f"What each number means: python -m pydoc weft.machine. As a file for --machine: weft machines {named} --json.")
+
+
+def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Numbers, tables, words of a machine, by path; not its sources, nor what is about numbers."""
+    if dataclasses.is_dataclass(value):
+        items = {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if not part.metadata}
+    elif isinstance(value, Mapping):
+        items = dict(value)
+    else:
+        if value is not None and value != ():
+            yield path, value
+        return
+    for name, item in items.items():
+        if path or name != "sources":
+            yield from fields(item, f"{path}.{name}" if path else name)
+
+
+def unit(path: str) -> str:
+    """Of the number, or the table, at a path; an empty text for one that has none."""
+    found = (unit for begin, unit in _BY_BEGIN.items() if path.startswith(begin))
+    ended = (unit for end, unit in _BY_END.items() if path.endswith(end))
+    return _UNITS.get(path) or next(found, "") or next(ended, "")
+
+
+def shown(value: Any) -> str:
+    """A number; a table, row by row.
+
+    >>> shown(1234.5), shown(((4, 115.0), (8, 210.0)))
+    ('1,234.5', '4: 115, 8: 210')
+    """
+    if isinstance(value, Tile):
+        return f"{value.rows} x {value.cols}: {value.efficiency:g}"
+    if isinstance(value, Table):
+        return f"{value.world_size}; {shown(value.points)}"
+    if isinstance(value, tuple) and all(isinstance(item, (int, float)) for item in value):
+        return ": ".join(f"{item:.10g}" for item in value)
+    if isinstance(value, tuple):
+        return (" | " if isinstance(value[0], Table) else ", ").join(map(shown, value))
+    return f"{value:,.10g}"
