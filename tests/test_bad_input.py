@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weft
 from weft.machine import load
 from weft.problem import OPS, Op
+from weft.rules import heuristic
 from weft.schedules import MOST_CHUNKS, names
 
 GATHER = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2)
@@ -48,6 +49,12 @@ def alone(tmp_path: Path) -> Iterator[None]:
         (lambda: weft.timeline(None), "schedule is a NoneType"),
         (lambda: weft.timeline(SHARDS, width="80"), "width is a str"),
         (lambda: dataclasses.replace(GATHER, nodes=(1.0, 1)), r"nodes is \(1.0, 1\); it must be a tuple of whole"),
+        (
+            lambda: dataclasses.replace(GATHER, m=10**400),
+            "m is 10{39}; it must be a whole number of at least 0, and at most 9223372036854775807",
+        ),
+        (lambda: weft.CollectiveProblem(op="all_gather", m=10**400, world_size=2), "m is 10{39}; it must"),
+        (lambda: dataclasses.replace(GATHER, world_size=10**9), "world_size is 1000000000; it must be .* at most 65536"),
         (lambda: dataclasses.replace(GATHER, nodes=2), "nodes is 2; it must be a tuple"),
         (lambda: dataclasses.replace(GATHER, b_sizes=[32, 32]), r"b_sizes is \[32, 32\]; it must be a tuple"),
         (lambda: weft.LookupProblem.of(batch=4, dims=(("x",), (4,))), "dims is .*; it must have a list of whole numbers"),
@@ -63,6 +70,16 @@ def alone(tmp_path: Path) -> Iterator[None]:
 def test_a_value_of_another_type_is_named(call: Callable[[], Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_largest_extents_have_a_heuristic_and_a_reason(op: Op) -> None:
+    """Products of the largest extents overflow no float; what takes too long to simulate says so."""
+    most = 2**63 - 1
+    problem = weft.Problem(op=op, m=most, n=most, k=most, world_size=2)
+    assert heuristic(problem, load("h200x8"))
+    with pytest.raises(ValueError, match="takes more than 104 days"):
+        weft.plan(problem, "h200x8")
 
 
 def test_machines_go_by_name_or_by_value() -> None:

@@ -74,6 +74,8 @@ ADDENDS: tuple[Addend, ...] = ("bias", "residual")
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of what weft computes with."""
 
+MOST_EXTENT, MOST_WORLD = 2**63 - 1, 1 << 16
+"""No tensor has more, and times of far more are no floats. Every rank's part is laid out: of far more, that never ends."""
 Span1D = tuple[int, int]
 """A half-open range [low, high)."""
 
@@ -103,7 +105,8 @@ class Problem:
     b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
     addends: of matmul_all_reduce, what is added to the sum over ranks, in the order of ADDENDS.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
-    Raises ValueError for an unknown name, an extent below zero (k and world_size: below one), or sizes that do not add up.
+    Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or past MOST_EXTENT (world_size:
+    MOST_WORLD), or sizes that do not add up.
     """
 
     KNOWN: ClassVar[tuple[Op, ...]] = OPS
@@ -130,10 +133,9 @@ class Problem:
         if self.reduce_op not in ("sum", "avg"):
             raise ValueError(f"reduce_op is {self.reduce_op!r}; use 'sum' or 'avg'")
         for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
-
+            value, most = getattr(self, name), MOST_WORLD if name == "world_size" else MOST_EXTENT
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
+                raise ValueError(f"{name} is {value!r:.40}; it must be a whole number of at least {low}, and at most {most}")
         for name in ("b_sizes", "nodes"):
             sizes = getattr(self, name)
             if not isinstance(sizes, tuple) or any(not isinstance(size, int) for size in sizes):

@@ -41,7 +41,7 @@ def padded(world: World, step: Collective) -> Process:
     if (
         not world.machine.stages
         or step.op not in ("all_gather", "reduce_scatter")
-        or len({high - low for low, high in shards}) == 1
+        or shards[0][1] - shards[0][0] == shards[-1][1] - shards[-1][0]  # none is shorter than the last
     ):
         return
     passes, whole = (2, step.dst) if step.op == "all_gather" else (3, step.src)
