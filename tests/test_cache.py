@@ -127,6 +127,28 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         Cache(tmp_path / "file").write(ENTRY)
 
 
+def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may have no entry and no HOME: the first call of every problem raised."""
+    for name in ("WEFT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with mock.patch.object(Path, "home", side_effect=RuntimeError("Could not determine home directory.")):
+        with pytest.warns(UserWarning, match="not kept: Could not determine home directory. Set WEFT_CACHE_DIR to a folder"):
+            assert from_environment() is None
+        monkeypatch.setenv("WEFT_CACHE_DIR", "/some")
+        assert from_environment() is not None
+
+
+@pytest.mark.parametrize("chunks", [513, 3_000_000])
+def test_a_kept_count_that_cannot_be_built_is_skipped_aloud(chunks: int, tmp_path: Path) -> None:
+    """As a number between ranks, the second was another family."""
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    path = cache.path(KEY)
+    path.write_text(path.read_text().replace('"spec": "flag_gated:2"', f'"spec": "flag_gated:{chunks}"'))
+    with pytest.warns(UserWarning, match=f"a kept plan is skipped, .* chunks is {chunks}; use at most 512"):
+        assert cache.read(KEY) is None
+
+
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert from_environment() is None, "conftest switches it off"
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))

@@ -6,8 +6,8 @@ schedules there were to choose from. An entry that is broken, of another key, or
 that says why; it never raises. Writers replace whole files, so that a reader sees an old entry or a new one, whoever
 writes at the same time, and whoever is killed while he does.
 
-Folder: WEFT_CACHE_DIR, or weft/ in XDG_CACHE_HOME, or ~/.cache/weft; an empty WEFT_CACHE_DIR keeps nothing. Folders are made
-for their user alone (0700), and so are files (0600).
+Folder: WEFT_CACHE_DIR, or weft/ in XDG_CACHE_HOME, or ~/.cache/weft; an empty WEFT_CACHE_DIR keeps nothing, nor does a
+user without a home, who is told. Folders are made for their user alone (0700), and so are files (0600).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from weft import codec
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.schedules import FAMILIES, check_op, parse, spec
+from weft.schedules import FAMILIES, check_chunks, check_op, parse, spec
 
 _FORMAT = 1
 _MOST_BYTES = 1 << 20
@@ -59,14 +59,17 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """spec: what was chosen. us: what was measured, by spec. Raises ValueError for a schedule that the operator lacks."""
+    """spec: what was chosen. us: what was measured, by spec. Raises ValueError for a schedule that the operator lacks, or that
+    is not built in so many chunks."""
 
     key: Key
     spec: str
     us: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        check_op(parse(self.spec)[0], self.key.problem.op)
+        name, chunks = parse(self.spec)
+        check_op(name, self.key.problem.op)
+        check_chunks(chunks or 1, self.key.problem.world_size)
 
 
 def encode(spec: str | None) -> int:
@@ -90,11 +93,17 @@ def decode(number: int) -> str | None:
 
 
 def from_environment() -> Cache | None:
-    """The user's cache; None where WEFT_CACHE_DIR is empty."""
+    """The user's cache; None where WEFT_CACHE_DIR is empty, and, with a warning, where the user has no home."""
     named = os.environ.get("WEFT_CACHE_DIR")
     if named is not None:
         return Cache(Path(named)) if named else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        warnings.warn(
+            f"measured plans are not kept: {error} Set WEFT_CACHE_DIR to a folder of yours, or to nothing", stacklevel=2
+        )
+        return None
     return Cache(Path(base) / "weft")
 
 

@@ -301,6 +301,14 @@ def check_op(name: str, op: Op) -> None:
         raise ValueError(f"schedule is {name!r}, which is for {ops} alone; {op} has {', '.join(names(op))}")
 
 
+def check_chunks(chunks: int, world_size: int) -> None:
+    """Raises ValueError for a count below one, or past MOST_CHUNKS and world_size."""
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
+    if chunks > (most := max(MOST_CHUNKS, world_size)):
+        raise ValueError(f"chunks is {chunks}; use at most {most}: what proves a schedule takes minutes for more")
+
+
 def unfit(name: str, problem: Problem) -> str:
     """Why a family cannot serve where the problem's ranks are; an empty text if it can."""
     if problem.nodes and not FAMILIES[name].across:
@@ -326,10 +334,7 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     if reason := unfit(name, problem):
         raise ValueError(reason)
     chunks = problem.world_size if chunks is None else chunks
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"chunks is {chunks!r}; it must be a whole number of at least 1")
-    if chunks > (most := max(MOST_CHUNKS, problem.world_size)):
-        raise ValueError(f"chunks is {chunks}; use at most {most}: what proves a schedule takes minutes for more")
+    check_chunks(chunks, problem.world_size)
     return family.builders[problem.op](problem, name, chunks if family.chunked else 1, fan_out=fan_out)
 
 
