@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,8 @@ import pytest
 
 from weft.cli import main
 from weft.doctor import Finding, diagnose, gpus, host, software
+from weft.doctor.environment import environment_findings
+from weft.execute.environment import READ
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGY = """\
@@ -86,6 +89,48 @@ def test_packages_are_those_of_the_project_file() -> None:
 def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     assert host.shared_memory_finding(tmp_path).state in ("ok", "warn")
     assert list(tmp_path.iterdir()) == []
+
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+
+def test_values_that_will_not_do_and_names_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in READ:
+        monkeypatch.delenv(name, raising=False)
+    assert [finding.what for finding in environment_findings() if finding.what in READ] == []
+    bad = {
+        "TIMEOUT_S": "soon",
+        "EFFORT": "most",
+        "MACHINE": "h100",
+        "RANKS_PER_NODE": "0",
+        "STAGING_BYTES": "1",
+        "NODE_TRANSPORT": "ib",
+    }
+    for name, value in bad.items():
+        monkeypatch.setenv(f"WEFT_{name}", value)
+    monkeypatch.setenv("WEFT_CACHE_DIR", "")
+    monkeypatch.setenv("WEFT_TIMEOUT", "5")
+    found = {finding.what: finding for finding in environment_findings()}
+    assert {name: found[f"WEFT_{name}"].state for name in bad} == dict.fromkeys(bad, "missing")
+    assert all(repr(value) in found[f"WEFT_{name}"].detail for name, value in bad.items())
+    assert (found["WEFT_CACHE_DIR"].state, found["WEFT_TIMEOUT"].state) == ("ok", "warn")
+    assert "WEFT_TIMEOUT_S" in found["WEFT_TIMEOUT"].cure
+
+
+def test_all_variables_of_the_package_are_known() -> None:
+    named = {name for path in (ROOT / "weft").rglob("*.py") for name in re.findall(r"WEFT_[A-Z_]+", path.read_text())}
+    assert named == set(READ)
+
+
+@pytest.mark.parametrize("command", [["run", "llama3-8b", "--device", "cpu"], ["calibrate", "--device", "cpu"]])
+def test_a_bad_value_ends_a_command_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str]
+) -> None:
+    """It ended them with status 3, which stands for a rank that failed while it ran."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
+    assert main(command) == 2
+    assert capsys.readouterr().err == "weft: error: WEFT_TIMEOUT_S is 'soon'; it must be a number of seconds above 0\n"
 
 
 # --- command ---------------------------------------------------------------------------------------------------------

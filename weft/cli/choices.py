@@ -66,7 +66,11 @@ def choose_op(op: str) -> Op:
 
 
 def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
-    """("cpu" or "cuda", ranks). auto: the GPUs if there are two or more, and as many as the ranks asked for."""
+    """("cpu" or "cuda", ranks). auto: the GPUs if there are two or more, and as many as the ranks asked for. What the
+    environment says is looked at, too: every rank would fail over it."""
+    from weft.execute.environment import check_environment
+
+    check_environment()
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; use {', '.join(DEVICES)}")
     if device == "cpu":

@@ -7,6 +7,7 @@ what the links should give, and one operator: whether overlap pays here. Nothing
 
 from __future__ import annotations
 
+from weft.doctor.environment import environment_findings
 from weft.doctor.finding import Finding, State
 from weft.doctor.gpus import gpu_findings
 from weft.doctor.host import host_findings
@@ -18,4 +19,4 @@ __all__ = ["Finding", "State", "diagnose"]
 def diagnose(*, quick: bool = False) -> tuple[Finding, ...]:
     """All findings, in the order in which one would mend them. Takes some seconds: it imports PyTorch. On two GPUs or more,
     some 20 s, unless quick: then no transport is timed."""
-    return (*software_findings(), *host_findings(), *gpu_findings(quick=quick))
+    return (*software_findings(), *environment_findings(), *host_findings(), *gpu_findings(quick=quick))

@@ -5,6 +5,7 @@ From a call to a program:
     calls.py  collective_calls.py  ragged.py     one rank's call: an operator's, a collective's, of rows that only devices count
     gradients.py                                 the backward of lookups
     groups.py  plain.py                          what is kept for a process group: its team, programs, choices; their mode
+    environment.py                               what the environment says, looked at before ranks start
     choose.py  trial.py  kept.py                 from `schedule=` to a schedule: by name or plan, by measuring, from before
 
 A program, which is a schedule bound to one rank:
