@@ -129,5 +129,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(["characterize", "llama3-8b", *wrong]) == 2
 
 
+def test_what_is_another_familys_program_on_one_node_is_shown_where_it_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["characterize", "llama3-8b", "--op", "matmul_all_reduce", "--tokens", "16", "--chunks", "1"]
+    assert main(asked) == 0
+    shown = capsys.readouterr().out
+    assert "one_shot" in shown
+    assert "node_slices" not in shown
+    assert main([*asked, "--schedule", "node_slices"]) == 0
+    assert "node_slices:1" in capsys.readouterr().out
+
+
 def test_no_two_families_have_one_marker() -> None:
     assert len({tuple(mark(index).items()) for index in range(len(NAMES))}) == len(NAMES)

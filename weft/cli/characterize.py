@@ -34,7 +34,7 @@ def command(
     ranks: Annotated[int | None, typer.Option(min=2, metavar="N", help="Default: the machine's GPUs; 4 on the CPU.")] = None,
     tokens: Annotated[str, typer.Option(metavar="N,N", help="Tokens: rows of every matmul, with commas.")] = "1024,8192,65536",
     op: options.OP = None,
-    schedule: Annotated[str, typer.Option(metavar="NAME,NAME", help="Families, with commas. Default: all.")] = "",
+    schedule: Annotated[str, typer.Option(metavar="NAME,NAME", help="Families, with commas. Default: all of one node.")] = "",
     chunks: Annotated[str, typer.Option(metavar="N,N", help="Chunk counts, with commas.")] = "1,2,4,8",
     dtype: options.DTYPE = "bfloat16",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a JSON line for each schedule.")] = None,
@@ -81,7 +81,8 @@ def _specs(problem: Problem, families: str, counts: Sequence[int]) -> list[str]:
     for name in wanted:
         if name not in FAMILIES:
             raise ValueError(f"--schedule has {name!r}; weft has {', '.join(NAMES)}")
-    chosen = [name for name in names(problem.op) if not wanted or name in wanted]
+    usual = set(NAMES) - {"node_slices"}  # ranks are of one node, where it is another family's program
+    chosen = [name for name in names(problem.op) if name in (wanted or usual)]
     return [spec(name, count) for name in chosen for count in (counts if FAMILIES[name].chunked else (1,))]
 
 
