@@ -246,6 +246,17 @@ def test_it_takes_less_than_20_us() -> None:
     assert min(rounds) < 2 * share * min(squares)
 
 
+def test_it_takes_less_than_40_us_where_the_vendor_may_cut_k() -> None:
+    """By instructions, whatever the sizes."""
+    _opcodes(_squares)
+    allowed = 2 * BOUND_US / 40 * _opcodes(_squares)
+    for op in OPS:
+        for size in (16384, 10**9, 2**63 - 1):
+            problem = Problem(op=op, m=size, n=size, k=size, world_size=8)
+            heuristic(problem, H200)
+            assert _opcodes(functools.partial(heuristic, problem, H200)) < allowed
+
+
 def test_it_needs_the_standard_library_alone() -> None:
     code = (
         "import sys; from weft import machine; from weft.problem import Problem; from weft.rules import heuristic;"
