@@ -78,6 +78,17 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("field", ["name", "words", "device", "sources.launch_us"])
+@pytest.mark.parametrize("text", ["one\ntwo", "\x1b[31mred", "\u202eback"])
+def test_texts_that_would_steer_a_terminal_are_refused(field: str, text: str) -> None:
+    """A file may come from elsewhere, and its texts are printed."""
+    data = codec.dump(tiny())
+    outer, _, inner = field.partition(".")
+    data[outer] = data[outer] | {inner: text} if inner else text
+    with pytest.raises(ValueError, match=rf"{field} is '.*'; it must be one line of letters that print"):
+        codec.load(machine.Machine, data)
+
+
 @pytest.mark.parametrize(("path", "value", "message"), BAD)
 def test_bad_files_are_refused_by_file_and_field(tmp_path: Path, path: str, value: Any, message: str) -> None:
     file = _changed(tmp_path, path, value)

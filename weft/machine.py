@@ -265,6 +265,10 @@ class Machine:
     fork_us: float | None = None
 
     def __post_init__(self) -> None:
+        texts = {"name": self.name, "words": self.words, "device": self.device}
+        for path, text in (texts | {f"sources.{path}": text for path, text in self.sources.items()}).items():
+            if not text.isprintable():
+                raise ValueError(f"{path} is {text!r:.80}; it must be one line of letters that print")
         for path, value in numbers(self):
             if not value > 0 and not (path in MAY_BE_ZERO and value == 0):
                 raise ValueError(f"{path} is {value!r}; it must be above zero")

@@ -23,12 +23,15 @@ def command(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Of the profile. Default: the file's.")] = None,
 ) -> None:
     """Measure this machine: matmuls, copies, stores, collectives, flags. Writes a profile for --machine."""
+    name = name or out.stem
+    if not name.isprintable():
+        raise ValueError(f"--name is {name!r}; it must be one line of letters that print")
     device, ranks = choices.choose_device(device, ranks)
     output.require_file(out, "--out")
     from weft.calibrate import calibrate
 
     with progress_bar("starting ranks") as progress:
-        machine, samples = calibrate(device=device, ranks=ranks, name=name or out.stem, progress=progress)
+        machine, samples = calibrate(device=device, ranks=ranks, name=name, progress=progress)
     output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")
     console = output.console()
     console.print(f"{machine}: {len(samples)} samples")
