@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -187,11 +188,15 @@ def _entered(way: str) -> tuple[list[float], list[str]]:
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model.outer, "last")
     events: list[str] = []
-    gather, turn = fully_sharded.vendor_all_gather, StepTrial.turn
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         if way:
-            fully_sharded.vendor_all_gather = lambda *args, **options: events.append("gather") or gather(*args, **options)
-            StepTrial.turn = lambda self: events.append("turn") or turn(self)  # type: ignore[method-assign,func-returns-value]
+            stock = type(model._get_fsdp_state()._fsdp_param_group._all_gather_comm)
+            for holder, name, event in (
+                (stock, "__call__", "gather"),
+                (fully_sharded, "vendor_all_gather", "gather"),
+                (StepTrial, "turn", "turn"),
+            ):
+                patch.setattr(holder, name, _noting(getattr(holder, name), events, event))
             weft.hooks.fsdp(model, way=way)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         x = torch.randn(8, 33, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -205,20 +210,27 @@ def _entered(way: str) -> tuple[list[float], list[str]]:
         with torch.no_grad():
             events.append("without")
             losses.append(float((model.encode(x) - x).square().mean()))
-        return losses, events
-    finally:
-        fully_sharded.vendor_all_gather, StepTrial.turn = gather, turn  # type: ignore[method-assign]
-        weft.close()
+    weft.close()
+    return losses, events
+
+
+def _noting(call: Callable[..., Any], events: list[str], event: str) -> Callable[..., Any]:
+    def noted(*args: Any, **options: Any) -> Any:
+        events.append(event)
+        return call(*args, **options)
+
+    return noted
 
 
 @pytest.mark.ranks
 def test_steps_through_registered_methods_take_turns(ranks: RankFixture) -> None:
-    """A step is counted, and its parameters are gathered as the way says; fully_shard keeps the root's by itself."""
+    """A step is counted while ways are tried, and its parameters are gathered as the way says; fully_shard keeps the root's by
+    itself."""
     plain, _ = ranks(2).run(_entered, "")[0]
-    for way, again in (("vendor", 2), ("vendor+keep+ahead=1", 0)):
+    for way, again, turns in (("vendor", 2, []), ("vendor+keep+ahead=1", 0, []), ("auto", 2, ["turn"])):
         losses, events = ranks(2).run(_entered, way)[0]
         assert losses == pytest.approx(plain, rel=1e-5)
-        assert events == [*["gather"] * (3 + again), "turn", "without", *["gather"] * 3]
+        assert events == [*["gather"] * (3 + again), *turns, "without", *["gather"] * 3]
 
 
 def _closed_meanwhile() -> str:
