@@ -3,14 +3,24 @@
 A part that is stored at a peer takes as long as its bytes take on the way, if that is more: few stores of a kernel are under
 way, and blocks wait for room. Else they are hidden but for the machine's `stores.stall` of their time. Before it counts a part,
 a block waits until its stores are acknowledged.
+
+Copies to peers of rows that do not lie together, which kernels make on some machines, run beside a lookup, whose blocks of one
+warp leave room. They are slower then, and so is the lookup.
 """
 
 from __future__ import annotations
 
 from weft.schedule import Bags, Lookup
 from weft.sim.cost import gathered_bytes
+from weft.sim.network import Resource
 from weft.sim.world import Filled, Process, World, ns
 from weft.work import region_bytes
+
+BESIDE_GBPS, BESIDE_BYTES = 265.0, 8
+"""Of a kernel that copies rows beside a lookup: its rate, and what it takes of the memory's for each byte."""
+TOLD_US = 15.0
+"""From a part's last row to the begin of such a copy, which waits for it. All three are fitted to the 25 lookups of
+planner_fit.jsonl, on 2 and 4 H200: there track_and_trigger is 8 to 9% off, root mean square; it was 16 to 26%."""
 
 
 def lookup(world: World, rank: int, step: Lookup) -> Process:
@@ -24,9 +34,18 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     for part in step.parts:
         yield from _part(world, rank, part)
         if part.count is not None:
-            world.post(rank, part.count)
+            late = world.machine.copies.strided == "kernel" and part.out.rank == rank
+            world.post(rank, part.count, after=world.env.timeout(ns(TOLD_US)) if late else None)
     world.kernels[rank] += world.now - start
     ended.succeed()
+
+
+def copied_beside(world: World, rank: int, size: int, path: tuple[Resource, ...]) -> Process:
+    """Rows that a kernel copies over a path to a peer."""
+    limit = world.network.limit(("beside lookups", rank), BESIDE_GBPS)
+    world.transfers[rank].start(world.now)
+    yield world.network.transfer_alike(size, (*((each, 1) for each in (*path, limit)), (("hbm", rank), BESIDE_BYTES)))
+    world.transfers[rank].stop(world.now)
 
 
 def _part(world: World, rank: int, part: Bags) -> Process:

@@ -2,14 +2,16 @@
 
 A lane of a copy engine runs its copies one after the other. Lanes of one rank share its engines: a copy waits until one is
 free, then shares ports and links with all other transfers. Where a copy of rows that do not lie together is a kernel, it waits
-for the SMs of the lookup or vendor's GEMM that runs on its rank.
+for the SMs of the lookup or vendor's GEMM that runs on its rank; one to a peer runs beside a lookup (weft.sim.lookups).
 """
 
 from __future__ import annotations
 
+from weft.problem import LookupProblem
 from weft.schedule import Collective, Copy, LaneKind, Region, Schedule
 from weft.sim import staging
 from weft.sim.cost import collective_us
+from weft.sim.lookups import copied_beside
 from weft.sim.network import Resource
 from weft.sim.world import Process, Rendezvous, World, ns
 from weft.work import collective_shard_bytes, region_bytes
@@ -35,8 +37,11 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
 
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:
     machine = world.machine
+    beside = False
     if machine.copies.strided == "kernel" and rank in world.filled and strided(world.schedule, step):
-        yield world.filled[rank].room(world.env)
+        beside = isinstance(world.schedule.problem, LookupProblem) and step.src.rank != step.dst.rank
+        if not beside:
+            yield world.filled[rank].room(world.env)
     yield world.env.timeout(ns(fixed))
     if step.src.rank == step.dst.rank:
         yield from world.local(rank, 2 * size)
@@ -46,7 +51,7 @@ def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, siz
         else:
             sms = machine.stores.sms if kind == "blocks" else world.free_sms[rank]
             path = world.sm_path(rank, sms, step.src.rank, step.dst.rank)
-        yield from world.move(rank, size, path)
+        yield from copied_beside(world, rank, size, path) if beside else world.move(rank, size, path)
 
 
 def _turned(world: World, rank: int) -> tuple[Resource, ...]:
