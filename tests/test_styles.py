@@ -316,6 +316,7 @@ def _twice(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return gradients(model)
 
 
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11's DTensor drops gradients of gradients, of its own styles, too")
 def test_gradients_have_gradients(ranks: RankFixture) -> None:
     ranks(2).run(_gradients_of_gradients)
 
