@@ -64,6 +64,8 @@ def _under_autocast() -> None:
     a, b, splits = _leaf(4, 8, seed=dist.get_rank()), _leaf(8, 6, seed=9), torch.tensor([1, 3])
     for call in (
         lambda: weft.all_gather_matmul(a, b),
+        lambda: weft.all_gather_matmul(a, b, schedule="uniform_fused_2d"),  # adds products up on the caller's thread
+        lambda: weft.all_gather_matmul(a, b, schedule="flag_gated_2d:2"),
         lambda: weft.matmul_reduce_scatter(a, b),
         lambda: weft.matmul_all_reduce(a, b),
         lambda: weft.all_to_all_matmul(a, b, splits=splits, max_rows=8)[0],
