@@ -1,4 +1,4 @@
-"""Uses of weft.concurrent that are over, and that never begin, on CPU ranks."""
+"""Uses of weft.concurrent on CPU ranks: several collectives of one memory, uses that are over, and that never begin."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
@@ -70,3 +71,20 @@ def test_a_context_that_nobody_enters_says_so(ranks: RankFixture) -> None:
         assert told == [
             "a weft.concurrent was never entered, so that all_reduce of [4] float32 among 2 did not run; use `with`"
         ]
+
+
+def _in_order() -> None:
+    """What a scatter leaves is gathered, of tensors that take gloo some milliseconds."""
+    part, size = 1 << 18, dist.get_world_size()
+    whole, own, out = torch.empty(size * part), torch.empty(part), torch.empty(size * part)
+    for turn in range(6):
+        for way in ("vendor", "vendor+late", "sequential"):
+            whole.fill_(turn + dist.get_rank())
+            steps = [weft.ReduceScatter(own, whole), weft.AllGather(out, own), weft.AllReduce(out)]
+            with weft.concurrent(collectives=steps, key="in order", way=way):
+                pass
+            assert torch.equal(out, torch.full_like(out, size * sum(turn + rank for rank in range(size)))), (turn, way)
+
+
+def test_collectives_of_one_memory_run_one_after_the_other(ranks: RankFixture) -> None:
+    ranks(2).run(_in_order)

@@ -74,6 +74,10 @@ class Collective(ABC):
         """Bytes of its largest tensor."""
         return max(tensor.nbytes for tensor in self.tensors)
 
+    def meets(self, other: Collective) -> bool:
+        """Whether some of its memory is the other's, too."""
+        return any(_overlap(mine, theirs) for mine in self.tensors for theirs in other.tensors)
+
     @property
     def alike(self) -> tuple[object, ...]:
         """What collectives alike have in common, on this rank. Compared at each use: cheap."""
