@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft import collectives as by_copy_engine
-from weft.ops.checks import DTYPES, no_group
+from weft.ops.checks import DTYPES, check_values, no_group
 
 COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
 """The schedules of weft.collectives."""
@@ -141,6 +141,7 @@ def _contiguous(name: str, tensor: object) -> None:
         raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous; pass a contiguous tensor")
+    check_values(name, tensor)
 
 
 def _reduction(op: object) -> None:

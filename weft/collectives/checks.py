@@ -11,7 +11,7 @@ from weft.errors import require
 from weft.execute.collective_calls import CollectiveCall, staging_from_environment
 from weft.execute.groups import GROUPS
 from weft.library.collectives import default_sms
-from weft.ops.checks import DTYPES, group_of, shape_of, spec_of
+from weft.ops.checks import DTYPES, check_values, group_of, shape_of, spec_of
 from weft.problem import CollectiveProblem, Op
 from weft.schedule import Schedule
 
@@ -84,6 +84,7 @@ def check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
 def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is {shape_of(tensor)} with strides {tensor.stride()}; it must be contiguous")
+    check_values(name, tensor)
 
 
 def _check_sizes(op: Op, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:

@@ -125,14 +125,15 @@ def _as_given(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unseen(*tensors: torch.Tensor) -> bool:
-    """Whether nobody but the caller looks at this call: no gradient, tangent, tracer, mode or subclass. Then torch's
-    dispatch, some 15 us of host time, has nothing to do."""
+    """Whether nobody but the caller looks at this call: no gradient, tangent, tracer, mode or subclass; and no tensor is a view
+    that torch is to negate or conjugate. Then torch's dispatch, some 15 us of host time, has nothing to do."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     grad = torch.is_grad_enabled()
-    return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
+    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
+    return plain and not any(t.is_neg() or t.is_conj() for t in tensors)
 
 
 def backward_schedule(schedule: str, op: Op) -> str:

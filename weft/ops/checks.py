@@ -81,6 +81,14 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
 
 
+def check_values(name: str, tensor: torch.Tensor) -> None:
+    """That its memory holds its values, for what is read or written there. Raises ValueError."""
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(
+            f"{name} is a view of values that torch has yet to negate or conjugate; use {name}.resolve_conj().resolve_neg()"
+        )
+
+
 def listed(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
     """Several tensors as a list. Raises ValueError for what holds none."""
     if not isinstance(values, (list, tuple)):
