@@ -114,6 +114,8 @@ A, B = torch.ones(4, 8), torch.ones(8, 2)
         (lambda: weft.all_gather_matmul(A, None), "b is a NoneType; pass a matrix, or several in a list"),
         (lambda: weft.all_gather_matmul(A.to_sparse(), B), "a is torch.sparse_coo; weft takes strided tensors"),
         (lambda: weft.matmul_all_reduce(A, B.to_sparse()), "b is torch.sparse_coo"),
+        (lambda: weft.matmul_all_reduce(A, B, bias=torch.ones(2).to_sparse()), "bias is torch.sparse_coo; .* bias.to_dense"),
+        (lambda: weft.all_gather_matmul(A, B.to("meta")), "b is torch.float32 on meta, a is torch.float32 on cpu"),
         (lambda: weft.all_gather_matmul(A, B, "x"), r"group is a str; use a ProcessGroup .* or None"),
         (lambda: weft.all_gather_matmul(A, B, dist.GroupMember.NON_GROUP_MEMBER), "group: this rank is not in it"),
         (lambda: weft.AllReduce(A, 3), "group is a int; use a ProcessGroup"),

@@ -62,5 +62,7 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
         return
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
         raise ValueError(f"{name} is {shape_of(given)}; it must be {list(shape)}")
+    if given.layout is not torch.strided:
+        raise ValueError(f"{name} is {given.layout}; weft takes strided tensors: use {name}.to_dense()")
     if given.dtype != a.dtype or given.device != a.device:
         raise ValueError(f"{name} is {given.dtype} on {given.device}, a is {a.dtype} on {a.device}; they must agree")

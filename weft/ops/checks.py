@@ -77,7 +77,8 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
         if b.shape[0] != beside * a.shape[-1]:
             columns = f"{a.shape[-1]} columns" + (f" on each of {beside} ranks" if beside > 1 else "")
             raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
-        if b.dtype != a.dtype or b.get_device() != a.get_device():
+        # get_device, which is fast, is -1 for a tensor without memory, too.
+        if b.dtype != a.dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
 
 
