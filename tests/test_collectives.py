@@ -215,6 +215,24 @@ def test_compiles_as_one_graph(ranks: RankFixture) -> None:
     ranks(2).run(_compiled)
 
 
+def _in_inference_mode() -> None:
+    """As functions, into tensors that were made there, and into others."""
+    mine, size = torch.full((4,), dist.get_rank() + 1.0), dist.get_world_size()
+    total, others = size * (size + 1) / 2, torch.empty(4 * size)
+    with torch.inference_mode():
+        made = torch.empty(4 * size)
+        for spec in ("sequential", "copy_engine:2"):
+            for out in (made, others):
+                collectives.all_gather_into_tensor(out, mine, schedule=spec)
+                assert torch.equal(out, collectives.all_gather(mine, schedule=spec))
+                assert out.view(size, 4)[:, 0].tolist() == [rank + 1 for rank in range(size)]
+            assert collectives.all_reduced(mine.clone(), schedule=spec).tolist() == [total] * 4
+
+
+def test_in_inference_mode(ranks: RankFixture) -> None:
+    ranks(2).run(_in_inference_mode)
+
+
 def _mistakes() -> list[str]:
     x, whole = torch.zeros(4), torch.zeros(4 * dist.get_world_size())
     calls = (

@@ -76,7 +76,7 @@ class CollectiveCall(Call):
 
     def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
         """As one column, of bytes where nothing is summed."""
-        flat = tensor.detach().view(-1)
+        flat = _plain(tensor).view(-1)
         return (flat if self._sums else flat.view(torch.uint8)).view(-1, 1)
 
     @property
@@ -126,3 +126,12 @@ class CollectiveCall(Call):
             sms=self.sms,
             reachable=self.reach is not None,
         )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be written in any mode: one of inference mode may be only there, and calls run in
+    none (weft.execute.plain)."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)
