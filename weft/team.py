@@ -47,6 +47,8 @@ from weft.rendezvous import Meetings
 from weft.team_relay import Board, Relay
 
 DEFAULT_TIMEOUT_S = 60.0
+_MOST_TIMEOUT_S = 1e9
+"""What waits of threads and stores can count."""
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
 _FAILED, _CLOSED, _TOLD = 1, 2, 3
 _ENDED_BADLY = (_FAILED, _TOLD)
@@ -69,14 +71,14 @@ _SILENT_S = 30.0
 
 
 def timeout_from_environment() -> float:
-    """WEFT_TIMEOUT_S, or 60 s. Raises ValueError if it is not a positive number."""
+    """WEFT_TIMEOUT_S, or 60 s. Raises ValueError if it is not a positive number, or is too large to be waited for."""
     text = os.environ.get("WEFT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise ValueError(f"WEFT_TIMEOUT_S is {text!r}; it must be a number of seconds above 0")
+    if not 0 < value <= _MOST_TIMEOUT_S:
+        raise ValueError(f"WEFT_TIMEOUT_S is {text!r}; it must be a number of seconds above 0, and at most {_MOST_TIMEOUT_S:g}")
     return value
 
 
