@@ -210,14 +210,22 @@ class Team:
         self._control[self.rank].write_text(slot, _TEXT_BYTES, text)
         self._words[self.rank].store(_OFFERED + parity, mine)
         self._log_call(parity)
-        self._tell()
+        try:
+            self._tell()
+            self._agree(text, within_s)
+        except BaseException as error:
+            # Peers take this call for begun: whatever ends it here, be it Ctrl-C, must end theirs.
+            raise self.fail(error) from error.__cause__
+        return tuple(words.load(_OFFERED + parity) for words in self._words)
+
+    def _agree(self, text: str, within_s: float | None) -> None:
+        """Wait until every rank has entered the call, and compare what they say of it."""
         for peer in self._others():
             self._await_word(peer, _ENTERED, self.calls, "entered", within_s)
         for peer in self._others():
             theirs = self._text_of(peer, self.calls)
             if theirs != text[:_TEXT_BYTES]:
                 raise self.fail(self._mismatch(self.calls, text, peer, theirs))
-        return tuple(words.load(_OFFERED + parity) for words in self._words)
 
     def remember(self, text: str) -> int:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
@@ -315,7 +323,7 @@ class Team:
         """
         if self.broken:
             self.aware()
-            raise PeerLost(str(self.broken))
+            raise PeerLost(_reason(self.broken))
         self._hear()
         self._compare()
         dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
@@ -359,7 +367,7 @@ class Team:
         with self._lock:
             if self.broken is None:
                 self.broken = error
-                _mark_failed(self._control[self.rank], str(error))
+                _mark_failed(self._control[self.rank], _reason(error))
                 self._tell()
                 reap_stale()
         return error
@@ -435,7 +443,7 @@ class Team:
         if self.broken:
             self.aware()
             failed, closed = self._remedy
-            raise WeftError(closed if self._closed else failed.format(self.broken))
+            raise WeftError(closed if self._closed else failed.format(_reason(self.broken)))
 
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
@@ -456,6 +464,12 @@ class Team:
 def _mark_failed(control: Segment, text: str) -> None:
     control.write_text(_FAILURE_AT, _TEXT_BYTES, text)
     control.words(0, _BOARD.words).store(_STATE, _FAILED)
+
+
+def _reason(error: BaseException) -> str:
+    """Why a rank ended, in words: with the error's kind, where it is none of weft's own, whose words say enough."""
+    kind = "" if isinstance(error, (WeftError, ValueError)) else type(error).__name__
+    return ": ".join(part for part in (kind, str(error)) if part)
 
 
 def _difference(rank: int, mine: str, peer: int, theirs: str) -> str:

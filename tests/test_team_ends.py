@@ -1,0 +1,49 @@
+"""What ends a rank where no call of its peers can know: they are told the reason, and soon."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+import weft
+from weft.errors import PeerLost, WeftError
+
+pytestmark = pytest.mark.ranks
+A, B = torch.ones(4, 8), torch.ones(8, 4)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _interrupted() -> tuple[str, float]:
+    """Rank 0 is interrupted while it waits for rank 1, which then calls. What it is told, and after how long."""
+    weft.all_gather_matmul(A, B)
+    if dist.get_rank() == 0:
+        before = signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            weft.all_gather_matmul(A, B)
+        signal.signal(signal.SIGALRM, before)
+        with pytest.raises(WeftError, match=r"broken \(KeyboardInterrupt\); call weft.close"):
+            weft.all_gather_matmul(A, B)
+        return "", 0.0
+    time.sleep(0.8)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        for _ in range(2):  # it has come to the first one, of which nothing more is heard
+            weft.all_gather_matmul(A, B)
+    return str(caught.value), time.monotonic() - began
+
+
+def test_peers_of_a_rank_that_was_interrupted_are_told(ranks: RankFixture) -> None:
+    _, (message, seconds) = ranks(2).run(_interrupted)
+    assert message == "rank 0 failed: KeyboardInterrupt"
+    assert seconds < 5
+    ranks(2).run(weft.close)
