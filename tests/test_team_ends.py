@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import time
 from typing import Any
@@ -47,3 +49,32 @@ def test_peers_of_a_rank_that_was_interrupted_are_told(ranks: RankFixture) -> No
     assert message == "rank 0 failed: KeyboardInterrupt"
     assert seconds < 5
     ranks(2).run(weft.close)
+
+
+def _forked() -> str:
+    """Rank 0 forks a process, which calls, and ends as processes do, while rank 1 waits in a call. What it raised."""
+    weft.all_gather_matmul(A, B)
+    said = ""
+    if dist.get_rank() == 0:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                weft.all_gather_matmul(A, B)
+            except BaseException as error:
+                os.write(writing, f"{type(error).__name__}: {error}".encode())
+            finally:
+                atexit._run_exitfuncs()
+                os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as pipe:
+            said = pipe.read().replace(str(child), "C").replace(str(os.getpid()), "P")
+        time.sleep(0.5)
+    assert weft.all_gather_matmul(A, B).shape == (8, 4)
+    return said
+
+
+def test_a_fork_of_a_rank_leaves_its_group_alone(ranks: RankFixture) -> None:
+    said, _ = ranks(2).run(_forked)
+    assert said.startswith("WeftError: process C is a fork of process P, which is rank 0 of this group: call weft there")

@@ -361,6 +361,11 @@ class Team:
             return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
         return f"rank {peer} has left the group" if state == _CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the rank's: what it wrote into shared memory, peers would take for the rank's."""
+        return os.getpid() != self.pids[self.rank]
+
     def fail(self, error: BaseException) -> BaseException:
         """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
         self.aware()
@@ -439,7 +444,12 @@ class Team:
         self.__dict__.pop("group", None)
 
     def check_usable(self) -> None:
-        """Raise WeftError, with the reason, if this team has failed here."""
+        """Raise WeftError, with the reason, if this team has failed here, or is another process's."""
+        if self.forked:
+            raise WeftError(
+                f"process {os.getpid()} is a fork of process {self.pids[self.rank]}, which is rank {self.rank} of this group: "
+                "call weft there, or start processes by spawn and give them a group of their own"
+            )
         if self.broken:
             self.aware()
             failed, closed = self._remedy

@@ -460,8 +460,7 @@ class Groups:
 
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
-        known = self._states.get(name)
-        return known[1].reachable.find(tensor) if known else None
+        return known.reachable.find(tensor) if (known := self.known(name)) else None
 
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""
@@ -485,7 +484,8 @@ class Groups:
             # From here on no failure is raised in this thread: nothing is left half closed.
             known[1].team.closing()
             self._states.pop(name, None)
-            known[1].close()
+            if not known[1].team.forked:  # else to close it is the rank's, which has its threads and its peers
+                known[1].close()
 
 
 def _checked(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
