@@ -9,6 +9,7 @@ from conftest import RankFixture
 
 from weft.errors import PeerLost, RankMismatch
 from weft.team import _CLOSED, _STATE, _TOLD, Team
+from weft.team_texts import TEXT_BYTES, told
 
 
 def _alike(team: Team) -> int:
@@ -135,9 +136,18 @@ def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -
 
 
 def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -> None:
-    from weft.team import _TEXT_BYTES, _told
+    alike = "dims\n" * TEXT_BYTES
+    one, other = (told(f"{alike}schedule: {name}") for name in ("direct_store", "sequential"))
+    assert one != other
+    assert len(one.encode()) == TEXT_BYTES
+    assert told("short") == "short"
 
-    alike = "dims\n" * _TEXT_BYTES
-    one, other = (_told(f"{alike}schedule: {name}") for name in ("direct_store", "sequential"))
-    assert one[:_TEXT_BYTES] != other[:_TEXT_BYTES]
-    assert _told("short") == "short"
+
+def _long_and_alike(team: Team) -> int:
+    for cut in range(4):  # wherever a character's bytes are cut
+        team.enter("key: " + "x" * cut + "\N{GREEK SMALL LETTER MU}\N{SNOWMAN}" * TEXT_BYTES)
+    return team.calls
+
+
+def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
+    assert ranks(2).run(_with_team, "_long_and_alike") == [4, 4]

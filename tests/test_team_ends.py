@@ -78,3 +78,27 @@ def _forked() -> str:
 def test_a_fork_of_a_rank_leaves_its_group_alone(ranks: RankFixture) -> None:
     said, _ = ranks(2).run(_forked)
     assert said.startswith("WeftError: process C is a fork of process P, which is rank 0 of this group: call weft there")
+
+
+def _cannot_start(setting: str, value: str) -> tuple[str, float]:
+    """Rank 1 has a setting that cannot be. What each rank is told by its first call, and how soon."""
+    weft.close()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.environ[setting] = value
+    began = time.monotonic()
+    with pytest.raises((ValueError, PeerLost)) as caught:
+        weft.all_gather_matmul(A, B)
+    seconds = time.monotonic() - began
+    os.environ["WEFT_TIMEOUT_S"] = "20"
+    os.environ.pop("WEFT_RANKS_PER_NODE", None)
+    assert weft.all_gather_matmul(A, B).shape == (8, 4)
+    return f"{type(caught.value).__name__}: {caught.value}", seconds
+
+
+@pytest.mark.parametrize(("setting", "value"), [("WEFT_TIMEOUT_S", "0"), ("WEFT_RANKS_PER_NODE", "x")])
+def test_a_setting_that_one_rank_cannot_take_is_raised_on_all(ranks: RankFixture, setting: str, value: str) -> None:
+    (first, first_s), (second, second_s) = ranks(2).run(_cannot_start, setting, value)
+    assert second.startswith(f"ValueError: {setting} is '{value}'")
+    assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
+    assert max(first_s, second_s) < 5

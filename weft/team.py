@@ -27,7 +27,6 @@ each other as if they were on different hosts.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import threading
@@ -45,6 +44,7 @@ from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
 from weft.rendezvous import Meetings
 from weft.team_relay import Board, Relay
+from weft.team_texts import TEXT_BYTES, difference, reason, told
 
 DEFAULT_TIMEOUT_S = 60.0
 _MOST_TIMEOUT_S = 1e9
@@ -52,17 +52,18 @@ _MOST_TIMEOUT_S = 1e9
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
 _FAILED, _CLOSED, _TOLD = 1, 2, 3
 _ENDED_BADLY = (_FAILED, _TOLD)
-_TEXT_BYTES = 4096
-_FAILURE_AT, _NAME_AT, _LOG_AT = 3 * _TEXT_BYTES, 4 * _TEXT_BYTES, 5 * _TEXT_BYTES
+_FAILURE_AT, _NAME_AT, _LOG_AT = 3 * TEXT_BYTES, 4 * TEXT_BYTES, 5 * TEXT_BYTES
 _LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
-_BOARD = Board(words=6, texts_at=_TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
+_BOARD = Board(words=6, texts_at=TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
 _NUMBERS = 4096
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
 OF_A_GROUP = (
     "this group's team is broken ({}); call weft.close(group) on every rank, then go on",
     "this group was closed, and with it what had been made for it before, as a hook's trial; make that again, on every rank",
 )
+_Member = tuple[str, str, int, int | None, str]
+"""A rank, as the others know it: its host, what tells its node, its process and when that began, its control segment."""
 _PEER_CHECK_S = 0.02
 _SAYS_S = 0.5
 """A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
@@ -105,12 +106,6 @@ def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
     return tuple(count for _, count in found) if len(found) > 1 else ()
 
 
-def _told(text: str) -> str:
-    """A text as it is compared: where there is no room for all of it, its digest comes first."""
-    data = text.encode()
-    return text if len(data) <= _TEXT_BYTES else f"sha256 of all: {hashlib.sha256(data).hexdigest()}\n{text}"
-
-
 class Team:
     """The ranks of `group`. Collective: every rank of the group constructs it.
 
@@ -125,7 +120,6 @@ class Team:
         self, group: dist.ProcessGroup, *, timeout_s: float | None = None, remedy: tuple[str, str] = OF_A_GROUP
     ) -> None:
         self._remedy = remedy
-        self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._meetings = self._compared = 0
@@ -136,17 +130,12 @@ class Team:
         self._lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
-        reap_stale()
-        per_node, host = ranks_per_node(), socket.gethostname()
-        label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
-        control = Segment.create("control", _BOARD.nbytes)
-        me = (host, label, os.getpid(), process_start(os.getpid()), control.name)
-        everyone: list[tuple[str, str, int, int, str]] = [me] * self.world_size  # type: ignore[list-item]
+        control, everyone = self._introduced(timeout_s)
         try:
-            dist.all_gather_object(everyone, me, group=group)
             labels = [label for _, label, *_ in everyone]
             self.nodes, self.one_host = nodes_of(labels), len({host for host, *_ in everyone}) == 1
-            self.near = range(labels.index(label), labels.index(label) + labels.count(label))
+            first, label = labels.index(labels[self.rank]), labels[self.rank]
+            self.near = range(first, first + labels.count(label))
             self.pids = [pid for *_, pid, _, _ in everyone]
             self._starts = [start for *_, start, _ in everyone]
             self._control = [self._board_of(rank, name, control) for rank, (*_, name) in enumerate(everyone)]
@@ -157,6 +146,33 @@ class Team:
             self._relay = self._relayed() if self.nodes else None
         finally:
             unlink(control.name)
+
+    def _introduced(self, timeout_s: float | None) -> tuple[Segment, list[_Member]]:
+        """This rank's control segment, and who all ranks are. What keeps one of them from the team, a setting or a full
+        /dev/shm, is raised on all: the process group's own wait has a bound of half an hour."""
+        own: Segment | None = None
+        try:
+            self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
+            per_node, host = ranks_per_node(), socket.gethostname()
+            label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
+            reap_stale()
+            own = Segment.create("control", _BOARD.nbytes)
+            me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
+        except (ValueError, OSError) as error:
+            wrong, me = error, str(error)
+        everyone: list[Any] = [me] * self.world_size
+        try:
+            dist.all_gather_object(everyone, me, group=self.group)
+            if own is None:
+                raise wrong
+            for rank, one in enumerate(everyone):
+                if isinstance(one, str):
+                    raise PeerLost(f"rank {rank} failed: {one}")
+        except BaseException:
+            if own is not None:
+                unlink(own.name)
+            raise
+        return own, everyone
 
     def _board_of(self, rank: int, name: str, own: Segment) -> Segment:
         """A rank's control segment, or where it is copied to."""
@@ -203,11 +219,11 @@ class Team:
         lines that differ.
         """
         self.check_usable()
-        text = _told(text)
+        text = told(text)
         self._meetings += 1
         parity = self._meetings % 2
-        slot = (1 + parity) * _TEXT_BYTES
-        self._control[self.rank].write_text(slot, _TEXT_BYTES, text)
+        slot = (1 + parity) * TEXT_BYTES
+        self._control[self.rank].write_text(slot, TEXT_BYTES, text)
         self._words[self.rank].store(_OFFERED + parity, mine)
         self._log_call(parity)
         try:
@@ -224,7 +240,7 @@ class Team:
             self._await_word(peer, _ENTERED, self.calls, "entered", within_s)
         for peer in self._others():
             theirs = self._text_of(peer, self.calls)
-            if theirs != text[:_TEXT_BYTES]:
+            if theirs != text:
                 raise self.fail(self._mismatch(self.calls, text, peer, theirs))
 
     def remember(self, text: str) -> int:
@@ -251,7 +267,7 @@ class Team:
     def _text_of(self, rank: int, call: int) -> str:
         number = self._number_of(rank, call)
         if number in (0, 1):
-            return self._control[rank].read_text((1 + number) * _TEXT_BYTES, _TEXT_BYTES)
+            return self._control[rank].read_text((1 + number) * TEXT_BYTES, TEXT_BYTES)
         return self._known.get(number or 0, "")
 
     def _compare(self) -> None:
@@ -267,7 +283,7 @@ class Team:
         self._compared = max(self._compared, entered)
 
     def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
-        return RankMismatch(f"ranks disagree in call {call}:\n{_difference(self.rank, mine, peer, theirs)}")
+        return RankMismatch(f"ranks disagree in call {call}:\n{difference(self.rank, mine, peer, theirs)}")
 
     def allocate(self, nbytes: int) -> list[Segment]:
         """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective."""
@@ -275,12 +291,12 @@ class Team:
         mine = Segment.create("data", nbytes)
         self._rounds += 1
         try:
-            self._control[self.rank].write_text(_NAME_AT, _TEXT_BYTES, mine.name)
+            self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine.name)
             self._words[self.rank].store(_CREATED, self._rounds)
             segments = []
             for peer in self.near:
                 self._await_word(peer, _CREATED, self._rounds, "created")
-                name = self._control[peer].read_text(_NAME_AT, _TEXT_BYTES)
+                name = self._control[peer].read_text(_NAME_AT, TEXT_BYTES)
                 segments.append(mine if peer == self.rank else Segment.open(name))
             self._publish_mapped()
         finally:
@@ -323,7 +339,7 @@ class Team:
         """
         if self.broken:
             self.aware()
-            raise PeerLost(_reason(self.broken))
+            raise PeerLost(reason(self.broken))
         self._hear()
         self._compare()
         dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
@@ -356,7 +372,7 @@ class Team:
     def _farewell(self, peer: int) -> str:
         state = self._words[peer].load(_STATE)
         if state in _ENDED_BADLY:
-            return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, _TEXT_BYTES)}"
+            return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, TEXT_BYTES)}"
         if state != _CLOSED and peer not in self.near:
             return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
         return f"rank {peer} has left the group" if state == _CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
@@ -372,7 +388,7 @@ class Team:
         with self._lock:
             if self.broken is None:
                 self.broken = error
-                _mark_failed(self._control[self.rank], _reason(error))
+                _mark_failed(self._control[self.rank], reason(error))
                 self._tell()
                 reap_stale()
         return error
@@ -453,7 +469,7 @@ class Team:
         if self.broken:
             self.aware()
             failed, closed = self._remedy
-            raise WeftError(closed if self._closed else failed.format(_reason(self.broken)))
+            raise WeftError(closed if self._closed else failed.format(reason(self.broken)))
 
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
@@ -472,25 +488,5 @@ class Team:
 
 
 def _mark_failed(control: Segment, text: str) -> None:
-    control.write_text(_FAILURE_AT, _TEXT_BYTES, text)
+    control.write_text(_FAILURE_AT, TEXT_BYTES, text)
     control.words(0, _BOARD.words).store(_STATE, _FAILED)
-
-
-def _reason(error: BaseException) -> str:
-    """Why a rank ended, in words: with the error's kind, where it is none of weft's own, whose words say enough."""
-    kind = "" if isinstance(error, (WeftError, ValueError)) else type(error).__name__
-    return ": ".join(part for part in (kind, str(error)) if part)
-
-
-def _difference(rank: int, mine: str, peer: int, theirs: str) -> str:
-    """The lines in which two descriptions differ."""
-    left, right = dict(_fields(mine)), dict(_fields(theirs))
-    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
-    lines = [
-        f"  {key}: rank {rank} has {left.get(key, 'nothing')}, rank {peer} has {right.get(key, 'nothing')}" for key in keys
-    ]
-    return "\n".join(lines)
-
-
-def _fields(text: str) -> list[tuple[str, str]]:
-    return [(key, value) for key, _, value in (line.partition(": ") for line in text.splitlines())]

@@ -1,0 +1,50 @@
+"""What ranks say of their calls and of their ends, in words that they compare, and that users read (weft.team)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from weft.errors import WeftError
+
+TEXT_BYTES = 4096
+"""Of a text in a control segment."""
+
+
+def told(text: str) -> str:
+    """A text as it is compared: where there is no room for all of it, its digest comes first, and its end is left out.
+
+    >>> told("op: all_gather_matmul")
+    'op: all_gather_matmul'
+    """
+    data = text.encode()
+    if len(data) > TEXT_BYTES:
+        data = f"sha256 of all: {hashlib.sha256(data).hexdigest()}\n".encode() + data
+    return data[:TEXT_BYTES].decode(errors="ignore")  # the last character may have been cut
+
+
+def reason(error: BaseException) -> str:
+    """Why a rank ended: with the error's kind, where it is none of weft's own, whose words say enough.
+
+    >>> reason(KeyboardInterrupt())
+    'KeyboardInterrupt'
+    """
+    kind = "" if isinstance(error, (WeftError, ValueError)) else type(error).__name__
+    return ": ".join(part for part in (kind, str(error)) if part)
+
+
+def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
+    """The lines in which two descriptions differ.
+
+    >>> difference(0, "op: gather\\nM: 64", 1, "op: scatter\\nM: 64")
+    '  op: rank 0 has gather, rank 1 has scatter'
+    """
+    left, right = dict(_fields(mine)), dict(_fields(theirs))
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    lines = [
+        f"  {key}: rank {rank} has {left.get(key, 'nothing')}, rank {peer} has {right.get(key, 'nothing')}" for key in keys
+    ]
+    return "\n".join(lines)
+
+
+def _fields(text: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (line.partition(": ") for line in text.splitlines())]
