@@ -14,6 +14,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
+from weft import collectives
 from weft.errors import PeerLost, WeftError
 
 pytestmark = pytest.mark.ranks
@@ -102,3 +103,30 @@ def test_a_setting_that_one_rank_cannot_take_is_raised_on_all(ranks: RankFixture
     assert second.startswith(f"ValueError: {setting} is '{value}'")
     assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
     assert max(first_s, second_s) < 5
+
+
+def _no_room() -> tuple[str, float]:
+    """Rank 1 finds no room for a tensor that peers can reach."""
+    from weft.memory import Segment
+
+    weft.close()
+    weft.all_gather_matmul(A, B)
+    plain = Segment.create
+    if dist.get_rank() == 1:
+        Segment.create = lambda label, nbytes: plain(label, 1 << 50)  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        with pytest.raises((ValueError, PeerLost)) as caught:
+            collectives.empty(64)
+    finally:
+        Segment.create = plain  # type: ignore[method-assign]
+    seconds = time.monotonic() - began
+    weft.close()
+    return f"{type(caught.value).__name__}: {caught.value}", seconds
+
+
+def test_a_rank_without_room_for_a_segment_tells_the_others(ranks: RankFixture) -> None:
+    (first, first_s), (second, _) = ranks(2).run(_no_room)
+    assert second.startswith("ValueError: shared memory: 1125899906842624 bytes asked")
+    assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
+    assert first_s < 5

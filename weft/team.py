@@ -286,9 +286,13 @@ class Team:
         return RankMismatch(f"ranks disagree in call {call}:\n{difference(self.rank, mine, peer, theirs)}")
 
     def allocate(self, nbytes: int) -> list[Segment]:
-        """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective."""
+        """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective.
+        Raises ValueError where shared memory is too small for it, and ends the team: a peer may have found room."""
         self.check_usable()
-        mine = Segment.create("data", nbytes)
+        try:
+            mine = Segment.create("data", nbytes)
+        except (ValueError, OSError) as error:
+            raise self.fail(error) from None
         self._rounds += 1
         try:
             self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine.name)
