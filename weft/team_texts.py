@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-from weft.errors import WeftError
-
 TEXT_BYTES = 4096
 """Of a text in a control segment."""
 
@@ -23,13 +21,12 @@ def told(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a rank ended: with the error's kind, where it is none of weft's own, whose words say enough.
+    """Why a rank ended: the error's kind where it has no words.
 
-    >>> reason(KeyboardInterrupt())
-    'KeyboardInterrupt'
+    >>> reason(KeyboardInterrupt()), reason(ValueError("M is 3"))
+    ('KeyboardInterrupt', 'M is 3')
     """
-    kind = "" if isinstance(error, (WeftError, ValueError)) else type(error).__name__
-    return ": ".join(part for part in (kind, str(error)) if part)
+    return str(error) or type(error).__name__
 
 
 def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
