@@ -105,7 +105,7 @@ def test_a_result_without_elements_is_predicted_by_every_family(op: Op) -> None:
         assert "no elements" in weft.plan(problem, "h200x8").why
 
 
-A, B = torch.ones(4, 8), torch.ones(8, 2)
+A, B, C = torch.ones(4, 8), torch.ones(8, 2), torch.ones(9)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,29 @@ A, B = torch.ones(4, 8), torch.ones(8, 2)
         (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], kernels=3), "kernels is a int"),
         (lambda: weft.SendReceive(send=A, to="x"), "to is 'x'; use another rank"),
         (lambda: weft.collectives.empty(2.5), r"shape is \(2.5,\)"),
+        (lambda: weft.collectives.empty(True), r"shape is \(True,\)"),
+        (lambda: weft.collectives.empty(1 << 62), r"shape is .* of torch.float32; no memory has 2\^63 bytes"),
+        (lambda: weft.collectives.empty(4, dtype="float32"), "dtype is a str"),
+        (lambda: weft.collectives.empty(4, device="banana"), "device is 'banana'; weft runs on cpu and cuda"),
+        (lambda: weft.all_gather_matmul(A, B, rows="8"), "rows is a str; it must be a whole number"),
+        (lambda: weft.all_gather_matmul(A, B, gather_dim=None), "gather_dim is a NoneType; it must be in 0 to 0"),
+        (lambda: weft.matmul_reduce_scatter(A, B, scatter_dim=0.0), "scatter_dim is a float"),
+        (lambda: weft.matmul_all_to_all(A, B, split_dim=torch.zeros(2)), "split_dim is tensor"),
+        (lambda: weft.collectives.all_to_all_single(A.clone(), A, [5], [5]), r"output_split_sizes is \[5\]; .* here 1 times 4"),
+        (lambda: weft.collectives.all_to_all_single(A.clone(), A, [4], [1, 3]), r"input_split_sizes is \[1, 3\]; weft exch"),
+        (lambda: weft.collectives.all_to_all_single(A.clone(), A, torch.ones(1)), "output_split_sizes is a Tensor"),
+        (lambda: weft.concurrent(lambda: 0, None), "collectives is a NoneType; pass weft.AllReduce"),
+        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], key=[1]), "key is a list; pass a string"),
+        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], residents="x"), "residents has 'x'"),
+        (lambda: weft.concurrent(lambda: 0, [weft.AllReduce(A)], residents=3), "residents is a int; pass numbers"),
+        (lambda: weft.AllReduce(A, reduction=[]), r"op is \[\]; use sum or avg"),
+        (lambda: weft.AllGather(C[:8], C[1:]), "output overlaps input; all_gather allows input as this rank's part"),
+        (lambda: weft.ReduceScatter(C[1:], C[:8]), "output overlaps input; reduce_scatter allows output as this rank's part"),
+        (
+            lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [A], dims=8),
+            "dims is 8; it must have a list",
+        ),
+        (lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [A], dims=["a"]), r"dims is \['a'\]; it must"),
         (lambda: weft.collectives.reduce_scatter(A, A), "op is a Tensor; use 'sum' or 'avg'"),
         (lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), None), "tables is a NoneType"),
         (lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [None]), r"tables\[0\] is a NoneType"),

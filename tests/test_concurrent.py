@@ -460,7 +460,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "tensor is a list; it must be a tensor",
         "output has 8 elements; all_gather of 8 among 2 ranks gives 16",
         "output is torch.int32 on cpu, input torch.float32 on cpu; they must agree",
-        "output and input share memory",
+        "output overlaps input; all_to_all allows no overlap",
         "input has 17 elements; 2 ranks share them: pad it",
         "send and receive are None",
         "send and to belong together; to is None",

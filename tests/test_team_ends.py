@@ -40,8 +40,7 @@ def _interrupted() -> tuple[str, float]:
     time.sleep(0.8)
     began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
-        for _ in range(2):  # it has come to the first one, of which nothing more is heard
-            weft.all_gather_matmul(A, B)
+        weft.all_gather_matmul(A, B)
     return str(caught.value), time.monotonic() - began
 
 

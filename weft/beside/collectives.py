@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft import collectives as by_copy_engine
+from weft.collectives.checks import check_overlap
 from weft.ops.checks import DTYPES, check_values, no_group
 
 COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
@@ -145,7 +146,7 @@ def _contiguous(name: str, tensor: object) -> None:
 
 
 def _reduction(op: object) -> None:
-    if op not in _REDUCTIONS:
+    if not isinstance(op, str) or op not in _REDUCTIONS:
         raise ValueError(f"op is {op!r}; use {' or '.join(_REDUCTIONS)}")
 
 
@@ -214,6 +215,7 @@ class _Moving(Collective):
                 f"output has {self.output.numel()} elements; {self.op} of {self.input.numel()} among {world_size} ranks "
                 f"gives {wanted}"
             )
+        check_overlap(self.op, self.output, self.input, self.ranks.rank())
 
     @abstractmethod
     def _wanted(self, world_size: int) -> int:
@@ -251,7 +253,7 @@ class AllGather(_Moving):
 
 @dataclass(frozen=True, eq=False)
 class ReduceScatter(_Moving):
-    """output becomes this rank's part of the sum, or the mean, of all inputs. It may be a part of input.
+    """output becomes this rank's part of the sum, or the mean, of all inputs. It may be that part of input.
 
     input: contiguous, world_size times the elements of output, on every rank alike. group: default: all ranks. reduction: "sum"
     or "avg". For weft.concurrent. Raises ValueError for sizes, dtypes or devices that do not go together."""
@@ -299,8 +301,6 @@ class AllToAll(_Moving):
         super()._check(world_size)
         if self.input.numel() % world_size:
             raise ValueError(f"input has {self.input.numel()} elements; {world_size} ranks share them: pad it to a multiple")
-        if _overlap(self.output, self.input):
-            raise ValueError("output and input share memory; all_to_all needs two tensors")
 
     def _wanted(self, world_size: int) -> int:
         return self.input.numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -97,9 +97,11 @@ def concurrent(
     require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
     if repeatable and run is None:
         raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
+    require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
     sites = _sites(mine, group)
     known = sites.kernels(kernels, residents)
     if way == AUTO:
+        require("key", key, (str, type(None)), "pass a string that names this computation")
         named = _key_of(compute) if key is None else key
         context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
     else:
@@ -181,6 +183,7 @@ class Concurrent:
 
 
 def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:
+    require("collectives", collectives, (Collective, Iterable), "pass weft.AllReduce and the like, one or a list")
     mine = (collectives,) if isinstance(collectives, Collective) else tuple(collectives)
     if not mine:
         raise ValueError("collectives is empty; pass at least one, or call compute by itself")

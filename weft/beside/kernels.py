@@ -13,8 +13,8 @@ class Kernels:
 
     def __init__(self, named: Sequence[Any] = (), caps: Sequence[int] | None = None) -> None:
         for cap in caps or ():
-            if cap < 1:
-                raise ValueError(f"residents has {cap}; at least one block an SM has to run")
+            if not isinstance(cap, int) or cap < 1:
+                raise ValueError(f"residents has {cap!r}; at least one block an SM has to run")
         if caps and not named:
             raise ValueError("residents is given without kernels; name the kernels that it is for")
         self._named, self._caps = tuple(named), caps

@@ -52,7 +52,7 @@ def call_of(
         have, need = f"{output.dtype} on {output.device}", f"{input.dtype} on {input.device}"
         raise ValueError(f"{names[0]} is {have}, {names[1]} {need}; they must agree")
     _check_sizes(op, output, input, world_size)
-    _check_overlap(op, output, input, rank)
+    check_overlap(op, output, input, rank)
     call = CollectiveCall(
         op=op,
         schedule=spec_of(schedule, op),
@@ -99,7 +99,18 @@ def _check_sizes(op: Op, output: torch.Tensor, input: torch.Tensor, world_size: 
         raise ValueError(f"output has {have} elements, input {given}; they must be as many")
 
 
-def _check_overlap(op: Op, output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
+def check_splits(name: str, sizes: list[int] | None, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """That split sizes, if there are any, say what is done without them. Raises ValueError."""
+    if sizes is None:
+        return
+    require(name, sizes, (list, tuple), "it must be a list of numbers of rows, by rank, or None")
+    world_size, rows = group_of(group)[2], tensor.shape[0] if tensor.dim() else 1
+    if sizes and list(sizes) != [rows / world_size] * world_size:
+        even = f"{world_size} times {rows // world_size}" if rows % world_size == 0 else f"a multiple of {world_size} rows"
+        raise ValueError(f"{name} is {sizes}; weft exchanges equal parts, here {even}: pad them, or use torch.distributed")
+
+
+def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
     """In place as CollectiveProblem has it, or apart."""
     a, out = input.data_ptr(), output.data_ptr()
     a_bytes, out_bytes = input.numel() * input.element_size(), output.numel() * output.element_size()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from weft.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
+from weft.errors import require
 from weft.execute.groups import GROUPS
 from weft.library.collectives import run_collective
 from weft.ops.checks import group_of, shape_of, spec_of
@@ -100,16 +101,28 @@ def empty(
     Collective, with the same arguments on every rank. Zeroed. Its memory is the group's until weft.close(group). device: "cpu"
     or "cuda", default: torch's. Raises ValueError for another device, extents below 0, or a group on several nodes.
     """
-    where = torch.empty(0).device if device is None else torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")
-    if any(not isinstance(extent, int) or extent < 0 for extent in shape):
+    where = _device(device)
+    require("dtype", dtype, torch.dtype, "it must be one of torch's, as torch.float32")
+    if any(not isinstance(extent, int) or isinstance(extent, bool) or extent < 0 for extent in shape):
         raise ValueError(f"shape is {shape}; every extent must be a whole number of 0 or more")
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     count = math.prod(shape)
     found = GROUPS.state(group_of(group)[0]).symmetric(count * dtype.itemsize, where)
     return found[: count * dtype.itemsize].view(dtype).view(shape)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Where a tensor of `empty` is to be. Raises ValueError for what is no such place."""
+    try:
+        where = torch.empty(0).device if device is None else torch.device(device)
+    except (RuntimeError, TypeError):  # a name that torch does not know, or no name
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")
+    return where
 
 
 def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:

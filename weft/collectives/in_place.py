@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.collectives.checks import Reduction, call_of
+from weft.collectives.checks import Reduction, call_of, check_splits
 from weft.collectives.work import Work, run
 from weft.schedule import Schedule
 
@@ -117,11 +117,10 @@ def all_to_all_single(
     """Part d of input goes to rank d, whose output has the parts of all ranks in their order. Replaces
     dist.all_to_all_single(output, input).
 
-    input: any dtype and shape, world_size equal parts. output: as many elements, apart from input. Split sizes are there for
-    torch's sake, and must be equal.
+    input: any dtype and shape, world_size equal parts. output: as many elements, apart from input. Split sizes, rows of the
+    first dimension by rank, are there for torch's sake, and must be equal.
     """
-    for argument, sizes in (("output_split_sizes", output_split_sizes), ("input_split_sizes", input_split_sizes)):
-        if sizes and len(set(sizes)) > 1:
-            raise ValueError(f"{argument} is {sizes}; weft exchanges equal parts: pad them, or use torch.distributed")
     name, call = call_of("all_to_all", output, input, group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    check_splits("output_split_sizes", output_split_sizes, output, group)
+    check_splits("input_split_sizes", input_split_sizes, input, group)
     return run(name, call, async_op=async_op, stream=stream)

@@ -209,7 +209,7 @@ def all_to_all_matmul(
 
 def _is_last(name: str, dim: int, splits: torch.Tensor | None) -> bool:
     """Whether an exchange cuts, or lays together, the last dimension instead of the first."""
-    if dim not in (0, -1) or isinstance(dim, bool):
+    if not isinstance(dim, int) or dim not in (0, -1) or isinstance(dim, bool):
         raise ValueError(f"{name} is {dim!r}; it must be 0 (rows) or -1 (columns)")
     if dim and splits is not None:
         raise ValueError(f"{name} is {dim}; with splits it must be 0: they count rows")

@@ -9,6 +9,7 @@ Legend: M the global batch, m a rank's part of it, T the tables of this rank, N 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Literal
 
 import torch
@@ -158,7 +159,10 @@ def _dims(
     own = tuple(int(table.shape[1]) for table in tables)
     if dims is None:
         return (own,) * world_size
-    found = tuple(tuple(int(dim) for dim in one) for one in dims)
+    try:
+        found = tuple(tuple(index(dim) for dim in one) for one in dims)
+    except TypeError:
+        found = ()
     if len(found) != world_size or any(dim < 1 for one in found for dim in one):
         raise ValueError(f"dims is {dims}; it must have a list of whole numbers of at least 1 for each of {world_size} ranks")
     if found[rank] != own:

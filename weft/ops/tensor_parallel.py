@@ -15,6 +15,7 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
+from weft.errors import require
 from weft.library.tensor_parallel import run_gather, run_scatter
 from weft.ops.checks import check_operands, group_of, listed, spec_of
 from weft.ops.rows import flat, per_entry
@@ -117,8 +118,8 @@ def all_gather_matmul(
     group_name, rank, world_size = group_of(group)
     dim = _dimension(a, gather_dim, "gather_dim")
     moved = a.movedim(dim, 0) if dim else a
-    total = world_size * moved.shape[0] if rows is None else rows
     _check_rows(rows, moved.shape[0], rank, world_size)
+    total = world_size * moved.shape[0] if rows is None else rows
     unit = per_entry(moved)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
@@ -179,6 +180,7 @@ def _shaped(out: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> t
 
 
 def _dimension(a: torch.Tensor, dim: int, name: str) -> int:
+    require(name, dim, int, f"it must be in 0 to {a.dim() - 2}")
     found = dim + a.dim() if dim < 0 else dim
     if not 0 <= found < a.dim() - 1:
         raise ValueError(f"{name} is {dim}; for a of {a.dim()} dimensions it must be in 0 to {a.dim() - 2}")
@@ -188,6 +190,7 @@ def _dimension(a: torch.Tensor, dim: int, name: str) -> int:
 def _check_rows(rows: int | None, mine: int, rank: int, world_size: int) -> None:
     if rows is None:
         return
+    require("rows", rows, (int, torch.SymInt), "it must be a whole number, or None")
     low, high = split(rows, world_size)[rank]
     if mine != high - low:
         raise ValueError(
