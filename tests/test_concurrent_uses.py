@@ -88,3 +88,18 @@ def _in_order() -> None:
 
 def test_collectives_of_one_memory_run_one_after_the_other(ranks: RankFixture) -> None:
     ranks(2).run(_in_order)
+
+
+def _of_a_parameter() -> list[float]:
+    """Averaged in a trial, in one go and use by use."""
+    parameter = torch.nn.Parameter(torch.full((64,), float(dist.get_rank())))
+    mean = weft.AllReduce(parameter, reduction="avg")
+    weft.concurrent(lambda: None, [mean], key="in one go", repeatable=True)
+    for _ in range(30):
+        weft.concurrent(lambda: None, [mean], key="use by use")
+    weft.close()
+    return parameter.unique().tolist()
+
+
+def test_a_parameter_may_be_reduced(ranks: RankFixture) -> None:
+    assert ranks(2).run(_of_a_parameter) == [[0.5], [0.5]]

@@ -122,11 +122,12 @@ class Collective(ABC):
 @contextmanager
 def _kept(tensor: torch.Tensor) -> Iterator[None]:
     """Whatever is written to a tensor, at the end it is as it was. Takes room for another one."""
-    before = tensor.clone()
+    plain = tensor.detach()  # a parameter, too: what is written is no part of a graph
+    before = plain.clone()
     try:
         yield
     finally:
-        tensor.copy_(before)
+        plain.copy_(before)
 
 
 def _matches(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
@@ -178,7 +179,8 @@ class AllReduce(Collective):
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         op = _REDUCTIONS[self.reduction]
-        work: dist.Work | None = dist.all_reduce(self.tensor, op, group=group, async_op=async_op)
+        # Of a parameter, gloo's mean would be a change to a leaf.
+        work: dist.Work | None = dist.all_reduce(self.tensor.detach(), op, group=group, async_op=async_op)
         return work
 
     @property
