@@ -82,3 +82,20 @@ def test_what_a_graph_holds_stays_on_every_rank(ranks: RankFixture, captured_on:
     else:
         # The fourth comes while one, or two, of the others are held.
         assert first[3:] == [[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 3, 4, 5, 6], [1, 3, 5, 6, 7], [1, 3, 6, 7, 8], [3, 6, 7, 8, 1]]
+
+
+def _destroyed() -> list[int]:
+    """Groups that are known, after each of some that were used and destroyed without having been closed."""
+    weft.close()
+    known = []
+    for _ in range(3):
+        group = dist.new_group()
+        weft.all_gather_matmul(torch.ones(2, 4), torch.eye(4), group, schedule="shard_p2p")
+        dist.destroy_process_group(group)
+        known.append(len(GROUPS._states))
+    _call(1)
+    return [*known, len(GROUPS._states)]
+
+
+def test_what_was_kept_for_a_destroyed_group_goes_with_the_next_one(ranks: RankFixture) -> None:
+    assert ranks(2).run(_destroyed) == [[1, 1, 1, 1]] * 2

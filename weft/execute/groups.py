@@ -102,10 +102,10 @@ class GroupState:
             if not capturing:
                 # What one rank captures, others may not: the order must stay that of all.
                 self._programs.move_to_end(site.program)
-            try:
+            try:  # peers wait for this rank: whatever ends its call must end theirs, with the reason
                 found = site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
-                raise self._failed(error) from error.__cause__
+                raise self.team.fail(error) from error.__cause__
             return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if site.empty else found
 
     def run_ragged(self, call: RaggedCall) -> Arrived:
@@ -127,13 +127,13 @@ class GroupState:
                 program.check_room(call)
                 program.raise_noted()
             except (ValueError, WeftError) as error:
-                raise self._failed(error) from None
+                raise self.team.fail(error) from None
             if not capturing:
                 self.team.repeat(number)
             try:
                 return program.run(call)
             except BaseException as error:
-                raise self._failed(error) from error.__cause__
+                raise self.team.fail(error) from error.__cause__
 
     def _bind_ragged(self, call: RaggedCall, *, capturing: bool) -> tuple[int, RaggedProgram]:
         """Agree with the other ranks on a call, and allocate. Collective."""
@@ -145,9 +145,8 @@ class GroupState:
         heights = self.team.enter(call.describe(), call.a.shape[0])
         self._peers = self._peers or Peers(self.team.group)
         self._make_room()
-        bound = self.team.remember(call.describe()), RaggedProgram(self._peers, call, a_rows=max(heights))
-        self._ragged[call.key] = bound
-        return bound
+        program = RaggedProgram(self._peers, call, a_rows=max(heights))
+        return self._ragged.setdefault(call.key, (self.team.remember(call.describe()), program))
 
     def _make_room(self) -> None:
         """Free programs with splits that were not used for the longest. Those in graphs stay. Collective."""
@@ -161,11 +160,7 @@ class GroupState:
             try:
                 self._ragged.pop(key)[1].close()
             except (ValueError, WeftError) as error:
-                raise self._failed(error) from None
-
-    def _failed(self, error: BaseException) -> BaseException:
-        """Peers wait for this rank: whatever ends its call must end theirs, with the reason."""
-        return self.team.fail(error)
+                raise self.team.fail(error) from None
 
     def _meet(self, call: Call, kept: dict[str, Schedule]) -> Site:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
@@ -205,7 +200,7 @@ class GroupState:
                 program, trials = self._contest(call, key, timer).fastest(specs)
             self._drop_oldest()
         except BaseException as error:
-            raise self._failed(error) from error.__cause__
+            raise self.team.fail(error) from error.__cause__
         if spec == "auto" and (problem, device) not in self._choices:
             chosen = program.schedule
             choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
@@ -229,7 +224,7 @@ class GroupState:
         try:
             program, trials = self._contest(call, key, timer).fastest((BASE, spec))
         except BaseException as error:
-            raise self._failed(error) from error.__cause__
+            raise self.team.fail(error) from error.__cause__
         if program.schedule.name != BASE:
             self._drop(program)
             return site
@@ -431,11 +426,10 @@ class Groups:
         group = _resolve_process_group(name)  # type: ignore[arg-type]
         with self._making.setdefault(name, threading.Lock()):
             known = self._states.get(name)
-            if known is not None and known[0] is not group:
-                # The process group was destroyed and another one got its name.
-                self.close(name)
-                known = None
-            if known is None:
+            if known is None or known[0] is not group:
+                # What is held of groups that were destroyed, one of which may have had this name, is of no use any more.
+                for other in [other for other, (held, _) in list(self._states.items()) if not _registered(other, held)]:
+                    self.close(other)
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
@@ -479,13 +473,19 @@ class Groups:
                 all_of_them.callback(self.close, name)
 
     def close(self, name: str) -> None:
-        known = self._states.get(name)
-        if known is not None:
+        if known := self.known(name):
             # From here on no failure is raised in this thread: nothing is left half closed.
-            known[1].team.closing()
+            known.team.closing()
             self._states.pop(name, None)
-            if not known[1].team.forked:  # else to close it is the rank's, which has its threads and its peers
-                known[1].close()
+            if not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
+                known.close()
+
+
+def _registered(name: str, group: dist.ProcessGroup) -> bool:
+    try:
+        return _resolve_process_group(name) is group  # type: ignore[arg-type]
+    except RuntimeError:
+        return False
 
 
 def _checked(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
