@@ -24,12 +24,21 @@ NUMBERS = itertools.count()
 
 
 def told(area: torch.Tensor, group: Any) -> list[bytes]:
-    """What all ranks tell, and a barrier of the store."""
+    """What all ranks tell, and then a barrier: torch 2.11's stores have none, so that all tell once more."""
     group = _resolve_process_group(group) if isinstance(group, str) else group
-    store, number = group.get_group_store(), next(NUMBERS)
-    store.set(f"CUDASymmetricMemory/{number}/{group.rank()}", bytes([int(area[0])]).decode())
+    store = group.get_group_store()
+    found = _all(store, group, bytes([int(area[0])]).decode())
+    if hasattr(dist.Store, "barrier"):
+        store.barrier(f"CUDASymmetricMemory/{next(NUMBERS)}", group.size())
+    else:
+        _all(store, group, "0")
+    return found
+
+
+def _all(store: Any, group: Any, mine: str) -> list[bytes]:
+    number = next(NUMBERS)
+    store.set(f"CUDASymmetricMemory/{number}/{group.rank()}", mine)
     found: list[bytes] = store.multi_get([f"CUDASymmetricMemory/{number}/{rank}" for rank in range(group.size())])
-    store.barrier(f"CUDASymmetricMemory/{next(NUMBERS)}", group.size())
     return found
 
 
