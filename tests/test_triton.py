@@ -69,7 +69,10 @@ def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
             f"shape is ({1 << 61},), of torch.int32; no memory has 2^63 bytes",
             "dtype is torch.quint8; use torch.uint8 for bytes of any kind",
             "dtype is a str; it must be one of torch's, as torch.int32",
+            "name is a int; it must be a word or two, for errors",
             "tensors has tensor 0, which these peers do not have, or have dropped",
+            "one of tensors is a NoneType; pass what `tensor` returned",
+            "tensors is a NoneType; pass what `tensor` returned, in a list",
         ]
         assert re.search(r"shape: rank (\d) has \(2, \1\), rank (\d) has \(2, \2\)", mismatch)
 

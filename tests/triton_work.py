@@ -149,7 +149,9 @@ def mistakes() -> tuple[str, list[str], str]:
         dropped = peers.tensor(4, torch.int32)
         peers.drop([dropped, dropped])
         wrong: list[tuple[Any, Any]] = [((True, 2), torch.int32), (1 << 61, torch.int32), (4, torch.quint8), (4, "int32")]
-        for call in (*(partial(peers.tensor, *given) for given in wrong), lambda: peers.drop([dropped])):
+        named = partial(peers.tensor, 4, torch.int32, name=5)  # type: ignore[arg-type]
+        drops = [partial(peers.drop, given) for given in ([dropped], [None], None)]
+        for call in (*(partial(peers.tensor, *given) for given in wrong), named, *drops):
             with pytest.raises(ValueError, match=r".") as caught:
                 call()
             bad.append(str(caught.value))

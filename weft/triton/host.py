@@ -101,6 +101,7 @@ class Peers:
         """
         require("shape", shape, (int, tuple, list), "it must be a whole number, or several")
         require("dtype", dtype, torch.dtype, "it must be one of torch's, as torch.int32")
+        require("name", name, str, "it must be a word or two, for errors")
         if str(dtype).startswith(("torch.q", "torch.bits")):
             raise ValueError(f"dtype is {dtype}; use torch.uint8 for bytes of any kind")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -170,8 +171,10 @@ class Peers:
 
         Raises ValueError for one that is not of these peers, or no longer.
         """
+        require("tensors", tensors, Iterable, "pass what `tensor` returned, in a list")
         tensors = list(dict.fromkeys(tensors))
         for tensor in tensors:
+            require("one of tensors", tensor, SymmetricTensor, "pass what `tensor` returned")
             if tensor not in self._tensors:
                 raise ValueError(f"tensors has {tensor.name}, which these peers do not have, or have dropped")
         self.settle()
