@@ -130,7 +130,10 @@ def test_a_bad_value_ends_a_command_before_ranks_start(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     assert main(command) == 2
-    assert capsys.readouterr().err == "weft: error: WEFT_TIMEOUT_S is 'soon'; it must be a number of seconds above 0\n"
+    assert (
+        capsys.readouterr().err
+        == "weft: error: WEFT_TIMEOUT_S is 'soon'; it must be a number of seconds above 0, and at most 1e+09\n"
+    )
 
 
 # --- command ---------------------------------------------------------------------------------------------------------
