@@ -495,7 +495,6 @@ def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) ->
 def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for given, warned in (("1", 1), ("7", 1), ("8", 0), ("32", 0), ("", 0), ("all", 0)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             cuda_space._warn_of_few_queues()
         assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in str(one.message) for one in caught] == [True] * warned

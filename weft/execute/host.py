@@ -34,7 +34,7 @@ from weft.execute.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.execute.host_wire import HostWire
 from weft.execute.interpret import Device, Program
 from weft.memory import Segment
-from weft.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, waits
+from weft.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, advances, waits
 from weft.span import Span
 from weft.team import Team
 from weft.work import span
@@ -200,6 +200,25 @@ class HostProgram(BoundProgram, Device):
             self.team.until(lambda: words.load(slot) >= value, explain)
         finally:
             del self._waiting[where.lane]
+
+    def raiser(self, flag: Flag) -> str:
+        """Who advances a flag, and what that lane waits for itself, from rank to rank: the last one named is late."""
+        told, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
+        while behind is not None and behind not in seen:
+            told += f", which waits for {behind}; {super().raiser(behind)}"
+            seen.add(behind)
+            behind = self._behind(behind)
+        return told
+
+    def _behind(self, flag: Flag) -> Flag | None:
+        """The flag that the lane which advances this one waits for in this call; None where it has all that it needs."""
+        for lane in (lane for lanes in self.schedule.ranks for lane in lanes):
+            signals = [at for at, step in enumerate(lane.steps) if flag in advances(step)]
+            for wait in (wait for step in lane.steps[: max(signals, default=-1) + 1] for wait in waits(step)):
+                needed = self._program.absolute(self.epoch, wait)
+                if self._words[wait.flag.rank].load(self.slots[wait.flag]) < needed:
+                    return wait.flag
+        return None
 
     def signal(self, flag: Flag, value: int) -> None:
         self._words[flag.rank].store(self.slots[flag], value)
