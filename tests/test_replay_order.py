@@ -45,7 +45,7 @@ def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[A
     """What a replay puts on its stream."""
     program = CudaProgram.__new__(CudaProgram)
     program.space, program.spans, program._silent = space, None, False
-    program._multiplies, program._last_stream, program._last_ticket = multiplies, None, 0
+    program._products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
     space.driver.log.clear()
     space.current_stream = lambda: stream  # type: ignore[method-assign]
     program._replay(cast(Any, Graph(space.driver.log)))

@@ -42,7 +42,7 @@ class FakeProgram:
         buffers = [(b.name, r) for b in schedule.buffers for r in range(len(schedule.ranks))]
         self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
         self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None))
-        self.matmul = self.collective = None
+        self.matmul = self.collective = lambda *_: None
         self._growth = growth(schedule, CPU) | push_growth(schedule, self.itemsize(None), CPU)
 
     def length_of(self, where: Where) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from weft.checker import ScheduleError, check
     from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+    from weft.execute.products import matmul_choices
     from weft.inductor import CompilePass
     from weft.machine import Machine
     from weft.nn.expert_parallel import ExpertParallel
@@ -92,6 +93,7 @@ _HOMES = {
     "explain": "planner.explanation",
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
+    "matmul_choices": "execute.products",
     "matmul_reduce_scatter": "ops",
     "overlap_report": "nn.report",
     "parallelize": "nn.models",
@@ -154,6 +156,7 @@ __all__ = [
     "explain",
     "matmul_all_reduce",
     "matmul_all_to_all",
+    "matmul_choices",
     "matmul_reduce_scatter",
     "overlap_report",
     "parallelize",

@@ -17,6 +17,7 @@ A program, which is a schedule bound to one rank:
     cuda_space.py  pool.py  reach.py             what a team's programs share there: streams, the watch, symmetric memory
     alarm.py                                     who is told of a failure, in which thread
     driver.py                                    the CUDA driver, where torch has no name
+    products.py  cublaslt.py                     matmuls, each by the algorithm of cuBLAS that was fastest
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:
 

@@ -40,6 +40,7 @@ from weft.execute.edges import Edges
 from weft.execute.network import sms_for
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
+from weft.execute.products import Products
 from weft.execute.replay import Replays, lie
 from weft.execute.tape import Item, Tape, Words, Work
 from weft.execute.vendor import Vendor
@@ -103,11 +104,12 @@ class CudaProgram(BoundProgram):
         self._mail = Mail(space, space.heap, schedule, self.dtype) if space.heap and _has_messages(schedule) else None
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
         self._replayable = not self._vendors and (self._mail is not None or not self._sends)
-        self._multiplies = any(
-            isinstance(step, Gemm) and not any(low <= position < high for low, high in lane.fused)
+        multiplies = {
+            lane.name
             for rank, lane, position, step in schedule
-            if rank == self.rank
-        )
+            if rank == self.rank and isinstance(step, Gemm) and not any(low <= position < high for low, high in lane.fused)
+        }
+        self._products = {lane: Products(space.device) for lane in multiplies}
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
@@ -177,7 +179,7 @@ class CudaProgram(BoundProgram):
         self._give_back()
         del self._words, self._area
         self.exchanges = {}
-        self._scratch, self._tapes, self.fixed = {}, {}, Bindings()
+        self._scratch, self._tapes, self._products, self.fixed = {}, {}, {}, Bindings()
 
     def here(self, where: Where) -> Word:
         """Before a step may wait: let its lane say where it is."""
@@ -220,15 +222,9 @@ class CudaProgram(BoundProgram):
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds.
         return tensor if name in ("b", "tables") else tensor.contiguous()
 
-    def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        if out.dtype == a.dtype and not accumulate:
-            torch.mm(a, b, out=out)
-            return
-        product = torch.mm(a, b) if out.dtype == a.dtype else torch.mm(a, b, out_dtype=out.dtype)
-        if accumulate:
-            out += product
-        else:
-            out.copy_(product)
+    def matmul(self, lane: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        """On torch's current stream, the lane's. In a rehearsal the fastest way is looked for."""
+        self._products[lane].multiply(a, b, out, accumulate=accumulate, times=self._silent)
 
     @property
     def keeps_outputs(self) -> bool:
@@ -275,7 +271,7 @@ class CudaProgram(BoundProgram):
         self._submit(lambda: self._fork_and_join(bindings), allocates=self._allocates)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        if not self._multiplies:
+        if not self._products:
             self._submit(graph.replay)
             return
         caller = self.space.current_stream()

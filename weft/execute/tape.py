@@ -226,7 +226,7 @@ class Tape:
             if group[0].inner:
                 yield from self._slices(step, group[0], where, passed, turn)
             else:
-                run = partial(multiply, step=step, parts=group, matmul=self._program.matmul)
+                run = partial(multiply, step=step, parts=group, matmul=partial(self._program.matmul, where.lane))
                 yield Work(where, lambda bindings, _, run=run: run(bindings), True, behind(turn))  # type: ignore[misc]
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
@@ -234,7 +234,7 @@ class Tape:
 
     def _slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Item]:
         """A part whose gates have been waited for, each slice behind its inner gate. turn: of the first."""
-        sliced = Sliced(step, part, self._program.matmul)
+        sliced = Sliced(step, part, partial(self._program.matmul, where.lane))
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
             yield from _given(before(turn + number), self._pass(inner, where, passed))
