@@ -6,9 +6,11 @@ few and no power of two (docs/log.md). So each product is timed where a program 
 has to be faster by 2% to be taken; from then on the process keeps it, so that the same tensors give the same bits. Other
 processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(True) leaves all to torch.
 
-    rehearsal   sleep | torch's pick, 8 times | algorithm 0, 8 times | ...       five such rounds, medians
+    all       sleep | torch's pick, some times | algorithm 0, as often | algorithm 1 ...      three such rounds, medians
+    a duel    sleep | torch's pick | the fastest                                              nine rounds
 
-The sleep lets the host get ahead, so that launches do not count. A product that was not timed before its first use (one that
+The sleep lets the host get ahead, so that launches do not count. The least of several medians is mostly too little: so the
+fastest is held against torch's pick once more, by itself. A product that was not timed before its first use (one that
 a capture comes upon, or of tensors that lie otherwise than the rehearsal's) stays torch's.
 """
 
@@ -32,7 +34,7 @@ _FEWEST_FLOPS, _LONGEST_US = 1 << 27, 30_000.0
 """Products that are worth timing."""
 _GAIN = 0.98
 """Of the time of torch's pick: what another one may take at most."""
-_ROUNDS, _SAMPLE_US, _MOST_CALLS = 5, 150.0, 8
+_ROUNDS, _DUEL_ROUNDS, _SAMPLE_US, _MOST_CALLS = 3, 9, 600.0, 16
 _FLOPS_PER_US, _HOST_US, _CYCLES_PER_US = 5e8, 8.0, 2000
 
 
@@ -121,9 +123,12 @@ class Products:
         ]
         if plain:
             ways.insert(0, lambda: by_torch(a, b, out, accumulate=accumulate))
-        us = timed(ways, flops / _FLOPS_PER_US)
+        us = timed(ways, flops / _FLOPS_PER_US, _ROUNDS)
         vendor_us = us.pop(0) if plain else None
         best = fastest(vendor_us, us)
+        if best is not None and vendor_us is not None:
+            vendor_us, us[best] = timed([ways[0], ways[1 + best]], flops / _FLOPS_PER_US, _DUEL_ROUNDS)
+            best = best if us[best] <= _GAIN * vendor_us else None
         choice = _choice(a, b, out, accumulate, vendor_us, tuple(us), best)
         return _Chosen(choice, product, None if best is None else found[best])
 
@@ -146,13 +151,13 @@ def candidates(
     return list(found.values())
 
 
-def timed(ways: list[Callable[[], None]], about_us: float) -> list[float]:
+def timed(ways: list[Callable[[], None]], about_us: float, rounds: int) -> list[float]:
     """Median time of each way in us, in turns. about_us: what one may take at least."""
     calls = max(1, min(_MOST_CALLS, round(_SAMPLE_US / about_us)))
     samples: list[list[float]] = [[] for _ in ways]
     for way in ways:  # loads its kernel
         way()
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         torch.cuda._sleep(round(_HOST_US * calls * len(ways) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(ways) + 1)]  # type: ignore[no-untyped-call]
         events[0].record()
