@@ -105,7 +105,9 @@ class Products:
         flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
         plain = out.dtype == a.dtype and not accumulate
         torchs = _untimed(a, b, out, accumulate)
-        if not supports((a, b, out)) or torch.are_deterministic_algorithms_enabled() or _reduces_in_half(a.dtype):
+        # What is added to 16 bits is rounded to them first, by some algorithms.
+        fits = supports((a, b, out)) and (plain or out.dtype == torch.float32)
+        if not fits or torch.are_deterministic_algorithms_enabled() or _reduces_in_half(a.dtype):
             return torchs
         assert self._library is not None
         product = Product(self._library, a, b, out, accumulate=accumulate)
