@@ -93,6 +93,13 @@ def test_what_was_not_timed_at_first_stays_torchs(clock: SimpleNamespace) -> Non
     assert (choice.algorithm, choice.vendor_us, choice.speed_up) == (None, None, 1.0)
 
 
+def test_the_oldest_is_forgotten(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_KEPT", 2)
+    for m in (512, 256, 128):
+        call(*matrices(m=m))
+    assert [choice.m for choice in products.matmul_choices()] == [256, 128]
+
+
 def test_sums_in_float32_are_one_of_cublas_kernels(clock: SimpleNamespace) -> None:
     a, b, _ = matrices()
     assert call(a, b, torch.zeros(512, 512), accumulate=True) == 2.0

@@ -114,6 +114,8 @@ class BoundProgram(ABC):
         self.writers = flag_writers(schedule)
         self.epoch = 0
         self.captured = False
+        self.times_products = True
+        """Whether its rehearsal may look for the fastest way to multiply, where the device knows several."""
         self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING

@@ -10,6 +10,7 @@ cuBLASLt lays matrices out by columns. So it is asked for the transpose: out.T [
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
@@ -90,8 +91,7 @@ def stored(matrix: torch.Tensor) -> tuple[int, int, int, bool] | None:
 class Product:
     """out = a @ b, or out += a @ b, for tensors that lie as these do; 16-bit factors, out of their dtype or float32.
 
-    sums are float32's. rows: of a and out, where the algorithms of another number of rows are asked for. Lives as long as the
-    process: descriptors are not given back.
+    sums are float32's. rows: of a and out, where the algorithms of another number of rows are asked for.
     """
 
     def __init__(
@@ -112,6 +112,8 @@ class Product:
         self._first, self._second = self._layout(a.dtype, *first[:3]), self._layout(a.dtype, *second[:3])
         self._result = self._layout(out.dtype, *result[:3])
         self._layouts = self._first, self._second, self._result, self._result
+        made = [("MatrixLayoutDestroy", one) for one in self._layouts[:3]]
+        weakref.finalize(self, _destroy, of, [("MatmulDescDestroy", self._product), *made])
         self._one, self._beta = c_float(1.0), c_float(float(accumulate))
         self._fixed = (
             self._product.value,
@@ -180,6 +182,11 @@ class Product:
             workspace.nbytes,
             stream,
         )
+
+
+def _destroy(of: Library, made: Sequence[tuple[str, c_void_p]]) -> None:
+    for function, one in made:
+        of.knows(function, one)
 
 
 def supports(matrices: Sequence[torch.Tensor]) -> bool:

@@ -224,7 +224,8 @@ class CudaProgram(BoundProgram):
 
     def matmul(self, lane: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         """On torch's current stream, the lane's. In a rehearsal the fastest way is looked for."""
-        self._products[lane].multiply(a, b, out, accumulate=accumulate, times=self._silent)
+        times = self._silent and self.times_products
+        self._products[lane].multiply(a, b, out, accumulate=accumulate, times=times)
 
     @property
     def keeps_outputs(self) -> bool:

@@ -196,6 +196,8 @@ class GroupState:
         try:
             if timer is None or len(specs) == 1:
                 program = self._keep(schedule, key)
+                known = self._choices.get((problem, device)) if spec == "auto" else None
+                program.times_products = effort() != "none" and not (known and known.like)
             else:
                 program, trials = self._contest(call, key, timer).fastest(specs)
             self._drop_oldest()

@@ -11,7 +11,8 @@ processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(T
 
 The sleep lets the host get ahead, so that launches do not count. The least of several medians is mostly too little: so the
 fastest is held against torch's pick once more, by itself. A product that was not timed before its first use (one that
-a capture comes upon, or of tensors that lie otherwise than the rehearsal's) stays torch's.
+a capture comes upon, of tensors that lie otherwise than the rehearsal's, of row counts whose schedule was taken over from
+those around, or at WEFT_EFFORT=none) stays torch's.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class _Chosen:
 
 
 _CHOSEN: dict[Hashable, _Chosen] = {}
+_KEPT = 4096
+"""Products that a process remembers; the oldest goes."""
 
 
 def matmul_choices() -> list[MatmulChoice]:
@@ -95,6 +98,8 @@ class Products:
         chosen = _CHOSEN.get(key)
         if chosen is None:
             chosen = _CHOSEN[key] = self._choose(a, b, out, accumulate) if times else _untimed(a, b, out, accumulate)
+            if len(_CHOSEN) > _KEPT:
+                _CHOSEN.pop(next(iter(_CHOSEN)), None)
         if chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
             return
