@@ -8,7 +8,7 @@ ranks, and it is called by each of these ways, in an order of its own:
     stream    on a stream of its own; the caller's stream waits for it
     graph     captured, and replayed REPLAYS times
 
-CPUs have the first alone. Before each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. And before each
+CPUs have the first alone. On GPUs each product is by an algorithm that torch would not take, however small and slow. Before each call some rank, or none, is held up for up to 2 ms: its stream, on GPUs. And before each
 call what the result is linear in is multiplied in place, by -1, -1/2 and 2 in turn, so that what one of the last two calls left
 is wrong now. Every result is compared with float64. tests/test_fuzz.py asks the same of CPUs, and shrinks what it finds.
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -41,6 +42,7 @@ import torch
 import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
 
+from weft.execute import products
 from weft.execute.ranks import Ranks
 from weft.execute.versions import versions
 from weft.schedules import FAMILIES, spec
@@ -202,6 +204,7 @@ def rank_work(fuzz: Fuzz) -> Told:
     """One rank of a run. What is wrong or refused is noted, and the next trial begun; other errors end the run."""
     on = torch.device(fuzz.device, dist.get_rank()) if fuzz.device == "cuda" else torch.device("cpu")
     second = dist.new_group()
+    products.FEWEST_FLOPS, products.GAIN = 0.0, math.inf
     begun, made, compared, findings = time.monotonic(), 0, 0, list[str]()
     while made < fuzz.trials and not (made % _ASK_EVERY == 0 and _late(time.monotonic() - begun > fuzz.seconds)):
         faulthandler.dump_traceback_later(ALARM_S[fuzz.device], exit=True)

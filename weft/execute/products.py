@@ -31,9 +31,9 @@ WORKSPACE = 128 << 10
 """Bytes a lane. More gain nothing: 1.0715 over all products measured, instead of 1.0725."""
 _OWN, _OTHERS, _ROWS_MORE = 4, 2, 1
 """How many of cuBLAS's picks are timed: for the product, and for one with so many more rows."""
-_FEWEST_FLOPS, _LONGEST_US = 1 << 27, 30_000.0
+FEWEST_FLOPS, _LONGEST_US = 1 << 27, 30_000.0
 """Products that are worth timing."""
-_GAIN = 0.98
+GAIN = 0.98
 """Of the time of torch's pick: what another one may take at most."""
 _ROUNDS, _DUEL_ROUNDS, _SAMPLE_US, _MOST_CALLS = 3, 9, 600.0, 16
 _FLOPS_PER_US, _HOST_US, _CYCLES_PER_US = 5e8, 8.0, 2000
@@ -116,7 +116,7 @@ class Products:
             return torchs
         assert self._library is not None
         product = Product(self._library, a, b, out, accumulate=accumulate)
-        if flops < _FEWEST_FLOPS or flops / _FLOPS_PER_US > _LONGEST_US:
+        if flops < FEWEST_FLOPS or flops / _FLOPS_PER_US > _LONGEST_US:
             # What torch does in several kernels is one of cuBLAS's.
             found = [] if plain else product.algorithms(1, WORKSPACE)
             return _Chosen(torchs.choice, product, found[0]) if found else torchs
@@ -135,7 +135,7 @@ class Products:
         best = fastest(vendor_us, us)
         if best is not None and vendor_us is not None:
             vendor_us, us[best] = timed([ways[0], ways[1 + best]], flops / _FLOPS_PER_US, _DUEL_ROUNDS)
-            best = best if us[best] <= _GAIN * vendor_us else None
+            best = best if us[best] <= GAIN * vendor_us else None
         choice = _choice(a, b, out, accumulate, vendor_us, tuple(us), best)
         return _Chosen(choice, product, None if best is None else found[best])
 
@@ -143,7 +143,7 @@ class Products:
 def fastest(vendor_us: float | None, us: list[float]) -> int | None:
     """Which of the algorithms is taken; None for torch's pick, where that was timed, and none is faster by enough."""
     best = min(range(len(us)), key=us.__getitem__)
-    return best if vendor_us is None or us[best] <= _GAIN * vendor_us else None
+    return best if vendor_us is None or us[best] <= GAIN * vendor_us else None
 
 
 def candidates(
