@@ -402,7 +402,7 @@ def _which_products_are_timed() -> dict[str, bool]:
     group = dist.group.WORLD
     assert group is not None
     weft.close()
-    groups.timer_for = lambda device: lambda call, calls: call() and 0 or 1000  # type: ignore[assignment, return-value]
+    groups.timer_for = lambda device: lambda call, calls: (call() and 0) or 1000  # type: ignore[assignment, return-value]
     groups.contenders = lambda problem, device: LISTED[:2]
     found = {}
     try:
