@@ -10,6 +10,7 @@ resident BENCH MODE    resource_aware.jsonl or that of 2 GPUs: what residency an
 training MODE      data_parallel.jsonl: steps of a GPT
 nodes MODE         nodes.jsonl: the operators between nodes
 gemms BENCH MODE   ficco_gemms.jsonl or that of 2 GPUs: FiCCO's sixteen GEMMs, those that fit
+products MODE      products.jsonl: a matmul by the algorithm that is fastest, and by torch's
 """
 
 from __future__ import annotations
@@ -181,6 +182,21 @@ def gemms(bench: str, mode: str) -> str:
     return f"{table(made.rows(found, load('h200x8'), known))}\n{made.most(found)}{source(lines(bench), mode)}"
 
 
+def products(mode: str) -> str:
+    """By numbers of rows: how much faster products are by the algorithm that weft found than by torch's."""
+    cases = _cases("products", mode)
+    rows: list[tuple[str, ...]] = [("rows", "products", "by another algorithm", "speed-up", "least", "most")]
+    for m in sorted({row["rows"] for row in cases}):
+        rows.append((str(m), *_products([row for row in cases if row["rows"] == m])))
+    return table([*rows, ("all", *_products(cases))]) + source(cases, mode)
+
+
+def _products(cases: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    gains = [row["vendor_us"] / row["us"] for row in cases]
+    others = sum(row["algorithm"] is not None for row in cases)
+    return (str(len(cases)), str(others), *(f"{x:.2f}x" for x in (statistics.geometric_mean(gains), min(gains), max(gains))))
+
+
 MAKERS: dict[str, Callable[..., str]] = {
     "results": results,
     "fused": fused,
@@ -192,4 +208,5 @@ MAKERS: dict[str, Callable[..., str]] = {
     "training": training,
     "nodes": nodes,
     "gemms": gemms,
+    "products": products,
 }

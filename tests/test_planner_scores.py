@@ -264,10 +264,7 @@ def test_the_heuristic_holds_on_what_was_measured() -> None:
     assert found.exact >= 0.85 * found.count
     assert found.tied >= 0.85 * found.count
     assert found.near >= 0.90 * found.count
-    # 6% is aimed at; two matmuls of cuBLAS's take twice as long as those of a few rows more or less (docs/planner.md).
-    *_, one, other = sorted(found.losses)
-    assert found.wrong_loss <= 0.09
-    assert (sum(found.losses) - one - other) / (found.count - found.exact - 2) <= 0.06
+    assert found.wrong_loss <= 0.06
     found = verdict(lines, lambda one: heuristic(one.problem, H200))
     assert found.near >= 0.8 * found.count
     assert found.slower <= 0.06 * found.count
@@ -280,7 +277,7 @@ def test_the_cost_model_and_the_quick_tuner_hold_on_what_was_measured() -> None:
     some = unseen_lines()[::3]
     predicted = {one.problem: predictions(one, H200) for one in some}
     found = verdict(some, lambda one: min(predicted[one.problem], key=predicted[one.problem].__getitem__))
-    assert found.near >= 0.75 * found.count
+    assert found.near >= 0.8 * found.count
     assert percentile(errors(some, predicted), 0.5) <= 0.09
     tuned = verdict(some, lambda one: quick(one, predicted[one.problem], H200))
     assert tuned.tied >= 0.95 * tuned.count

@@ -3,13 +3,17 @@ tests/gpu/test_products_cuda.py."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import RankFixture
 
+import weft
 from weft.execute import products
 from weft.execute.cublaslt import Algorithm, stored, supports
 from weft.execute.products import Products, fastest
@@ -169,3 +173,41 @@ def test_how_matrices_lie() -> None:
     assert not supports((a, b, out.t().contiguous().t()))
     assert not supports((a[:, :30], b[:30, :20], torch.zeros(16, 20, dtype=torch.bfloat16)))
     assert not supports((a.float(), b.float(), out.float()))
+
+
+def _which_products_are_timed() -> dict[str, bool]:
+    """By what was called, whether the program that runs it may look for the fastest way to multiply."""
+    from weft.execute import groups
+
+    timer_for, contenders = groups.timer_for, groups.contenders
+    group = dist.group.WORLD
+    assert group is not None
+    weft.close()
+    groups.timer_for = lambda device: lambda call, calls: (call() and 0) or 1000  # type: ignore[assignment, return-value]
+    groups.contenders = lambda problem, device: ("sequential", "shard_p2p")
+    found = {}
+    try:
+        for name, rows, spec, effort in (
+            ("measured", 64, "auto", "quick"),
+            ("measured, too", 96, "auto", "quick"),
+            ("in between", 80, "auto", "quick"),
+            ("by name", 72, "sequential", "quick"),
+            ("by name, nothing is measured", 88, "sequential", "none"),
+        ):
+            os.environ["WEFT_EFFORT"] = effort
+            before = groups.GROUPS.state(group.group_name).programs()
+            weft.all_gather_matmul(torch.ones(rows // 2, 32), torch.ones(32, 16), schedule=spec)
+            (made,) = groups.GROUPS.state(group.group_name).programs() - before
+            found[name] = made.times_products
+    finally:
+        groups.timer_for, groups.contenders = timer_for, contenders
+        del os.environ["WEFT_EFFORT"]
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_products_are_timed_where_schedules_are(ranks: RankFixture) -> None:
+    """Not in programs for row counts that come and go, nor where nothing is to be measured."""
+    expected = {"measured": True, "measured, too": True, "in between": False, "by name": True}
+    assert ranks(2).run(_which_products_are_timed) == [expected | {"by name, nothing is measured": False}] * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -392,44 +391,6 @@ def test_what_one_rank_cannot_bind_all_leave_out(ranks: RankFixture) -> None:
     for (_, _, _, seen), reason in zip(answers, ["another rank could not bind it", "this rank has no room"], strict=True):
         assert len(seen) == len(TP_OPS)
         assert all("flag_gated" in text and text.endswith(reason) for text in seen)
-
-
-def _which_products_are_timed() -> dict[str, bool]:
-    """By what was called, whether the program that runs it may look for the fastest way to multiply."""
-    from weft.execute import groups
-
-    timer_for, contenders = groups.timer_for, groups.contenders
-    group = dist.group.WORLD
-    assert group is not None
-    weft.close()
-    groups.timer_for = lambda device: lambda call, calls: (call() and 0) or 1000  # type: ignore[assignment, return-value]
-    groups.contenders = lambda problem, device: LISTED[:2]
-    found = {}
-    try:
-        for name, rows, spec, effort in (
-            ("measured", 64, "auto", "quick"),
-            ("measured, too", 96, "auto", "quick"),
-            ("in between", 80, "auto", "quick"),
-            ("by name", 72, "sequential", "quick"),
-            ("by name, nothing is measured", 88, "sequential", "none"),
-        ):
-            os.environ["WEFT_EFFORT"] = effort
-            before = groups.GROUPS.state(group.group_name).programs()
-            weft.all_gather_matmul(torch.ones(rows // 2, 32), torch.ones(32, 16), schedule=spec)
-            (made,) = groups.GROUPS.state(group.group_name).programs() - before
-            found[name] = made.times_products
-    finally:
-        groups.timer_for, groups.contenders = timer_for, contenders
-        del os.environ["WEFT_EFFORT"]
-    weft.close()
-    return found
-
-
-@pytest.mark.ranks
-def test_products_are_timed_where_schedules_are(ranks: RankFixture) -> None:
-    """Not in programs for row counts that come and go, nor where nothing is to be measured."""
-    expected = {"measured": True, "measured, too": True, "in between": False, "by name": True}
-    assert ranks(2).run(_which_products_are_timed) == [expected | {"by name, nothing is measured": False}] * 2
 
 
 def _broken_in_a_trial() -> str:

@@ -16,17 +16,16 @@ and copies c (n - 1) pieces. Any other schedule has one matmul, and sends at the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from weft.machine import Machine
 from weft.problem import Problem
 
-SPLITS = (2, 4)
+CUTS = (2, 4)
 """Into how many parts vendors' matmuls may cut K, each with float32 sums that are written and read."""
 LEAST_CUT = 8192
 """No part of K is shorter: 136 x 6144 x 16384 took 60 us on an H200, as if cut in two, 256 x 4608 x 9216 took 50, whole."""
 _FLOAT32 = 4
-_Tiles = list[tuple[int, int, float]]
 
 
 CUT = frozenset(("shard_p2p", "hetero_unfused_1d", "hetero_fused_1d", "uniform_fused_1d", "uniform_fused_2d"))
@@ -81,52 +80,47 @@ class Pieces:
 def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int, *, sums: bool) -> Callable[[int], float]:
     """Of a vendor's matmul by b of inner x cols: what some rows of a take, with a launch. sums: it adds to float32 sums.
 
-    Ways are without and with K in parts: the tiles of each shape (rows, how many beside each other, us on an SM), and what a
-    row's traffic takes.
+    Ways are whole, in two parts of K, in four, the latter in every third shape of tiles alone, since more tiles fill the
+    last wave better; if two gain nothing, four do not, and sums are not cut again. Of each shape the rows, and less than
+    zero, so that quotients round up, how many lie beside each other and us of a wave; and what a row's traffic takes.
     """
     gpu, itemsize, launch_us = machine.gpu, problem.itemsize, machine.launch_us
-    sms, byte_us, fixed_us = gpu.sms, 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us
-    element_us = 2 * sms * inner / (gpu.tflops[problem.dtype] * 1e6)
+    byte_us, fixed_us, less_sms, less_cols = 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us, -gpu.sms, -cols
+    less_us = 2 * less_sms * inner / (gpu.tflops[problem.dtype] * 1e6)
     b_us = inner * cols * itemsize * byte_us
     row_us = (inner * itemsize + cols * (2 * _FLOAT32 if sums else itemsize)) * byte_us
-    extra_us = (2 * _FLOAT32 - itemsize) * byte_us * sms if sums else 0.0
-    tiles = [(high, -(-cols // wide), slow * element_us + fixed_us + high * wide * extra_us) for high, wide, slow in gpu.shapes]
+    if sums:
+        extra_us = (2 * _FLOAT32 - itemsize) * byte_us * less_sms
+        tiles = [
+            (high, less_cols // wide, slow * less_us - fixed_us + high * wide * extra_us) for high, wide, slow in gpu.shapes
+        ]
+    else:
+        tiles = [(high, less_cols // wide, slow * less_us - fixed_us) for high, wide, slow in gpu.shapes]
     ways = [(tiles, row_us)]
-    if inner >= SPLITS[0] * LEAST_CUT:
-        ways += _split(gpu.shapes, tiles, element_us, inner, row_us, 2 * _FLOAT32 * cols * byte_us)
+    for cuts in () if sums else CUTS:
+        if inner < cuts * LEAST_CUT:
+            break
+        part_us = less_us / cuts
+        tiles = [(high, less_cols // wide * cuts, slow * part_us - fixed_us) for high, wide, slow in gpu.shapes[::3]]
+        ways.append((tiles, row_us + cuts * 2 * _FLOAT32 * cols * byte_us))
     known: dict[int, float] = {}
 
     def us(rows: int) -> float:
         if rows in known:
             return known[rows]
-        least_us = math.inf
+        less_rows, least_us = -rows, math.inf
         for tiles, row_us in ways:
-            waves_us = math.inf
-            for high, across, tile_us in tiles:
-                took_us = -(-rows // high * across // sms) * tile_us
+            busy_us, waves_us = rows * row_us + b_us, least_us
+            if busy_us >= least_us:
+                break
+            for high, across, wave_us in tiles:
+                took_us = less_rows // high * across // less_sms * wave_us
                 if took_us < waves_us:
                     waves_us = took_us
-            busy_us = rows * row_us + b_us
-            if waves_us > busy_us:
-                busy_us = waves_us
-            if busy_us < least_us:
-                least_us = busy_us
-        known[rows] = launch_us + least_us
-        return known[rows]
+            if waves_us == least_us:
+                break
+            least_us = waves_us if waves_us > busy_us else busy_us
+        known[rows] = least_us = launch_us + least_us
+        return least_us
 
     return us
-
-
-def _split(
-    shapes: Sequence[tuple[int, int, float]], tiles: _Tiles, element_us: float, inner: int, row_us: float, sums_us: float
-) -> list[tuple[_Tiles, float]]:
-    """The same with K in parts. sums_us: of one part's row of float32 sums."""
-    slows = [slow * element_us for _, _, slow in shapes]
-    return [
-        (
-            [(high, n * cuts, us - slow_us * (1 - 1 / cuts)) for (high, n, us), slow_us in zip(tiles, slows, strict=True)],
-            row_us + cuts * sums_us,
-        )
-        for cuts in SPLITS
-        if inner >= cuts * LEAST_CUT
-    ]

@@ -38,7 +38,7 @@ COLLECTIVES: dict[Op, str] = {
     "all_to_all": "all_to_all",
 }
 """The vendor collective that an operator's sequential program has."""
-SPLITS, LEAST_CUT = (1, *pieces.SPLITS), pieces.LEAST_CUT
+CUTS, LEAST_CUT = (1, *pieces.CUTS), pieces.LEAST_CUT
 """Into how many parts vendors' GEMMs may cut K, and the least that a part has."""
 GATHER_SHARE = 1.04
 """Gathering rows, over the memory's rate of a copy: 4.4 to 4.8 of 4.3 TB/s in benchmarks/results/embedding.jsonl, median."""
@@ -108,7 +108,7 @@ def gemm_cost(
     traffic = itemsize * total * k + out_itemsize * total * n * (2 if accumulate else 1)
     extra = (2 * out_itemsize - itemsize) if accumulate else 0
     gpu, speed = machine.gpu, machine.gpu.flag_efficiency if flags else 1.0
-    splits = [cuts for cuts in SPLITS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
+    splits = [cuts for cuts in CUTS if cuts == 1 or (k >= cuts * LEAST_CUT and not (flags or tiles))]
     tiles = tiles or ((gpu.kernel_tiles or gpu.tiles) if flags else gpu.vendor_tiles)
     costs = []
     for tile, cuts in itertools.product(tiles, splits):
