@@ -23,7 +23,6 @@ def tiny(*, world_size: int = 2, topology: Topology = "switch", link_gbps: float
             flag_efficiency=1.0,
             hbm_gbps=1e6,
             l2_bytes=1,
-            smem_bytes=1,
         ),
         "copies": dataclasses.replace(copies, **changes),
         "stores": Stores(gbps=((1, 0.064), (2, 0.064)), sms=1, stall=0.5),

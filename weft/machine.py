@@ -69,8 +69,8 @@ class Gpu:
     """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype. tiles: what its GEMMs may use.
 
     tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
-    stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU; smem_bytes:
-    of one SM. burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
+    stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
+    burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
     rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
     may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known. tile_step: its vendor's
     tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see `vendor_tiles`.
@@ -83,7 +83,6 @@ class Gpu:
     flag_efficiency: float
     hbm_gbps: float
     l2_bytes: int
-    smem_bytes: int
     burst_us: float | None = None
     sustained: float | None = None
     kernel_tiles: tuple[Tile, ...] = ()

@@ -39,7 +39,6 @@ def _host(ranks: int) -> Machine:
         flag_efficiency=1.0,
         hbm_gbps=1.0,
         l2_bytes=1,
-        smem_bytes=1,
     )
     values: dict[str, Any] = {
         "name": "host executor",
