@@ -34,6 +34,16 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_a_destroyed_group_is_named(alone: None) -> None:
+    group = dist.new_group([0])
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    torch.testing.assert_close(weft.all_gather_matmul(a, b, group=group), a @ b)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="group: its process group was destroyed"):
+        weft.all_gather_matmul(a, b, group=group)
+    torch.testing.assert_close(weft.all_gather_matmul(a, b), a @ b)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [

@@ -425,12 +425,13 @@ class Groups:
 
     def state(self, name: str) -> GroupState:
         """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""
-        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        if (group := _living(name)) is None:
+            raise ValueError("group: its process group was destroyed, or never was in this process; use one that lives")
         with self._making.setdefault(name, threading.Lock()):
             known = self._states.get(name)
             if known is None or known[0] is not group:
                 # What is held of groups that were destroyed, one of which may have had this name, is of no use any more.
-                for other in [other for other, (held, _) in list(self._states.items()) if not _registered(other, held)]:
+                for other in [other for other, (held, _) in list(self._states.items()) if _living(other) is not held]:
                     self.close(other)
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
@@ -483,11 +484,11 @@ class Groups:
                 known.close()
 
 
-def _registered(name: str, group: dist.ProcessGroup) -> bool:
+def _living(name: str) -> dist.ProcessGroup | None:
     try:
-        return _resolve_process_group(name) is group  # type: ignore[arg-type]
+        return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:
-        return False
+        return None
 
 
 def _checked(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
