@@ -95,6 +95,40 @@ def test_ctrl_c_while_the_server_starts_leaves_no_rank_that_waits() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
+CUT_SHORT = """
+import os, signal
+from multiprocessing import forkserver, popen_forkserver
+from weft.execute.ranks import Ranks
+
+connect = forkserver.connect_to_new_process
+
+def interrupted(fds):
+    pipes = connect(fds)
+    os.kill(os.getpid(), signal.NUMBER)  # the new process has yet to be told what it is for
+    return pipes
+
+def end(number, frame):
+    raise KeyboardInterrupt
+
+if __name__ == "__main__":
+    popen_forkserver.forkserver.connect_to_new_process = interrupted
+    signal.signal(signal.SIGTERM, end)
+    try:
+        Ranks(2)
+    except KeyboardInterrupt:
+        print("interrupted", signal.getsignal(signal.SIGTERM) is end)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_rank_that_is_being_started_ends_in_silence(number: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_SHORT.replace("NUMBER", number)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\n", "")
+
+
 COMMANDS = [("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), ("calibrate", "--ranks", "2")]
 
 

@@ -14,10 +14,11 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -114,6 +115,22 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def _whole() -> Iterator[None]:
+    """What is begun in here ends before a handler of SIGINT's or SIGTERM's raises: a process that is cut short between being
+    forked and being told what it is for says so, in a traceback."""
+    late: list[int] = []
+    with ExitStack() as handlers:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(before := signal.getsignal(number)):
+                    handlers.callback(signal.signal, number, before)
+                    signal.signal(number, lambda number, _: late.append(number))
+        yield
+    for told in dict.fromkeys(late):
+        signal.raise_signal(told)
+
+
 class Ranks:
     """`world_size` rank processes on this host. A context manager; `close` always ends them.
 
@@ -142,8 +159,9 @@ class Ranks:
                     name=f"weft-rank-{rank}",
                     daemon=True,
                 )
-                process.start()
-                self.processes.append(process)
+                with _whole():
+                    process.start()
+                    self.processes.append(process)
                 theirs.close()
             self._collect(set(range(world_size)), start_s, "starting")
         except BaseException:
