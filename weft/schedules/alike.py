@@ -9,6 +9,7 @@ for all: the simplest, the first of `weft.schedules.NAMES`.
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 
 from weft.schedule import Flag, Gemm, Region, Schedule
@@ -18,7 +19,14 @@ def alike(one: Schedule, other: Schedule) -> bool:
     """Whether both are the same steps on the same buffers, if flags and places in local and symmetric buffers are renamed,
     one for one, and what a matmul takes together lies together in both or in neither. Schedules that differ are told apart at
     the first step that does."""
-    return (one.problem, one.buffers) == (other.problem, other.buffers) and _Renaming(one).same(one.ranks, other.ranks)
+    if (one.problem, one.buffers) != (other.problem, other.buffers) or _outline(one) != _outline(other):
+        return False
+    return _Renaming(one).same(one.ranks, other.ranks)
+
+
+def _outline(schedule: Schedule) -> list[list[int]]:
+    """How many steps each lane of each rank has: most schedules are told apart by that."""
+    return [[len(lane.steps) for lane in lanes] for lanes in schedule.ranks]
 
 
 class _Renaming:
@@ -42,7 +50,7 @@ class _Renaming:
             return _where(one) == _where(other) and self._renamed(one, other)
         if isinstance(one, Gemm) and _joints(one) != _joints(other):
             return False
-        names = _fields(one)
+        names = _fields(type(one))  # type: ignore[arg-type]
         return all(self.same(getattr(one, name), getattr(other, name)) for name in names) if names else one == other
 
     def _renamed(self, one: object, other: object) -> bool:
@@ -63,6 +71,7 @@ def _joints(step: object) -> list[tuple[bool, bool]]:
     return [(a.a.rows[1] == b.a.rows[0], a.out.rows[1] == b.out.rows[0]) for a, b in pairwise(step.parts)]
 
 
-def _fields(part: object) -> tuple[str, ...]:
-    """Names of a value's parts; none where it has none."""
-    return tuple(field.name for field in fields(part)) if is_dataclass(part) else ()
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """Names of the parts of a kind's values; none where they have none."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
