@@ -24,7 +24,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(["between", "cache", "checker", "pieces", "rules", "schedule", "schedules"], 1),
     **dict.fromkeys(["shapes", "timelines", "together", "work"], 1),
     **dict.fromkeys(["models", "planner", "results", "sim"], 2),
-    **dict.fromkeys(["driver", "kernels", "memory", "rendezvous", "team", "triton"], 3),
+    **dict.fromkeys(["arrival", "driver", "kernels", "memory", "rendezvous", "team", "triton"], 3),
     **dict.fromkeys(["controls"], 4),
     **dict.fromkeys(["execute"], 5),
     **dict.fromkeys(["beside", "calibrate", "characterize", "collectives", "doctor", "hooks", "inductor"], 6),

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from weft.arrival import told_by_all
 from weft.errors import WaitTimeout
 
 BOUND_S = 60.0
@@ -149,7 +150,6 @@ class Meetings:
 
 def meetings(group: dist.ProcessGroup) -> Meetings:
     """Of a whole group. Collective."""
-    tokens: list[Any] = [None] * group.size()
-    dist.all_gather_object(tokens, secrets.token_hex(8), group=group)
+    tokens = told_by_all(group, secrets.token_hex(8))
     store: Any = group.get_group_store()
     return Meetings(PrefixStore(f"weft/{tokens[0]}", store.clone()), rank=group.rank(), size=group.size())

@@ -40,6 +40,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
+from weft.arrival import told_by_all
 from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
 from weft.rendezvous import Meetings
@@ -160,9 +161,8 @@ class Team:
             me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
         except (ValueError, OSError) as error:
             wrong, me = error, str(error)
-        everyone: list[Any] = [me] * self.world_size
         try:
-            dist.all_gather_object(everyone, me, group=self.group)
+            everyone: list[Any] = told_by_all(self.group, me)
             if own is None:
                 raise wrong
             for rank, one in enumerate(everyone):

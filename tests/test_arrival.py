@@ -1,0 +1,90 @@
+"""Ranks come to a group's first call: who does not is named, and the others end."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+import weft
+from weft import arrival
+from weft.errors import PeerLost, WaitTimeout
+
+pytestmark = pytest.mark.ranks
+
+
+def _call(group: dist.ProcessGroup) -> None:
+    a, b = torch.full((2, 4), 1.0 + dist.get_rank()), torch.ones(4, 3)
+    expected = torch.cat([torch.full((2, 3), 4.0 * (1 + rank)) for rank in range(group.size())])
+    torch.testing.assert_close(weft.all_gather_matmul(a, b, group=group), expected)
+
+
+def _one_raised_before() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if dist.get_rank() == 2:
+        time.sleep(3)
+        return "did not come"
+    try:
+        _call(group)
+    except PeerLost as error:
+        return str(error)
+    return "right"
+
+
+def test_who_does_not_come_is_named(ranks: RankFixture) -> None:
+    first, second, _ = ranks(3).run(_one_raised_before)
+    assert first.startswith("rank 2 has not come to the group's first call: ")
+    assert second.startswith("rank 2 has not come to the group's first call: ")
+
+
+def _one_is_late() -> list[str]:
+    says_s, arrival.SAYS_S = arrival.SAYS_S, 0.2
+    weft.close()
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
+            _call(group)
+    finally:
+        arrival.SAYS_S = says_s
+    weft.close()
+    return [str(warning.message) for warning in said]
+
+
+def test_a_late_rank_is_named_and_waited_for(ranks: RankFixture) -> None:
+    first, second = ranks(2).run(_one_is_late)
+    assert first == ["for 0.2 s rank 1 has not come to the group's first call; did it raise? rank 0 waits"]
+    assert second == []
+
+
+def _in_the_store() -> str:
+    """As where NCCL is the group's only backend: rank 0 gives up once; then all come, twice, with calls of weft's between."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    message = ""
+    if dist.get_rank() == 0:
+        try:
+            with arrival._Meeting(group).begun() as meeting:
+                meeting.await_all()
+        except WaitTimeout as error:
+            message = str(error)
+    dist.barrier()
+    for _ in range(2):
+        with arrival._Meeting(group).begun() as meeting:
+            meeting.await_all()
+        _call(group)
+    weft.close(group)
+    return message
+
+
+def test_a_group_whose_rank_gave_up_can_meet_later(ranks: RankFixture) -> None:
+    message, _ = ranks(2).run(_in_the_store)
+    assert message.startswith(
+        "within 1 s, the process group's timeout, rank 1 has not come to the group's first call; did it raise"
+    )

@@ -1,0 +1,121 @@
+"""The ranks of a process group come together for the first time, and tell each other something.
+
+Until they have, nobody watches them, and the way to tell all something is a collective of the process group's: if a rank does
+not come, because it raised before, say, the others wait in it for the process group's timeout, half an hour; NCCL then ends
+the process. So each rank first says in the group's store that it is there:
+
+    weft/here/7/count      how many ranks are at the group's meeting 7, which is the next one after 6 that took place
+    weft/here/7/RANK       that this one has come
+
+Who has not come is named, in a warning after a while, and in the error at the end. Where NCCL alone is there, ranks wait in the
+store until all have come, and one that gives up is not counted any more: the group can meet later. gloo sees at once that
+a process is gone, so ranks wait in its collective.
+
+Bad interleavings: a rank gives up at the moment at which the last one comes, or the store has keys of an earlier group of this
+name that met as often (a launcher's store outlives processes). Then some ranks go on to the collective, and wait in it as they
+would have without all this.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from weft.errors import PeerLost, WaitTimeout, WeftError
+
+T = TypeVar("T")
+SAYS_S = 30.0
+"""After so long a warning says who is waited for: to load a model may take some ranks longer than others."""
+_MOST_ASKED_HZ = 3000
+"""How often all ranks together ask the store, once they have waited for a while."""
+_MET: dict[str, int] = {}
+"""How often each group has met, by name."""
+
+
+def told_by_all(group: dist.ProcessGroup, mine: T) -> list[T]:
+    """What each rank gave as mine, by rank. Collective.
+
+    Raises WaitTimeout, with the ranks that have not come, at the process group's timeout; PeerLost if one is gone, or the
+    group's store is.
+    """
+    told: list[Any] = [None] * group.size()
+    try:
+        with _Meeting(group).begun() as meeting:
+            if all(device.type != "cpu" for device in group._device_types):
+                meeting.await_all()
+            dist.all_gather_object(told, mine, group=group)
+    except WeftError:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"the ranks of the group could not meet for its first call: {error}") from error
+    return told
+
+
+class _Meeting:
+    """A group's next meeting, as this rank sees it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._number = group, _MET.get(group.group_name, 0)
+        store: Any = group.get_group_store()
+        self._store = PrefixStore(f"weft/here/{self._number}", store.clone())
+        self._came = 0
+
+    @contextmanager
+    def begun(self) -> Iterator[_Meeting]:
+        """This rank is there, and says who is not, should it take long."""
+        self._store.set(str(self._group.rank()), "")
+        self._came = self._store.add("count", 1)
+        say = threading.Timer(SAYS_S, self._say)
+        say.daemon = True
+        say.start()
+        try:
+            yield self
+        except BaseException as error:
+            missing = self._missing() if isinstance(error, RuntimeError) and not isinstance(error, WeftError) else ""
+            with suppress(RuntimeError):
+                self._store.add("count", -1)
+            if missing:
+                raise PeerLost(f"{missing}: {error}") from error
+            raise
+        finally:
+            say.cancel()
+        _MET[self._group.group_name] = self._number + 1
+
+    def await_all(self) -> None:
+        """Wait until all have come. Raises WaitTimeout."""
+        size, bound, pause = self._group.size(), bound_s(self._group), 1e-3
+        deadline = time.monotonic() + bound
+        while self._came < size:
+            if time.monotonic() > deadline:
+                raise WaitTimeout(
+                    f"within {bound:g} s, the process group's timeout, {self._missing()}; did it raise, or leave a call out?"
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, max(0.02, size / _MOST_ASKED_HZ))
+            self._came = self._store.add("count", 0)
+
+    def _missing(self) -> str:
+        """Who has not come; nothing if all have, or nobody can tell."""
+        try:
+            missing = [str(rank) for rank in range(self._group.size()) if not self._store.check([str(rank)])]
+        except RuntimeError:
+            return ""
+        has = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(missing)} have"
+        return f"{has} not come to the group's first call" if missing else ""
+
+    def _say(self) -> None:
+        if missing := self._missing():
+            warnings.warn(f"for {SAYS_S:g} s {missing}; did it raise? rank {self._group.rank()} waits", stacklevel=1)
+
+
+def bound_s(group: dist.ProcessGroup) -> float:
+    """The process group's own timeout, the longest of its backends."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return max(float(backend.options._timeout.total_seconds()) for backend in backends)
