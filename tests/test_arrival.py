@@ -64,6 +64,19 @@ def test_a_late_rank_is_named_and_waited_for(ranks: RankFixture) -> None:
     assert second == []
 
 
+class _Backends:
+    """A group of one backend, which torch does not have."""
+
+    _device_types = (torch.device("cuda"),)
+
+    def _get_backend(self, device: torch.device) -> object:
+        return object()
+
+
+def test_a_backend_that_does_not_tell_its_timeout_has_torchs() -> None:
+    assert arrival.bound_s(_Backends()) == 1800  # type: ignore[arg-type]
+
+
 def _in_the_store() -> str:
     """As where NCCL is the group's only backend: rank 0 gives up once; then all come, twice, with calls of weft's between."""
     group = dist.new_group(timeout=timedelta(seconds=1))

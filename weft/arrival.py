@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
 from weft.errors import PeerLost, WaitTimeout, WeftError
@@ -116,6 +117,10 @@ class _Meeting:
 
 
 def bound_s(group: dist.ProcessGroup) -> float:
-    """The process group's own timeout, the longest of its backends."""
+    """The process group's own timeout, the longest of its backends; torch's default, where they do not tell."""
     backends = [group._get_backend(device) for device in group._device_types]
-    return max(float(backend.options._timeout.total_seconds()) for backend in backends)
+    try:
+        timeouts = [backend.options._timeout for backend in backends]
+    except (AttributeError, RuntimeError):  # of a backend from elsewhere
+        timeouts = [default_pg_timeout]
+    return max(timeout.total_seconds() for timeout in timeouts)
