@@ -112,11 +112,11 @@ def end(number, frame):
 
 if __name__ == "__main__":
     popen_forkserver.forkserver.connect_to_new_process = interrupted
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.NUMBER, end)  # SIGINT is ignored in what a script runs in the background
     try:
         Ranks(2)
     except KeyboardInterrupt:
-        print("interrupted", signal.getsignal(signal.SIGTERM) is end)
+        print("interrupted", signal.getsignal(signal.NUMBER) is end)
 """
 
 
