@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,16 +79,18 @@ def test_a_backend_that_does_not_tell_its_timeout_has_torchs() -> None:
 
 
 def _in_the_store() -> str:
-    """As where NCCL is the group's only backend: rank 0 gives up once; then all come, twice, with calls of weft's between."""
+    """As where NCCL is the group's only backend: rank 0 gives up, and rank 1 after it; then all come, twice, with calls of
+    weft's between."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     message = ""
-    if dist.get_rank() == 0:
-        try:
-            with arrival._Meeting(group).begun() as meeting:
-                meeting.await_all()
-        except WaitTimeout as error:
-            message = str(error)
-    dist.barrier()
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            try:
+                with arrival._Meeting(group).begun() as meeting:
+                    meeting.await_all()
+            except WaitTimeout as error:
+                message = str(error)
+        dist.barrier()
     for _ in range(2):
         with arrival._Meeting(group).begun() as meeting:
             meeting.await_all()
@@ -97,7 +100,39 @@ def _in_the_store() -> str:
 
 
 def test_a_group_whose_rank_gave_up_can_meet_later(ranks: RankFixture) -> None:
-    message, _ = ranks(2).run(_in_the_store)
+    message, other = ranks(2).run(_in_the_store)
+    assert other.endswith("rank 0 has given up the group's first call; did it raise, or leave a call out?")
     assert message.startswith(
         "within 1 s, the process group's timeout, rank 1 has not come to the group's first call; did it raise"
     )
+
+
+def _interrupted() -> None:
+    """On rank 0 alone, when all have come: the meeting counts on both, so that the next one is the same to both."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    try:
+        with arrival._Meeting(group).begun() as meeting:
+            meeting.await_all()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    _call(group)
+    weft.close(group)
+
+
+def test_a_meeting_that_took_place_counts_whatever_comes_of_it(ranks: RankFixture) -> None:
+    ranks(2).run(_interrupted)
+
+
+def test_a_group_of_an_earlier_ones_name_has_not_met(tmp_path: Path) -> None:
+    """Else its ranks, some of which were in the earlier one, would wait for each other at different meetings."""
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / str(number)}", rank=0, world_size=1)
+        group = dist.group.WORLD
+        assert group is not None
+        assert arrival._Meeting(group)._number == 0
+        assert arrival.told_by_all(group, "mine") == ["mine"]
+        assert arrival._Meeting(group)._number == 1
+        dist.destroy_process_group()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import weft
 from weft.execute.groups import GROUPS
-from weft.execute.ranks import Ranks
+from weft.execute.ranks import Ranks, _whole
 
 ENDS = """
 import atexit, os, pathlib, sys, tempfile
@@ -127,6 +127,26 @@ def test_a_rank_that_is_being_started_ends_in_silence(number: str) -> None:
         [sys.executable, "-c", CUT_SHORT.replace("NUMBER", number)], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted True\n", "")
+
+
+def _cut_short(told: list[int]) -> None:
+    with _whole():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not told
+        raise OSError("no descriptor is left")
+
+
+def test_a_signal_that_came_meanwhile_is_told_whatever_is_raised() -> None:
+    told: list[int] = []
+    before = [signal.signal(number, lambda number, _: told.append(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with pytest.raises(OSError, match="no descriptor is left"):
+            _cut_short(told)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert sorted(told) == [signal.SIGINT, signal.SIGTERM]
 
 
 COMMANDS = [("run", "llama3-8b", "--ranks", "2", "--tokens", "32"), ("calibrate", "--ranks", "2")]

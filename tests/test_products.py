@@ -16,7 +16,7 @@ from conftest import RankFixture
 import weft
 from weft.execute import products
 from weft.execute.cublaslt import Algorithm, stored, supports
-from weft.execute.products import Products, fastest
+from weft.execute.products import Products, fastest, settings
 
 
 class Library:
@@ -102,6 +102,34 @@ def test_the_oldest_is_forgotten(clock: SimpleNamespace, monkeypatch: pytest.Mon
     for m in (512, 256, 128):
         call(*matrices(m=m))
     assert [choice.m for choice in products.matmul_choices()] == [256, 128]
+
+
+def test_a_lane_remembers_what_the_process_has_forgotten(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the same call would have other bits after many others, and a kernel that no rehearsal has loaded."""
+    monkeypatch.setattr(products, "_KEPT", 1)
+    a, b, out = matrices()
+    lane = Products(torch.device("cpu"))
+    lane.multiply(a, b, out, accumulate=False, times=True)
+    call(*matrices(m=256))
+    assert [choice.m for choice in products.matmul_choices()] == [256]
+    lane.multiply(a, b, out.zero_(), accumulate=False, times=False)
+    assert out[0, 0] == 2.0
+
+
+def test_torchs_settings_hold_whenever_they_are_made(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, before = Products(torch.device("cpu")), settings()
+    a, b, out = matrices(dtype=torch.float16)
+    found = []
+    for setting in (None, "deterministic", "half", None):
+        with monkeypatch.context() as patch:
+            if setting == "deterministic":
+                patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+            if setting == "half":
+                patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True))
+            lane.multiply(a, b, out, accumulate=False, times=True)
+            assert (settings() == before) == (setting is None)
+        found.append(float(out[0, 0]))
+    assert found == [2.0, 512.0, 512.0, 2.0]
 
 
 def test_sums_in_float32_are_one_of_cublas_kernels(clock: SimpleNamespace) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import ceil
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -24,7 +26,7 @@ import weft
 from weft import codec, machine
 from weft.execute import choose
 from weft.execute.choose import contenders
-from weft.pieces import CUT, Pieces
+from weft.pieces import CUT, LEAST_CUT, Pieces
 from weft.planner import heuristic
 from weft.planner.shortlist import AT_MOST
 from weft.problem import (
@@ -192,6 +194,27 @@ def test_pieces_take_what_the_simulator_says(on: machine.Machine) -> None:
         assert sorted(pieces.halves(name, 8)) == pytest.approx(sorted((matmul_us, sent_us)), rel=0.02)
 
 
+@pytest.mark.parametrize("on", [H200, MI300X], ids=["h200x8", "mi300x8"])
+def test_a_matmul_takes_what_its_fastest_tiles_and_cut_take(on: machine.Machine) -> None:
+    gpu, random = on.gpu, Random(1)
+    bytes_us = gpu.hbm_gbps * 1e3
+    for _ in range(300):
+        rows, cols, inner = (round(2 ** random.uniform(3, most)) for most in (15, 15, 17.5))
+        element_us = 2 * gpu.sms * inner / (gpu.tflops["bfloat16"] * 1e6)
+        times = []
+        for cuts in (1, 2, 4):
+            if cuts == 1 or inner >= cuts * LEAST_CUT:
+                moved = 2 * (rows * inner + inner * cols + rows * cols) + (8 * cuts * rows * cols if cuts > 1 else 0)
+                waves = [
+                    ceil(ceil(rows / high) * ceil(cols / wide) * cuts / gpu.sms) * (slow * element_us / cuts + gpu.tile_us)
+                    for high, wide, slow in gpu.shapes
+                ]
+                times.append(max(min(waves), moved / bytes_us))
+        problem = Problem(op="matmul_all_to_all", m=rows * 8, n=cols, k=inner, world_size=8)
+        pieces = Pieces(problem, on, rows=rows, cols=cols, inner=inner, links_us=1.0)
+        assert pieces.us(rows) == pytest.approx(on.launch_us + min(times))
+
+
 def test_between_nodes_it_is_sequential() -> None:
     across = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8, nodes=(4, 4))
     assert heuristic(across, H200) == "sequential"
@@ -229,7 +252,6 @@ def _opcodes(call: Callable[[], object]) -> int:
 def test_it_takes_less_than_20_us() -> None:
     """By instructions, which other work on the core cannot change; and by time, with room for such work."""
     found = [Problem(op=op, m=4096, n=8192, k=8192, world_size=8) for op in OPS]
-    found += [Problem(op=op, m=m, n=16384, k=131072, world_size=4) for op in OPS[:2] for m in (64, 16384)]  # K may be cut
     _opcodes(_squares)  # Python 3.12 tells nothing the first time
     share, allowed = BOUND_US / 40, BOUND_US / 40 * _opcodes(_squares)
     for problem in found:
@@ -247,13 +269,13 @@ def test_it_takes_less_than_20_us() -> None:
     assert min(rounds) < 2 * share * min(squares)
 
 
-def test_it_takes_less_than_40_us_where_the_vendor_may_cut_k() -> None:
+def test_it_takes_less_than_30_us_where_the_vendor_may_cut_k() -> None:
     """By instructions, whatever the sizes."""
     _opcodes(_squares)
-    allowed = 2 * BOUND_US / 40 * _opcodes(_squares)
+    allowed = 1.5 * BOUND_US / 40 * _opcodes(_squares)
     for op in OPS:
-        for size in (16384, 10**9, 2**63 - 1):
-            problem = Problem(op=op, m=size, n=size, k=size, world_size=8)
+        for rows, size in ((16384, 16384), (64, 131072), (16384, 131072), (10**9, 10**9), (2**63 - 1, 2**63 - 1)):
+            problem = Problem(op=op, m=rows, n=size, k=size, world_size=4)
             heuristic(problem, H200)
             assert _opcodes(functools.partial(heuristic, problem, H200)) < allowed
 

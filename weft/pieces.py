@@ -80,9 +80,9 @@ class Pieces:
 def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int, *, sums: bool) -> Callable[[int], float]:
     """Of a vendor's matmul by b of inner x cols: what some rows of a take, with a launch. sums: it adds to float32 sums.
 
-    Ways are whole, in two parts of K, in four, the latter in every third shape of tiles alone, since more tiles fill the
-    last wave better; if two gain nothing, four do not, and sums are not cut again. Of each shape the rows, and less than
-    zero, so that quotients round up, how many lie beside each other and us of a wave; and what a row's traffic takes.
+    Ways are whole, and with K in two parts or four; sums are not cut again. Of each shape of tiles the rows, and less than
+    zero, so that quotients round up, how many lie beside each other and us of a wave; and what a row's traffic takes, which
+    alone rules some ways out.
     """
     gpu, itemsize, launch_us = machine.gpu, problem.itemsize, machine.launch_us
     byte_us, fixed_us, less_sms, less_cols = 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us, -gpu.sms, -cols
@@ -101,7 +101,7 @@ def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int, *, sum
         if inner < cuts * LEAST_CUT:
             break
         part_us = less_us / cuts
-        tiles = [(high, less_cols // wide * cuts, slow * part_us - fixed_us) for high, wide, slow in gpu.shapes[::3]]
+        tiles = [(high, less_cols // wide * cuts, slow * part_us - fixed_us) for high, wide, slow in gpu.shapes]
         ways.append((tiles, row_us + cuts * 2 * _FLOAT32 * cols * byte_us))
     known: dict[int, float] = {}
 
@@ -117,8 +117,6 @@ def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int, *, sum
                 took_us = less_rows // high * across // less_sms * wave_us
                 if took_us < waves_us:
                     waves_us = took_us
-            if waves_us == least_us:
-                break
             least_us = waves_us if waves_us > busy_us else busy_us
         known[rows] = least_us = launch_us + least_us
         return least_us

@@ -40,7 +40,7 @@ from weft.execute.edges import Edges
 from weft.execute.network import sms_for
 from weft.execute.nvshmem_wire import Mail
 from weft.execute.pool import Piece
-from weft.execute.products import Products
+from weft.execute.products import Products, settings
 from weft.execute.replay import Replays, lie
 from weft.execute.tape import Item, Tape, Words, Work
 from weft.execute.vendor import Vendor
@@ -324,8 +324,8 @@ class CudaProgram(BoundProgram):
         self._loaded.add(how)
 
     def _how(self, inputs: Inputs, outputs: Outputs) -> Hashable:
-        """How the matrices of a call lie. Lookups load what their tables and indices need themselves."""
-        return lie({name: some for name, some in inputs.items() if name in self.schedule.buffer}, outputs)
+        """How the matrices of a call lie, and are multiplied. Lookups load what their tables and indices need themselves."""
+        return settings(), lie({name: some for name, some in inputs.items() if name in self.schedule.buffer}, outputs)
 
     def _lay_out(self, bindings: Bindings) -> None:
         """Make the tables that a call's kernels read: they are copied to the GPU, which no capture takes."""

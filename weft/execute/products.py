@@ -18,6 +18,7 @@ those around, or at WEFT_EFFORT=none) stays torch's.
 from __future__ import annotations
 
 import statistics
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -69,13 +70,20 @@ class _Chosen:
 
 
 _CHOSEN: dict[Hashable, _Chosen] = {}
+_CHOOSING = threading.Lock()
 _KEPT = 4096
 """Products that a process remembers; the oldest goes."""
 
 
 def matmul_choices() -> list[MatmulChoice]:
     """How this process multiplies, a product each, in the order of their first calls."""
-    return [chosen.choice for chosen in _CHOSEN.values()]
+    return [chosen.choice for chosen in list(_CHOSEN.values())]
+
+
+def settings() -> tuple[object, ...]:
+    """What is set in torch that says how products are multiplied: SMs left free, the same bits each time, sums in float16."""
+    half = bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False))
+    return torch._C._get_sm_carveout_experimental(), torch.are_deterministic_algorithms_enabled(), half
 
 
 class Products:
@@ -85,21 +93,26 @@ class Products:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._library = _library(self._index)
         self._workspace = torch.empty(WORKSPACE if self._library else 0, dtype=torch.uint8, device=device)
+        self._known: dict[Hashable, _Chosen] = {}
+        """What has been used here stays, whatever the process remembers: calls and graphs of a program have the same bits."""
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, times: bool) -> None:
         """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to look for the fastest way."""
-        if self._library is None or torch._C._get_sm_carveout_experimental() is not None:
+        if self._library is None or _torchs_own(a.dtype):
             by_torch(a, b, out, accumulate=accumulate)
+            return
+        if a.is_cuda and torch.cuda.current_device() != self._index:  # of a thread that has set none
+            with torch.cuda.device(self._index):
+                self.multiply(a, b, out, accumulate=accumulate, times=times)
             return
         key = (self._index, accumulate, a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), out.stride(0))
         if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGN_BYTES:
             by_torch(a, b, out, accumulate=accumulate)
             return
-        chosen = _CHOSEN.get(key)
+        chosen = self._known.get(key)
         if chosen is None:
-            chosen = _CHOSEN[key] = self._choose(a, b, out, accumulate) if times else _untimed(a, b, out, accumulate)
-            if len(_CHOSEN) > _KEPT:
-                _CHOSEN.pop(next(iter(_CHOSEN)), None)
+            chosen = _CHOSEN.get(key) or (self._choose if times else _untimed)(a, b, out, accumulate)
+            self._known[key] = chosen = _remembered(key, chosen)
         if chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
             return
@@ -111,8 +124,7 @@ class Products:
         plain = out.dtype == a.dtype and not accumulate
         torchs = _untimed(a, b, out, accumulate)
         # What is added to 16 bits is rounded to them first, by some algorithms.
-        fits = supports((a, b, out)) and (plain or out.dtype == torch.float32)
-        if not fits or torch.are_deterministic_algorithms_enabled() or _reduces_in_half(a.dtype):
+        if not supports((a, b, out)) or not (plain or out.dtype == torch.float32):
             return torchs
         assert self._library is not None
         product = Product(self._library, a, b, out, accumulate=accumulate)
@@ -189,9 +201,19 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate:
         out.copy_(product)
 
 
-def _reduces_in_half(dtype: torch.dtype) -> bool:
-    """The caller asks torch for sums in float16."""
-    return dtype == torch.float16 and bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False))
+def _torchs_own(dtype: torch.dtype) -> bool:
+    """Whether the caller asks torch for something that only torch's way has."""
+    carveout, deterministic, half = settings()
+    return carveout is not None or bool(deterministic) or (bool(half) and dtype == torch.float16)
+
+
+def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:
+    """The first that a thread has chosen is everyone's."""
+    with _CHOOSING:
+        chosen = _CHOSEN.setdefault(key, chosen)
+        if len(_CHOSEN) > _KEPT:
+            _CHOSEN.pop(next(iter(_CHOSEN)))
+        return chosen
 
 
 def _untimed(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:

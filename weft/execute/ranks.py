@@ -120,15 +120,18 @@ def _whole() -> Iterator[None]:
     """What is begun in here ends before a handler of SIGINT's or SIGTERM's raises: a process that is cut short between being
     forked and being told what it is for says so, in a traceback."""
     late: list[int] = []
-    with ExitStack() as handlers:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if callable(before := signal.getsignal(number)):
-                    handlers.callback(signal.signal, number, before)
-                    signal.signal(number, lambda number, _: late.append(number))
-        yield
-    for told in dict.fromkeys(late):
-        signal.raise_signal(told)
+    with ExitStack() as at_last:
+        try:
+            with ExitStack() as handlers:
+                if threading.current_thread() is threading.main_thread():
+                    for number in (signal.SIGINT, signal.SIGTERM):
+                        if callable(before := signal.getsignal(number)):
+                            handlers.callback(signal.signal, number, before)
+                            signal.signal(number, lambda number, _: late.append(number))
+                yield
+        finally:
+            for told in dict.fromkeys(late):
+                at_last.callback(signal.raise_signal, told)
 
 
 class Ranks:

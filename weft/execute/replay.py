@@ -26,6 +26,7 @@ import torch
 from weft.controls.streams import comm_stream
 from weft.execute.bound import Inputs, Outputs
 from weft.execute.driver import Driver
+from weft.execute.products import settings
 
 Addresses = tuple[object, ...]
 _KEPT = 256
@@ -159,7 +160,7 @@ class Replays:
         """
         if self._full:
             return None
-        addresses = _addresses(inputs, outputs)
+        addresses = (*settings(), *_addresses(inputs, outputs))
         if addresses not in self._graphs:
             self._graphs[addresses] = None
             if len(self._graphs) > _KEPT:
