@@ -115,10 +115,10 @@ class _Meeting:
             said = [self._said(str(rank)) for rank in range(self._group.size())]
         except RuntimeError:
             return ""
-        for word, what in (("", "not come to the group's first call"), (_LEFT, "given up the group's first call")):
+        for word, what in (("", " not come to the group's first call"), (_LEFT, " given up the group's first call")):
             ranks = [str(rank) for rank, one in enumerate(said) if one == word]
             if ranks:
-                return f"rank {ranks[0]} has {what}" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have {what}"
+                return f"rank {ranks[0]} has{what}" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have{what}"
         return ""
 
     def _said(self, rank: str) -> str:
