@@ -129,6 +129,16 @@ def test_budgets_nest_and_are_restored_also_after_an_error(blas: Blas) -> None:
     assert _targets(blas) == (None, 0)
 
 
+def test_budgets_of_threads_end_in_any_order(blas: Blas) -> None:
+    first, second = sm_budget(100), sm_budget(16)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert _targets(blas)[0] == 116
+    second.__exit__(None, None, None)
+    assert _targets(blas)[0] is None
+
+
 @pytest.mark.parametrize("sms", [0, SMS + 1])
 def test_budgets_that_cannot_be(blas: Blas, sms: int) -> None:
     for control in (lambda: sm_budget(sms).__enter__(), lambda: sm_partition(sms)):

@@ -19,6 +19,8 @@ from weft.beside.blocks import most_steps
 from weft.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.hooks import fully_sharded
 from weft.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.hooks.gathered import Gathered
+from weft.planner.ways import parse
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -251,3 +253,78 @@ def _closed_meanwhile() -> str:
 def test_a_hook_of_a_group_that_was_closed_says_so(ranks: RankFixture) -> None:
     for told in ranks(2).run(_closed_meanwhile):
         assert told.startswith("this group was closed, and with it what had been made for it before, as a hook's trial;")
+
+
+def _sparse(way: str | None) -> list[float]:
+    """What is learned by rows of a table, others on each rank."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3)))
+    if way:
+        weft.hooks.ddp(model, way=way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([step, 5 + dist.get_rank()])).square().sum().backward()
+        optimizer.step()
+    table, *_ = model.parameters()
+    return table.flatten().tolist()
+
+
+def _with_sparse_gradients() -> list[list[float]]:
+    weft.close()
+    found = [_sparse(way) for way in (None, "vendor", "copy_engine")]
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_sparse_gradients_are_averaged_as_without_weft(ranks: RankFixture) -> None:
+    for plain, *others in ranks(2).run(_with_sparse_gradients):
+        for mine in others:
+            assert mine == pytest.approx(plain)
+
+
+def _refused() -> list[str]:
+    found = []
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    weft.hooks.ddp(model, way="vendor")
+    mixed = DistributedDataParallel(nn.Linear(3, 3))
+    mixed.mixed_precision = object()
+    for one in (model, mixed):
+        try:
+            weft.hooks.ddp(one, way="vendor")
+        except ValueError as error:
+            found.append(str(error))
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_models_that_average_by_a_hook_of_their_own_are_refused(ranks: RankFixture) -> None:
+    for twice, mixed in ranks(2).run(_refused):
+        assert twice == "model has a communication hook; register one a model"
+        assert mixed.startswith("model has mixed_precision, which averages gradients by a hook of its own")
+
+
+def _gathered_ahead() -> list[list[list[int]]]:
+    """Which groups each gathers ahead, by their numbers: as the caller has it, with 1 and 2 ahead, and by itself again."""
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    units = [layers[:2], layers[2:4], layers[4:]]
+    for unit in units:
+        fully_shard(unit)  # type: ignore[call-overload]
+    root: Any = fully_shard(nn.Sequential(*layers))
+    firsts: list[Any] = [unit[0] for unit in units]
+    firsts[0].set_modules_to_forward_prefetch([firsts[2]])
+    gathered, found = Gathered(layers), []
+    root(torch.randn(4, 8)).sum().backward()
+    states = [first._get_fsdp_state() for first in firsts]
+    for way in ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor"):
+        gathered.take(parse(way))
+        found.append([[states.index(ahead) for ahead in state._states_to_forward_prefetch] for state in states])
+    return found
+
+
+@pytest.mark.ranks
+def test_units_are_gathered_ahead_and_the_callers_order_comes_back(ranks: RankFixture) -> None:
+    callers: list[list[int]] = [[2], [], []]
+    assert ranks(2).run(_gathered_ahead) == [[callers, [[1], [2], []], [[1, 2], [2], []], callers]] * 2

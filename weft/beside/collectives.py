@@ -14,8 +14,8 @@ neither writes what it reads nor touches what it writes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -59,6 +59,14 @@ class Collective(ABC):
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All that it reads or writes."""
+
+    @property
+    def reads(self) -> tuple[torch.Tensor, ...]:
+        return self.tensors
+
+    @property
+    def writes(self) -> tuple[torch.Tensor, ...]:
+        return self.tensors
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +125,19 @@ class Collective(ABC):
     def rehearsed(self) -> Iterator[Collective]:
         """The same on the same tensors, to be run any number of times. What it reads is at the end as it was."""
         yield self
+
+
+@contextmanager
+def rehearsed(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
+    """All of a use, to be run any number of times, one after the other. What any of them reads is at the end as it was, also
+    where another one writes it."""
+    with ExitStack() as stack:
+        for one in collectives:
+            written = [tensor for other in collectives if other is not one for tensor in other.writes]
+            for read in one.reads:
+                if any(_overlap(read, tensor) for tensor in written):
+                    stack.enter_context(_kept(read))
+        yield [stack.enter_context(one.rehearsed()) for one in collectives]
 
 
 @contextmanager
@@ -226,6 +247,14 @@ class _Moving(Collective):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.output, self.input
+
+    @property
+    def reads(self) -> tuple[torch.Tensor, ...]:
+        return (self.input,)
+
+    @property
+    def writes(self) -> tuple[torch.Tensor, ...]:
+        return (self.output,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +372,20 @@ class SendReceive(Collective):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for tensor in (self.send, self.receive) if tensor is not None)
+        return self.reads + self.writes
+
+    @property
+    def reads(self) -> tuple[torch.Tensor, ...]:
+        return () if self.send is None else (self.send,)
+
+    @property
+    def writes(self) -> tuple[torch.Tensor, ...]:
+        return () if self.receive is None else (self.receive,)
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What all stages have in common: a smaller microbatch reaches them at different uses."""
+        return self.op, self.ranks.group_name
 
     def describe(self) -> str:
         """Stages differ in what they send: only the op is common."""

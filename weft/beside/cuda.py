@@ -90,7 +90,7 @@ class CudaDevice(Device):
         return torch.cuda.is_current_stream_capturing()
 
     def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
-        for group in {collective.ranks for collective in collectives}:
+        for group in dict.fromkeys(collective.ranks for collective in collectives):  # in one order on all ranks
             self.group(group, way.ctas if way.transport == "vendor" else 0)
         if way.left >= self._sms:
             raise ValueError(f"way has left={way.left}; this device has {self._sms} SMs, leave one to the computation")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from weft.beside.collectives import Collective, SendReceive
+from weft.beside.collectives import Collective, SendReceive, rehearsed
 from weft.beside.kernels import Kernels
 from weft.beside.sites import Site, Sites, Use, sites_of
 from weft.beside.trials import Settled
@@ -172,14 +172,13 @@ class Concurrent:
             return compute(*self.kernels)
 
     def _choose(self, site: Site, compute: Callable[..., object]) -> None:
-        with ExitStack() as stack:
-            rehearsed = [stack.enter_context(collective.rehearsed()) for collective in self._collectives]
+        with rehearsed(self._collectives) as again:
 
             def run(way: Way) -> None:
-                with self._device.running(way, rehearsed):
+                with self._device.running(way, again):
                     compute(*self._known.of(way.resident))
 
-            site.contest(run, lambda: compute(*self.kernels), rehearsed)
+            site.contest(run, lambda: compute(*self.kernels), again)
 
 
 def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:

@@ -94,7 +94,12 @@ class HostDevice(Device):
     def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         work = self._begun(way, collective)
         if work is not None:
-            under_way: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: result)
+
+            def given(done: torch.futures.Future[object]) -> torch.Tensor:
+                done.value()  # raises what the collective ended by
+                return result
+
+            under_way: torch.futures.Future[torch.Tensor] = work.get_future().then(given)
             return under_way
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         made.set_result(result)

@@ -84,6 +84,7 @@ class Site:
 
     def _advance(self, collectives: Sequence[Collective]) -> Way:
         """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
+        self.judge.team.check_usable()
         try:
             if self._steps is None:
                 self._steps = self.judge.rotation()

@@ -83,6 +83,7 @@ class StepTrial:
         if self._left:
             self._left -= 1
             return
+        self.sites.team.check_usable()
         try:
             self.way = parse(self._turns.send(self.device.mark()) if self._begun else next(self._turns))
         except StopIteration as end:

@@ -20,11 +20,10 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.beside.collectives import Collective
+from weft.beside.collectives import Collective, rehearsed
 from weft.beside.device import Device
 from weft.errors import WeftError
 from weft.execute.bound import BoundProgram
@@ -172,8 +171,8 @@ class Judge:
             reduces=any(collective.reduces for collective in collectives),
         )
         specs = shortlist(self._abilities(collectives), found, self._machine, IN_ROTATION)
-        with ExitStack() as stack:
-            return self.ready(specs, [stack.enter_context(collective.rehearsed()) for collective in collectives]), found
+        with rehearsed(collectives) as again:
+            return self.ready(specs, again), found
 
     def turns(self, specs: Sequence[str], found: Load | None = None) -> Steps:
         """Find the fastest of some ways, each taken in turn; the first turn is not counted. specs: first what wins ties."""

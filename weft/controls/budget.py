@@ -14,6 +14,7 @@ is told to use fewer SMs (`sm_budget`: the library's own choice of kernel and gr
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ import torch
 
 from weft.controls.streams import Priority, priority_number
 from weft.driver import checked, driver_api
+
+_CARVING = threading.Lock()
+_CARVED: dict[object, int] = {}
+"""SMs left alone by the budgets that are entered, in this order."""
+_FOUND: list[int | None] = []
+"""What was set before the first of them."""
 
 
 @contextmanager
@@ -53,13 +60,20 @@ def _total(device: torch.device | int | None) -> int:
 
 @contextmanager
 def _carved_out(sms: int) -> Iterator[None]:
-    """SMs that cuBLASLt, and persistent GEMMs of Inductor's, leave alone."""
-    before = _carveout("get")()
-    _carveout("set")(sms)
+    """SMs that cuBLASLt, and persistent GEMMs of Inductor's, leave alone. The setting is the process's: of several threads'
+    budgets the one that was entered last holds, and what was found comes back with the last that is left."""
+    mine = object()
+    with _CARVING:
+        if not _CARVED:
+            _FOUND[:] = [_carveout("get")()]
+        _carveout("set")(sms)
+        _CARVED[mine] = sms
     try:
         yield
     finally:
-        _carveout("set")(before)
+        with _CARVING:
+            del _CARVED[mine]
+            _carveout("set")(next(reversed(_CARVED.values())) if _CARVED else _FOUND[0])
 
 
 def _carveout(verb: str) -> Callable[..., int | None]:

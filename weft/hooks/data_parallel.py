@@ -86,6 +86,10 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     """
     if not isinstance(model, DistributedDataParallel):
         raise ValueError(f"model is a {type(model).__name__}; wrap it in torch.nn.parallel.DistributedDataParallel first")
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ValueError("model has mixed_precision, which averages gradients by a hook of its own; use torch.autocast instead")
+    if getattr(model, "_comm_hooks", ()):
+        raise ValueError("model has a communication hook; register one a model")
     no_copies = why_not_summed(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
     specs = ways_of(way, WAYS, without=_DDP_DECIDES, no_copies=no_copies)
     trial = StepTrial(key, specs, next(model.parameters()).device, model.process_group)
@@ -112,6 +116,8 @@ class _Steps:
         if bucket.is_last():
             self._left.close()
             way = replace(way, ctas=0)
+        if gradients.layout != torch.strided:
+            return _sparse_average(gradients, self.group)
         return self.trial.device.future(way, AllReduce(gradients, self.group, reduction="avg"), gradients)
 
     @property
@@ -123,6 +129,13 @@ class _Steps:
         self.trial.turn()
         self._left.close()
         self._left.enter_context(self.trial.device.limits(self._way))
+
+
+def _sparse_average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+    """By the process group, whatever the way: its rows are others on each rank."""
+    work = dist.all_reduce(gradients.div_(group.size()), group=group, async_op=True)
+    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return averaged
 
 
 def _average(steps: _Steps, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

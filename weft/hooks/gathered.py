@@ -24,6 +24,8 @@ class Gathered:
         self._came: dict[Any, None] = {}
         self._notes = [module.register_forward_pre_hook(self._before) for module in modules]
         self._freed: tuple[Any, ...] = ()
+        self._users: dict[Any, list[Any]] = {}
+        """What each group gathers ahead as the caller has it, groups in order."""
         self._taken: tuple[int, bool] = (0, False)
 
     def _before(self, module: Any, args: Any) -> None:
@@ -46,11 +48,15 @@ class Gathered:
             note.remove()
         self._notes = []
         self._freed = tuple(module for module in self._came if _freed_after_forward(module))
+        states = dict.fromkeys(module._get_fsdp_state() for module in self._came)  # a unit's modules share one
+        self._users = {state: list(state._states_to_forward_prefetch) for state in states}
 
     def _set(self, way: Way) -> None:
-        order = list(self._came)
-        for at, module in enumerate(order):
-            module.set_modules_to_forward_prefetch(order[at + 1 : at + 1 + way.ahead])
+        order = list(self._users)
+        if way.ahead != self._taken[0]:
+            for at, state in enumerate(order):
+                ahead = order[at + 1 : at + 1 + way.ahead]
+                state._states_to_forward_prefetch = ahead if way.ahead else self._users[state]
         for module in self._freed:
             module.set_reshard_after_forward(not way.keep, recurse=False)
         self._taken = way.ahead, way.keep

@@ -1,0 +1,92 @@
+"""Collectives of one use that feed each other, stages whose sizes differ, and what a trial that ended leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+
+import weft
+from weft.beside.collectives import SendReceive, rehearsed
+from weft.beside.host import HostDevice
+from weft.beside.sites import Site
+from weft.beside.steps import StepTrial
+from weft.errors import PeerLost
+from weft.planner.ways import PLAIN
+
+
+def _averaged_in_two_steps(repeatable: bool) -> list[float]:
+    """What each use makes of 1 and 2."""
+    weft.close()
+    found = []
+    for _ in range(26):
+        gradients, shard = torch.full((2,), 1.0 + dist.get_rank()), torch.empty(1)
+        chain = [weft.ReduceScatter(shard, gradients), weft.AllGather(gradients, shard)]
+        if repeatable:
+            weft.concurrent(lambda: torch.ones(8, 8) @ torch.ones(8, 8), chain, key="chain", repeatable=True)
+        else:
+            with weft.concurrent(collectives=chain, key="chain"):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+        found += gradients.tolist()
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_a_trial_leaves_alone_what_a_later_collective_writes(ranks: RankFixture, repeatable: bool) -> None:
+    assert ranks(2).run(_averaged_in_two_steps, repeatable) == [[3.0] * 52] * 2
+
+
+def test_what_a_use_reads_is_kept_while_it_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moves(weft.AllGather):
+        def __post_init__(self) -> None:
+            pass
+
+    first, second, third = torch.zeros(4), torch.ones(4), torch.full((4,), 2.0)
+    with rehearsed([Moves(second, first), Moves(third, second), Moves(first, third)]) as again:
+        for one in again:
+            one.writes[0].fill_(7.0)  # type: ignore[attr-defined]
+    assert [float(one[0]) for one in (first, second, third)] == [0.0, 1.0, 2.0]
+
+
+def _stages() -> bool:
+    peer = 1 - dist.get_rank()
+    whole, less = torch.ones(4), torch.ones(2)
+    return SendReceive(send=whole, to=peer).alike == SendReceive(send=less, to=peer, receive=whole, source=peer).alike
+
+
+@pytest.mark.ranks
+def test_a_smaller_microbatch_is_no_site_of_its_own(ranks: RankFixture) -> None:
+    """Ranks meet at a new site, and the microbatch reaches stages at different uses."""
+    assert ranks(2).run(_stages) == [True] * 2
+
+
+def test_gradients_that_could_not_be_averaged_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: torch.futures.Future[object] = torch.futures.Future()
+    device = HostDevice(torch.device("cpu"))
+    monkeypatch.setattr(device, "_begun", lambda way, one: SimpleNamespace(get_future=lambda: under_way))
+    given = device.future(PLAIN, None, torch.ones(2))  # type: ignore[arg-type]
+    under_way.set_exception(RuntimeError("Connection closed by peer"))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        given.wait()
+
+
+def _broken() -> None:
+    raise PeerLost("this group's team is broken (rank 1 died)")
+
+
+def test_uses_and_steps_after_a_trial_that_failed_say_why() -> None:
+    team: Any = SimpleNamespace(check_usable=_broken)
+    site = Site(SimpleNamespace(team=team), None)  # type: ignore[arg-type]
+    with pytest.raises(PeerLost, match="is broken"):
+        site._advance([])
+    trial = StepTrial.__new__(StepTrial)
+    trial.sites, trial.device = SimpleNamespace(team=team), SimpleNamespace(capturing=False)  # type: ignore[assignment]
+    trial._turns, trial._left = iter(()), 0  # type: ignore[assignment]
+    with pytest.raises(PeerLost, match="is broken"):
+        trial.turn()
