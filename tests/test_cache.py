@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +27,7 @@ from rank_work import check_gather
 import weft
 from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
-from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, Unproved
+from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import NAMES, spec
 
@@ -409,8 +410,82 @@ def test_what_is_predicted_is_held_against_sequential_in_use(ranks: RankFixture,
 def test_calls_until_a_proof_are_counted_once() -> None:
     left, program = Unproved(), object()
     assert not left.due(program)  # type: ignore[arg-type]
-    left.add(program, PROVED_AFTER)  # type: ignore[arg-type]
+    left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
     assert [left.due(program) for _ in range(PROVED_AFTER + 3)].index(True) == PROVED_AFTER - 1  # type: ignore[arg-type]
-    left.add(program, PROVED_AFTER)  # type: ignore[arg-type]
+    left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
     left.forget(program)  # type: ignore[arg-type]
     assert not any(left.due(program) for _ in range(PROVED_AFTER + 3))  # type: ignore[arg-type]
+    left.verdicts["its problem"] = "sequential"
+    left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
+    assert not any(left.due(program) for _ in range(PROVED_AFTER + 3)), "bound anew"  # type: ignore[arg-type]
+
+
+def _come_and_go(asked: str, fast: str) -> tuple[int, int]:
+    """More row counts than a group keeps, three times: warnings, and the trials that were made."""
+    from weft.execute import choose, groups
+
+    def named(problem: Problem, device: torch.device) -> str:
+        return "shard_p2p"
+
+    with (
+        mock.patch.multiple(choose, predicted=named, by_sizes=named),
+        mock.patch.object(groups, "PROGRAMS_PER_GROUP", 2),
+        mock.patch.object(groups.GroupState, "_proved", autospec=True, side_effect=groups.GroupState._proved) as proved,
+        trials_by_a_clock(fast),
+        warnings.catch_warnings(record=True) as seen,
+    ):
+        warnings.simplefilter("always")
+        weft.close()
+        for _ in range(3):
+            for m in (64, 32, 16, 8):
+                for call in range(PREDICTED_AFTER + 1):
+                    check_gather(m, 48, 32, torch.float32, asked, call)
+        weft.close()
+        return len(seen), proved.call_count
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fast", ["sequential", "shard_p2p"])
+def test_a_verdict_holds_for_programs_that_are_bound_anew(ranks: RankFixture, fast: str) -> None:
+    assert ranks(2).run(_come_and_go, "planned", fast) == [(4 if fast == "sequential" else 0, 4)] * 2
+
+
+def test_plans_are_kept_by_the_profile_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, device = KeptPlans(SimpleNamespace(world_size=2, nodes=())), torch.device("cpu")  # type: ignore[arg-type]
+    before = plans._key(PROBLEM, device)
+    assert plans._key(PROBLEM, device) == before
+    monkeypatch.setenv("WEFT_MACHINE", "a100x8")
+    monkeypatch.setenv("WEFT_MACHINE_FORCE", "1")
+    assert plans._key(PROBLEM, device).digest != before.digest
+
+
+def test_folders_on_the_way_are_for_their_user_alone(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        Cache(tmp_path / "one" / "two").write(ENTRY)
+    finally:
+        os.umask(mask)
+    assert [mode(tmp_path / name) for name in ("one", "one/two", "one/two/plans")] == [0o700] * 3
+
+
+def _one_cannot_read() -> list[str]:
+    """Rank 1 has a profile that is not there; then the group goes on."""
+    weft.close()
+    found = []
+    for machine in ("nothing.json" if dist.get_rank() == 1 else "", ""):
+        with mock.patch.dict(os.environ, {"WEFT_MACHINE": machine}):
+            try:
+                check_gather(64, 48, 32, torch.float32, "auto", 0)
+                found.append("right")
+            except ValueError as error:
+                found.append(str(error))
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_profile_that_one_rank_cannot_read_is_told_to_all(ranks: RankFixture) -> None:
+    first, second = ranks(2).run(_one_cannot_read)
+    assert first == ["rank 1 cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there", "right"]
+    assert second[0].startswith("cannot read nothing.json")
+    assert second[1] == "right"

@@ -141,3 +141,22 @@ def test_what_is_another_familys_program_on_one_node_is_shown_where_it_is_named(
 
 def test_no_two_families_have_one_marker() -> None:
     assert len({tuple(mark(index).items()) for index in range(len(NAMES))}) == len(NAMES)
+
+
+def test_what_was_measured_is_written_before_it_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure took long; what fails afterwards, or a pipe that is closed, must not lose it."""
+
+    def broken(found: object, machine: object) -> None:
+        raise ValueError("the terminal is gone")
+
+    monkeypatch.setattr("weft.cli.characterize._show", broken)
+    path = tmp_path / "lines.jsonl"
+    words = ["llama3-8b", "--tokens", "512", "--chunks", "2", "--schedule", "shard_p2p", "--json", str(path)]
+    assert main(["characterize", *words]) != 0
+    assert path.read_text(encoding="utf-8").count("\n") == 4
+    path.unlink()
+    profile = json.loads(codec.dumps(H200))
+    del profile["gpu"]["tflops"]["float16"], profile["sources"]["gpu.tflops.float16"]
+    (tmp_path / "machine.json").write_text(json.dumps(profile))
+    assert main(["characterize", *words, "--dtype", "float16", "--machine", str(tmp_path / "machine.json")]) != 0
+    assert not path.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,3 +226,22 @@ def _mistakes() -> None:
 
 def test_mistakes(ranks: RankFixture) -> None:
     ranks(2).run(_mistakes)
+
+
+def _from_meta() -> bool:
+    """A model made on meta, and given what another one has: the same logits."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"bottom": [6, 4], "top": [8, 1], "pooling": POOLING}
+    plain = DLRM(DENSE, SIZES, **options)
+    late = DLRM(DENSE, SIZES, device="meta", **options).to_empty(device="cpu")
+    assert not list(late.top.buffers()) + list(late.bottom.buffers())
+    late.load_state_dict(plain.state_dict())
+    dense, pooled = torch.randn(5, DENSE), torch.randn(5, 4 * len(SIZES))
+    same = torch.equal(late.logits(dense, pooled), plain.logits(dense, pooled))
+    weft.close()
+    return same
+
+
+@pytest.mark.ranks
+def test_a_model_from_meta_has_all_that_it_needs(ranks: RankFixture) -> None:
+    assert ranks(2).run(_from_meta) == [True] * 2

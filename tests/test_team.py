@@ -9,7 +9,7 @@ from conftest import RankFixture
 
 from weft.errors import PeerLost, RankMismatch
 from weft.team import _CLOSED, _STATE, _TOLD, Team
-from weft.team_texts import TEXT_BYTES, told
+from weft.team_texts import TEXT_BYTES, Remembered, told
 
 
 def _alike(team: Team) -> int:
@@ -151,3 +151,14 @@ def _long_and_alike(team: Team) -> int:
 
 def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
     assert ranks(2).run(_with_team, "_long_and_alike") == [4, 4]
+
+
+def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:
+    known = Remembered(2, 50)
+    assert known.number("first") == known.number("first") == 2
+    numbers = {f"text {i}": known.number(f"text {i}") for i in range(500)}
+    last = [f"text {i}" for i in range(500 - 48, 500)]
+    assert len({numbers[text] for text in last}) == 48
+    assert [known.text(numbers[text]) for text in last] == last
+    assert [known.number(text) for text in last] == [numbers[text] for text in last]
+    assert known.text(None) == known.text(1) == known.text(50) == ""

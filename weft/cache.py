@@ -136,7 +136,9 @@ class Cache:
         """Keep an entry, in the place of an older one. What cannot be written is not kept, with a warning that says why."""
         path = self.path(entry.key)
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (*reversed(self.folder.parents), self.folder):  # mkdir's own parents have the mode of the umask
+                if not folder.exists():
+                    folder.mkdir(mode=0o700, exist_ok=True)
             self._remove_stale()
             _replace(path, codec.dumps(entry))
         except OSError as error:

@@ -45,7 +45,7 @@ from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
 from weft.rendezvous import Meetings
 from weft.team_relay import Board, Relay
-from weft.team_texts import TEXT_BYTES, difference, reason, told
+from weft.team_texts import TEXT_BYTES, Remembered, difference, reason, told
 
 DEFAULT_TIMEOUT_S = 60.0
 _MOST_TIMEOUT_S = 1e9
@@ -124,7 +124,7 @@ class Team:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._meetings = self._compared = 0
-        self._known: dict[int, str] = {}
+        self._known = Remembered(2, _NUMBERS)
         self.broken: BaseException | None = None
         self._aware: set[int] = set()
         self._closing: set[int] = set()
@@ -245,9 +245,7 @@ class Team:
 
     def remember(self, text: str) -> int:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
-        number = 2 + len(self._known) % (_NUMBERS - 2)
-        self._known[number] = text
-        return number
+        return self._known.number(text)
 
     def repeat(self, number: int) -> None:
         """Begin a call that all ranks have agreed on before. Waits for nobody."""
@@ -268,7 +266,7 @@ class Team:
         number = self._number_of(rank, call)
         if number in (0, 1):
             return self._control[rank].read_text((1 + number) * TEXT_BYTES, TEXT_BYTES)
-        return self._known.get(number or 0, "")
+        return self._known.text(number)
 
     def _compare(self) -> None:
         """Raise RankMismatch if calls that all ranks have entered differ."""

@@ -8,6 +8,30 @@ TEXT_BYTES = 4096
 """Of a text in a control segment."""
 
 
+class Remembered:
+    """Texts by numbers of `lowest` to `end` - 1, and back. The oldest text gives its number away when all are taken."""
+
+    def __init__(self, lowest: int, end: int) -> None:
+        self._lowest, self._end, self._count = lowest, end, 0
+        self._texts: dict[int, str] = {}
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """A text's, the same as long as it is remembered."""
+        known = self._numbers.get(text)
+        if known is not None:
+            return known
+        number = self._lowest + self._count % (self._end - self._lowest)
+        self._count += 1
+        self._numbers.pop(self._texts.get(number, ""), None)
+        self._texts[number], self._numbers[text] = text, number
+        return number
+
+    def text(self, number: int | None) -> str:
+        """Nothing for a number that has none."""
+        return self._texts.get(number or 0, "")
+
+
 def told(text: str) -> str:
     """A text as it is compared: where there is no room for all of it, its digest comes first, and its end is left out.
 

@@ -52,15 +52,16 @@ def command(
     if device != SIMULATED:
         device, ranks = choices.choose_device(device, ranks)
     size, kind = ranks or target.world_size, choices.choose_dtype(dtype)
+    target.tflops(kind)  # what is shown is held against its rates
     problems = [site.problem(rows, size, kind) for rows in _counts("--tokens", tokens) for site in sites]
     cases = [(problem, spec) for problem in problems for spec in _specs(problem, schedule, _counts("--chunks", chunks))]
     if not cases:
         raise ValueError(f"--schedule is {schedule!r}; no site of {model} has such a family")
     with progress_bar() as progress:
         found = list(_simulated(cases, target, progress) if device == SIMULATED else _measured(cases, device, size, progress))
-    _show(found, target)
-    if json:
+    if json:  # before anything is made of it: to measure took long
         output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
+    _show(found, target)
     if report:
         from weft.report.losses import losses_page
 

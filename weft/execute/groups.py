@@ -33,7 +33,7 @@ from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, predict
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
-from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved
+from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved, agree
 from weft.execute.plain import PLAIN
 from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
@@ -182,11 +182,11 @@ class GroupState:
         return site
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
-        """A program for a call: of what it asks for; for "auto", of what is measured or predicted to be fastest. What was
-        not measured here, and is no sequential program, is to be proved in use."""
+        """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
         problem, spec, device = key
-        # All ranks choose from agreed values: an error here is the same on all, and leaves the team whole. What they have of
-        # their own, as a machine's profile, may differ.
+        if spec in CHOSEN_HERE:
+            agree(self.team, device)
+        # Of agreed values: an error is the same on all ranks, and leaves the team whole. Profiles may differ.
         timer = timer_for(device) if spec in CHOSEN_HERE and call.tried and effort() != "none" else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
@@ -209,9 +209,9 @@ class GroupState:
             self._choices[problem, device] = choice
             self._earlier.keep(choice, device)
         elif timer is not None and spec == "auto" and self._choices[problem, device].taken_over:
-            self._unproved.add(program, PROVED_AFTER)
+            self._unproved.add(program, key, PROVED_AFTER)
         elif timer is not None and spec != "auto" and program.schedule.name != BASE:
-            self._unproved.add(program, PREDICTED_AFTER)
+            self._unproved.add(program, key, PREDICTED_AFTER)
         return program
 
     def _proved(self, call: Call, site: Site) -> Site:
@@ -227,6 +227,7 @@ class GroupState:
             program, trials = self._contest(call, key, timer).fastest((BASE, spec))
         except BaseException as error:
             raise self.team.fail(error) from error.__cause__
+        self._unproved.verdicts[key] = BASE if program.schedule.name == BASE else asked
         if program.schedule.name != BASE:
             self._drop(program)
             return site
@@ -242,11 +243,10 @@ class GroupState:
         return replace(site, program=program)
 
     def _specs(self, key: Key, timer: Timer | None) -> tuple[str, ...]:
-        """What could run a call; one spec unless it is to be measured. A problem is measured once, by this process or an
-        earlier one."""
+        """What could run a call: one spec, unless it is to be measured, as a problem is once."""
         problem, spec, device = key
         if spec != "auto":
-            return (spec,)
+            return (self._unproved.verdicts.get(key, spec),)
         if timer is None and (problem, device) not in self._choices:
             return (predicted(problem, device),)
         known = self._choices.get((problem, device)) or self._earlier.find(problem, device)

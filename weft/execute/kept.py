@@ -11,14 +11,17 @@ Row counts are looked up in what ranks have found together, so that they find th
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Hashable
 from functools import cache
 
 import torch
 
+from weft import codec
 from weft.between import Between
 from weft.cache import Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
-from weft.execute.choose import effort
+from weft.execute.choose import effort, profile_for
 from weft.execute.network import transport_from_environment
 from weft.execute.trial import Choice, Trial
 from weft.execute.versions import machine_of, versions
@@ -29,6 +32,24 @@ PROVED_AFTER = 20
 """Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
 PREDICTED_AFTER = 3
 """The same of a choice that is only predicted: as many as callers make before they capture a graph."""
+
+
+def agree(team: Team, device: torch.device) -> None:
+    """See that every rank can read what schedules are chosen by. Raises ValueError on all where one cannot; the team goes on.
+    Collective."""
+    wrong: ValueError | None = None
+    try:
+        effort()
+        profile_for(device)
+    except ValueError as error:
+        wrong = error
+    well = team.enter("what schedules are chosen by can be read", int(wrong is None))
+    if wrong is not None:
+        raise wrong
+    if not all(well):
+        raise ValueError(
+            f"rank {well.index(0)} cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there"
+        )
 
 
 class KeptPlans:
@@ -71,6 +92,8 @@ class KeptPlans:
         machine, known = _here(device, self._team.world_size)
         if self._team.nodes:
             machine = machine | {"messages": transport_from_environment()}
+        profile = hashlib.sha256(codec.dumps(profile_for(device)).encode()).hexdigest()[:16]  # says what is worth measuring
+        machine = machine | {"profile": profile}
         return Key(machine=machine, versions=known, problem=problem, space=space(effort()))
 
 
@@ -82,9 +105,13 @@ class Unproved:
 
     def __init__(self) -> None:
         self._left: dict[BoundProgram, int] = {}
+        self.verdicts: dict[Hashable, str] = {}
+        """What was proved runs as, by key."""
 
-    def add(self, program: BoundProgram, calls: int) -> None:
-        self._left[program] = calls
+    def add(self, program: BoundProgram, key: Hashable, calls: int) -> None:
+        """key: what a verdict is about. One holds for the process, also for a program that is bound anew."""
+        if key not in self.verdicts:
+            self._left[program] = calls
 
     def due(self, program: BoundProgram) -> bool:
         """Count a call. Whether it is the one before which the program is to be proved, once."""

@@ -198,8 +198,6 @@ class DLRM(nn.Module):
         self.top = _mlp([bottom[-1] + features * (features - 1) // 2, *top], last=False, device=device)
         self.bags = ShardedEmbeddingBags(sizes, group, device=device, **options)
         self._ddp_params_and_buffers_to_ignore = [f"bags.{name}" for name in self.bags._ddp_params_and_buffers_to_ignore]
-        below, above = torch.tril_indices(features, features, -1, device=device)
-        self.register_buffer("pairs", below * features + above, persistent=False)
 
     def forward(self, dense: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """dense: [m, features], this rank's samples. indices, lengths: ShardedEmbeddingBags', of as many samples on each
@@ -210,7 +208,9 @@ class DLRM(nn.Module):
         """[m], from what was looked up, [m, T * D]."""
         below = self.bottom(dense)
         features = torch.cat([below[:, None], pooled.view(below.shape[0], -1, below.shape[1])], 1)
-        products = torch.bmm(features, features.transpose(1, 2)).flatten(1).index_select(1, self.pairs)  # type: ignore[arg-type]
+        # Made here: a buffer of a model that was made on meta would be left as memory is.
+        low, high = torch.tril_indices(features.shape[1], features.shape[1], -1, device=features.device)
+        products = torch.bmm(features, features.transpose(1, 2)).flatten(1).index_select(1, low * features.shape[1] + high)
         logits: torch.Tensor = self.top(torch.cat([below, products], 1)).squeeze(1)
         return logits
 

@@ -36,7 +36,8 @@ def replicate(module: nn.Module, distribute: Distributor, part: Part) -> None:
 
 def replicate_alone(module: nn.Module, distribute: Distributor, part: Part) -> None:
     """As `replicate`, of a module without its children. Those of its parameters that are DTensors stay."""
-    plain = tuple(name for name, parameter in module.named_parameters(recurse=False) if _is_plain(parameter))
+    # Under all its names, if it has several: named_parameters has the first alone.
+    plain = tuple(name for name, parameter in module._parameters.items() if parameter is not None and _is_plain(parameter))
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), Replicate()))
     if plain:
