@@ -286,7 +286,7 @@ def judged(trial: Trial, suffers: Callable[[Trial, str], Told] = suffer) -> dict
 
 def _segments(pid: int) -> tuple[str, ...]:
     """Of a process, those that have a name now."""
-    return tuple(path.name for path in SHM.glob(f"{PREFIX}{pid}-*"))
+    return tuple(path.name for path in SHM.glob(f"{PREFIX}*-{pid}-*"))
 
 
 def _let_go_on(pool: Ranks, trial: Trial) -> None:

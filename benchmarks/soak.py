@@ -328,7 +328,7 @@ class Rank:
             "rss_mib": round(resident / _MIB, 2),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
-            "segments": sum(1 for _ in SHM.glob(f"{PREFIX}{os.getpid()}-*")),
+            "segments": sum(1 for _ in SHM.glob(f"{PREFIX}*-{os.getpid()}-*")),
         }
         if self.on.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.on)

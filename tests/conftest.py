@@ -84,7 +84,7 @@ def shared_memory_names() -> list[str]:
 
 def of_the_dead() -> list[str]:
     """Those whose creator is gone. Another run of tests may be about to reap its own."""
-    return [n for n in shared_memory_names() if n.split("-")[1].isdigit() and not os.path.exists(f"/proc/{n.split('-')[1]}")]
+    return [n for n in shared_memory_names() if n.split("-")[2].isdigit() and not os.path.exists(f"/proc/{n.split('-')[2]}")]
 
 
 @pytest.fixture(autouse=True)

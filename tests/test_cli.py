@@ -4,6 +4,7 @@ tests at the end go through the real ones."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ from weft.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
 from weft.problem import Problem
 from weft.results import Run, SiteRun
-from weft.schedules import NAMES
+from weft.run import _choose
+from weft.schedules import NAMES, parse
 from weft.schedules import names as families
 from weft.span import Span
 
@@ -457,3 +459,21 @@ def test_embedding_tables_run(weft: Weft) -> None:
     status, _, says = weft("schedules", "flag_gated", "--op", "embedding_bag_all_to_all")
     assert status == 2
     assert "embedding_bag_all_to_all has sequential" in says
+
+
+def test_a_link_to_what_is_not_there_yet_stays_one(weft: Weft, tmp_path: Path) -> None:
+    (tmp_path / "latest.json").symlink_to("target.json")
+    words = ("plan", "llama3-8b", "--op", "matmul_reduce_scatter", "--trace", str(tmp_path / "latest.json"))
+    assert weft(*words)[0] == 0
+    assert (tmp_path / "latest.json").is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text(encoding="utf-8"))
+
+
+def test_a_pipe_is_not_opened_before_there_is_something_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    output.require_file(tmp_path / "pipe", "--trace")  # would wait for a reader, and end what it reads
+
+
+def test_more_cpu_ranks_than_the_machine_has_gpus() -> None:
+    problem = Problem(op="all_gather_matmul", m=36, n=16, k=8, world_size=9)
+    assert parse(_choose(problem, "auto", load("h200x8"), "cpu"))[0] in families("all_gather_matmul")

@@ -66,7 +66,7 @@ def test_a_killed_rank_is_named_and_nothing_stays(fresh: Ranks, after_s: float) 
             assert "PeerLost: rank 1 (process" in message
             assert "died" in message
             assert seconds < 10
-    assert [name for name in shared_memory_names() if name.split("-")[1] in creators] == []
+    assert [name for name in shared_memory_names() if name.split("-")[2] in creators] == []
     with Ranks(3) as again:
         again.run(check_gather, 64, 48, 32, torch.float32, "flag_gated", 1)
 
@@ -175,12 +175,16 @@ def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
 
 
 def test_what_a_dead_creator_left_is_reaped() -> None:
-    from weft.memory import SHM, reap_stale
+    from weft.memory import SHM, processes, reap_stale
 
-    stale = SHM / "weft-999999999-1-0123456789abcdef-data"
-    stale.write_bytes(b"x")
-    assert stale.name in reap_stale()
+    stale = SHM / f"weft-{processes()}-999999999-1-0123456789abcdef-data"
+    others = SHM / "weft-123abc-999999999-1-0123456789abcdef-data"
+    for path in (stale, others):
+        path.write_bytes(b"x")
+    assert reap_stale() == [stale.name]
     assert not stale.exists()
+    assert others.exists(), "another container's, where that process may live"
+    others.unlink()
 
 
 def test_a_bound_that_is_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

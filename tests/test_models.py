@@ -153,6 +153,20 @@ def test_experts_in_a_config(write: Write) -> None:
     assert shapes(load_model(str(write(qwen))))["shared expert gate/up"] == (192, 64)
 
 
+def test_families_that_name_experts_and_heads_otherwise(write: Write) -> None:
+    ernie = without(model_type="ernie4_5_moe", moe_num_experts=64, moe_k=6, moe_intermediate_size=32, moe_num_shared_experts=2)
+    model = load_model(str(write({**ernie, "moe_layer_start_index": 1})))
+    assert (model.experts, model.experts_per_token, model.intermediate) == (64, 6, 64)
+    assert "some layers have a dense MLP" in model.notes[-1]
+    glm = without("num_hidden_layers", "num_key_value_heads", model_type="chatglm", num_layers=5)
+    model = load_model(str(write({**glm, "multi_query_attention": True, "multi_query_group_num": 2})))
+    assert (model.layers, model.kv_heads) == (5, 2)
+    deepseek = without(model_type="deepseek", n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=2)
+    model = load_model(str(write({**deepseek, "moe_intermediate_size": 24, "first_k_dense_replace": 1})))
+    assert model.intermediate == 48
+    assert "some layers have a dense MLP" in model.notes[-1]
+
+
 def test_a_folder_stands_for_its_config(write: Write) -> None:
     path = write(LLAMA)
     assert load_model(str(path.parent)).name == path.parent.name
@@ -195,6 +209,8 @@ def test_text_config_is_found(write: Write) -> None:
         (without(num_attention_heads=7), "not a multiple of 7 heads"),
         (without(num_key_value_heads=3), "must divide the 8 heads"),
         (without(kv_lora_rank=512), "latent attention"),
+        (without(model_type="qwen"), "its intermediate_size counts gate and up together"),
+        (without(model_type="llama4_text"), "model_type 'llama4_text' is not read"),
     ],
 )
 def test_bad_config_is_one_line_that_names_the_file(write: Write, data: Any, says: str) -> None:

@@ -235,7 +235,7 @@ def _resources() -> tuple[int, int, int]:
     from pathlib import Path
 
     resident = int(Path("/proc/self/statm").read_text().split()[1])
-    return resident, len(os.listdir("/proc/self/fd")), len(list(Path("/dev/shm").glob(f"weft-{os.getpid()}-*")))
+    return resident, len(os.listdir("/proc/self/fd")), len(list(Path("/dev/shm").glob(f"weft-*-{os.getpid()}-*")))
 
 
 def _many_calls() -> list[tuple[int, int, int]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import mmap
 import os
 import platform
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ class Segment:
     def create(cls, label: str, nbytes: int) -> Segment:
         """A new zeroed segment of at least `nbytes`. Raises ValueError if shared memory is too small for it."""
         nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-        name = f"{PREFIX}{os.getpid()}-{process_start(os.getpid())}-{os.urandom(8).hex()}-{label}"
+        name = f"{PREFIX}{processes()}-{os.getpid()}-{process_start(os.getpid())}-{os.urandom(8).hex()}-{label}"
         descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             # Reserve the pages now: a full /dev/shm is then an error here, not a SIGBUS at the first write.
@@ -215,11 +217,30 @@ def unlink(name: str) -> None:
     (SHM / name).unlink(missing_ok=True)
 
 
+@cache
+def processes() -> str:
+    """Among which processes this one has its number: those of a host, or of a container."""
+    try:
+        return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+    except OSError:
+        return "0"
+
+
+def sharing() -> str:
+    """What ranks of a node share beside the host's name: its kernel, /dev/shm, and processes' numbers."""
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        kernel = ""
+    return hashlib.sha256(f"{kernel} {os.stat(SHM).st_dev} {processes()}".encode()).hexdigest()[:6]
+
+
 def reap_stale() -> list[str]:
-    """Remove segments of this user whose creator is dead; their names."""
+    """Remove segments of this user whose creator is dead; their names. Not of other containers, whose processes have numbers of
+    their own, and may live."""
     reaped = []
-    for path in SHM.glob(f"{PREFIX}*"):
-        pid, start = [*path.name.removeprefix(PREFIX).split("-"), "", ""][:2]
+    for path in SHM.glob(f"{PREFIX}{processes()}-*"):
+        pid, start = [*path.name.removeprefix(f"{PREFIX}{processes()}-").split("-"), "", ""][:2]
         try:
             mine = path.stat().st_uid == os.getuid()
         except OSError:

@@ -125,7 +125,11 @@ def _choose(problem: Problem, schedule: str, machine: Machine, device: str) -> s
     if schedule != "auto":
         built = schedules.build(problem, *schedules.parse(schedule))
         return schedules.spec(built.name, built.chunks)
-    return "auto" if device == "cuda" else plan(problem, machine).chosen.spec
+    if device == "cuda":
+        return "auto"
+    # CPU ranks may be more than the machine has GPUs: as if it had so many.
+    enough = replace(machine, world_size=max(machine.world_size, problem.world_size))
+    return plan(problem, enough).chosen.spec
 
 
 def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:

@@ -21,8 +21,8 @@ that other's part in n + 1.
 
 A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
 
-A node is a host: ranks that share its memory. WEFT_RANKS_PER_NODE cuts a host's ranks into nodes of so many, which then treat
-each other as if they were on different hosts.
+A node is a host, or a container: ranks that share its memory and see each other's processes. WEFT_RANKS_PER_NODE cuts a
+host's ranks into nodes of so many, which then treat each other as if they were on different hosts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_s
 
 from weft.arrival import told_by_all
 from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
-from weft.memory import PREFIX, Segment, process_start, reap_stale, unlink
+from weft.memory import PREFIX, Segment, process_start, reap_stale, sharing, unlink
 from weft.rendezvous import Meetings
 from weft.team_relay import Board, Relay
 from weft.team_texts import TEXT_BYTES, Remembered, difference, reason, told
@@ -154,7 +154,7 @@ class Team:
         own: Segment | None = None
         try:
             self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
-            per_node, host = ranks_per_node(), socket.gethostname()
+            per_node, host = ranks_per_node(), f"{socket.gethostname()} {sharing()}"
             label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
             reap_stale()
             own = Segment.create("control", _BOARD.nbytes)

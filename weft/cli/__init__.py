@@ -10,6 +10,7 @@ nothing but typer and rich.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -100,6 +101,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 141
     except OSError as error:
         _write_no_more()
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            return _fail(str(error), 2)
         return _fail(f"cannot write {error.filename or 'the output'}: {error.strerror or error}", 2)
 
 

@@ -61,11 +61,11 @@ def command(
         found = list(_simulated(cases, target, progress) if device == SIMULATED else _measured(cases, device, size, progress))
     if json:  # before anything is made of it: to measure took long
         output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
-    _show(found, target)
     if report:
         from weft.report.losses import losses_page
 
         output.write_text(report, losses_page(found, target), "--report")
+    _show(found, target)
 
 
 def _counts(option: str, text: str) -> list[int]:

@@ -88,14 +88,17 @@ def require_file(path: Path | None, option: str) -> None:
     """Open `path` for writing and leave it as it was. Raises ValueError that names the option if that fails."""
     if path is None:
         return
+    target = Path(os.path.realpath(path))  # a link stays one
     try:
-        existed = path.exists()
-        with path.open("ab"):
+        existed = target.exists()
+        if existed and not target.is_file() and not target.is_dir():
+            return  # a pipe, say: its reader would take the end of this for the end of all
+        with target.open("ab"):
             pass
     except OSError as error:
         raise ValueError(f"{option} {path}: {error.strerror}; name a file in a folder that exists and can be written") from None
     if not existed:
-        path.unlink()
+        target.unlink()
 
 
 def require_apart(paths: Mapping[str, Path | None]) -> None:

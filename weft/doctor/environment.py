@@ -11,7 +11,7 @@ def environment_findings() -> tuple[Finding, ...]:
     """What weft's variables say; none without PyTorch, with which they are read."""
     try:
         from weft.execute.environment import READ, unknown
-    except ImportError:
+    except Exception:  # a broken installation may fail with anything; the finding of PyTorch says how
         return ()
     found = [_read(name) for name in READ if name in os.environ]
     for name in unknown():

@@ -15,11 +15,13 @@ from weft.models.values import Model
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 INTERMEDIATE = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
 SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""Shared experts, each as wide as one that tokens are sent to."""
 ACTIVATION = ("hidden_act", "activation_function", "hidden_activation")
 
 LARGEST = 2**31 - 1
@@ -27,6 +29,12 @@ LARGEST = 2**31 - 1
 GATED = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3", "gemma3_text"}
 GATED |= {"phi3", "phimoe", "olmo", "olmo2", "cohere", "granite", "granitemoe", "internlm2", "stablelm"}
 PLAIN = {"gpt2", "gpt_neox", "gptj", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2"}
+OTHERWISE = {
+    "qwen": "its intermediate_size counts gate and up together",
+    "llama4_text": "its layers differ, and its shared expert has no size of its own",
+    "llama4": "its layers differ, and its shared expert has no size of its own",
+}
+"""Families whose keys mean something else, and what."""
 FOUR_TIMES = {"gpt2", "gptj", "gpt_neo", "gpt_bigcode", "bloom", "falcon"}
 """Families whose MLP is four times as wide as the hidden size unless the config says otherwise."""
 
@@ -59,6 +67,8 @@ def _model(path: Path, config: dict[str, Any], notes: tuple[str, ...]) -> Model:
     if "kv_lora_rank" in config:
         raise ValueError("latent attention (kv_lora_rank) has other sites; weft reads attention with query and key/value heads")
     family = config.get("model_type") if isinstance(config.get("model_type"), str) else None
+    if family in OTHERWISE:
+        raise ValueError(f"model_type {family!r} is not read: {OTHERWISE[family]}; describe it by the keys of Llama")
     sizes = _sizes(config, family)
     gated, how = _gated(config, family)
     return Model(
@@ -87,7 +97,7 @@ def _sizes(config: dict[str, Any], family: str | None) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": _kv_heads(config, heads),
         "head_dim": _first(config, ("head_dim",)) or _divided(hidden, heads),
-        "intermediate": (_first(config, SHARED, low=0) or 0) if experts else (width or 0),
+        "intermediate": _shared(config, expert_width or 0) if experts else (width or 0),
         "experts": experts,
         "experts_per_token": (_first(config, EXPERTS_PER_TOKEN) or 0) if experts else 0,
         "expert_intermediate": expert_width or 0,
@@ -110,7 +120,15 @@ def _kv_heads(config: dict[str, Any], heads: int) -> int:
     """Falcon and GPT BigCode say multi_query for a single key/value head."""
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         return 1
+    if config.get("multi_query_attention") is True and (groups := _first(config, ("multi_query_group_num",))):
+        return groups  # ChatGLM's
     return _first(config, KV_HEADS) or heads
+
+
+def _shared(config: dict[str, Any], expert_width: int) -> int:
+    """How wide the experts that every token goes to are together."""
+    width = _first(config, SHARED, low=0)
+    return width if width is not None else (_first(config, SHARED_COUNT, low=0) or 0) * expert_width
 
 
 def _divided(hidden: int, heads: int) -> int:
@@ -132,7 +150,9 @@ def _gated(config: dict[str, Any], family: str | None) -> tuple[bool, tuple[str,
 
 def _mixed_layers(config: dict[str, Any]) -> tuple[str, ...]:
     """A note where only some layers have experts."""
-    some = bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
+    some = bool(config.get("mlp_only_layers")) or bool(config.get("first_k_dense_replace"))
+    some = some or any(config.get(key, 1) not in (1, None) for key in ("decoder_sparse_step", "moe_layer_freq"))
+    some = some or bool(config.get("moe_layer_start_index"))
     return ("some layers have a dense MLP; the sites are those of a layer with experts",) if some else ()
 
 
