@@ -145,7 +145,7 @@ class GroupState:
         heights = self.team.enter(call.describe(), call.a.shape[0])
         self._peers = self._peers or Peers(self.team.group)
         self._make_room()
-        program = RaggedProgram(self._peers, call, a_rows=max(heights))
+        program = RaggedProgram(self._peers, call, a_rows=max(9 * max(heights) // 8, call.max_rows))
         return self._ragged.setdefault(call.key, (self.team.remember(call.describe()), program))
 
     def _make_room(self) -> None:

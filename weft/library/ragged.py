@@ -36,6 +36,19 @@ def room(rows: int) -> int:
     return max(1, -(-rows // step) * step)
 
 
+def room_home(rows: int, most: int) -> int:
+    """A max_rows for so many rows that come home from `most`, on all ranks the same: a program has room for as many products as
+    it brings home, so that another call with as many rows and fewer or more products is of another program, unless they are
+    so many more that bringing as many home would take too much memory.
+
+    >>> room_home(32, 40), room_home(32, 64), room_home(32, 256)
+    (40, 64, 32)
+    """
+    if not isinstance(rows, int) or not isinstance(most, int) or most > 2 * rows:
+        return room(rows)
+    return max(room(rows), most)
+
+
 def _combine(
     a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, group: str, world_size: int, max_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +171,8 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # What flows into the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        back, _ = torch.ops.weft.ragged_matmul_all_to_all(factors, columns, counts, ctx.group, ctx.world_size, room(a.shape[0]))
+        home = room_home(a.shape[0], ctx.max_rows)
+        back, _ = torch.ops.weft.ragged_matmul_all_to_all(factors, columns, counts, ctx.group, ctx.world_size, home)
         grad_a = back[: a.shape[0]]
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs max_rows x K of memory from forward to backward.
@@ -181,8 +195,11 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
     nothing."""
     ends = counts.cumsum(0)
     if rows.is_cuda and rows.dtype == torch.bfloat16:
+        if torch.is_grad_enabled():  # whose own backward writes nothing past the last end
+            place = torch.arange(rows.shape[0], device=rows.device)[:, None]
+            rows, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
         # What lies past the last end is in no group, and is not read.
-        return torch._grouped_mm(rows.t(), grads, offs=ends.to(torch.int32))
+        return torch._grouped_mm(_aligned(rows).t(), _aligned(grads), offs=ends.to(torch.int32))
     place = torch.arange(rows.shape[0], device=rows.device)[:, None]
     valid, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
     if len(counts) == 1:
@@ -190,6 +207,12 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
     starts = ends - counts
     masks = ((place >= start) & (place < end) for start, end in zip(starts.unbind(), ends.unbind(), strict=True))
     return torch.stack([torch.where(mask, valid, 0).t() @ grads for mask in masks])
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """As grouped matmuls take it: contiguous, at a multiple of 16 bytes."""
+    rows = rows.contiguous()
+    return rows if torch.compiler.is_compiling() or rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 register(

@@ -189,7 +189,8 @@ def _one_below_another(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
             return torch.cat(list(matrices))
         end += matrix.numel()
     rows = sum(matrix.shape[0] for matrix in matrices)
-    return first.as_strided((rows, first.shape[1]), first.stride())
+    # Of one row, a contiguous matrix has any stride.
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:

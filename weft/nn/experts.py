@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft.library.experts  # noqa: F401 - defines what torch.ops.weft is asked for here
-from weft.library.ragged import room
+from weft.library.ragged import room, room_home
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged import ragged_gated
 
@@ -108,7 +108,7 @@ def experts_apart(
         keep = torch.is_grad_enabled() and into.requires_grad
         hidden, arrived, *_ = all_to_all_matmul(rows, into, group, splits=splits, max_rows=most, return_received=keep)
         middle = act(hidden, arrived)
-    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=room(sent))
+    home, _ = matmul_all_to_all(middle, out, group, splits=arrived, max_rows=room_home(sent, most))
     return routing.gather(home, weights)
 
 

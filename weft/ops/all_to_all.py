@@ -21,6 +21,7 @@ from weft.library.columns import run_apart, run_beside
 from weft.ops.checks import check_operands, group_of, spec_of
 from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
 from weft.ops.rows import flat, per_entry
+from weft.problem import split
 from weft.schedule import Schedule
 
 
@@ -99,8 +100,8 @@ def matmul_all_to_all(
         return _apart(a, b, group, schedule)
     check_operands(a, [b], 1)
     group_name, rank, world_size = group_of(group)
-    out = run_combine(flat(a), b, group_name, rank, world_size, per_entry(a), spec_of(schedule, "matmul_all_to_all"))
-    return _shaped(out, a)
+    out = run_combine(flat(a), b, group_name, rank, world_size, max(1, per_entry(a)), spec_of(schedule, "matmul_all_to_all"))
+    return _shaped(out, a, rank, world_size)
 
 
 @overload
@@ -202,9 +203,9 @@ def all_to_all_matmul(
     check_operands(a, [b], 1)
     group_name, rank, world_size = group_of(group)
     spec = spec_of(schedule, "all_to_all_matmul")
-    results = run_dispatch(flat(a), b, group_name, rank, world_size, per_entry(a), spec, return_received)
-    out = _shaped(results[0], a)
-    return (out, _shaped(results[1], a)) if return_received else out
+    results = run_dispatch(flat(a), b, group_name, rank, world_size, max(1, per_entry(a)), spec, return_received)
+    out = _shaped(results[0], a, rank, world_size)
+    return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
 
 
 def _is_last(name: str, dim: int, splits: torch.Tensor | None) -> bool:
@@ -223,7 +224,7 @@ def _apart(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, sc
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
     out = run_apart(flat(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
-    return _shaped(out, a)
+    return _with_middle(out, a, world_size * a.shape[0])
 
 
 def _beside(
@@ -236,10 +237,19 @@ def _beside(
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = spec_of(schedule, "all_to_all_columns_matmul")
     results = run_beside(flat(a), b, name, world_size, spec, return_received)
-    out = _shaped(results[0], a)
-    return (out, _shaped(results[1], a)) if return_received else out
+    entries = a.shape[0] // world_size
+    out = _with_middle(results[0], a, entries)
+    return (out, _with_middle(results[1], a, entries)) if return_received else out
 
 
-def _shaped(out: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """A matrix with the middle dimensions of a."""
-    return out if a.dim() == 2 else out.view(out.shape[0] // max(1, per_entry(a)), *a.shape[1:-1], out.shape[1])
+def _shaped(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """The rows that this rank has from every rank, with the middle dimensions of a."""
+    rows = per_entry(a)
+    if rows:
+        return _with_middle(out, a, out.shape[0] // rows)
+    low, high = split(a.shape[0], world_size)[rank]
+    return _with_middle(out, a, world_size * (high - low))
+
+
+def _with_middle(out: torch.Tensor, a: torch.Tensor, entries: int) -> torch.Tensor:
+    return out if a.dim() == 2 else out.view(entries, *a.shape[1:-1], out.shape[1])

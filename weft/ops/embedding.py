@@ -125,6 +125,8 @@ def _check_indices(indices: torch.Tensor, weights: torch.Tensor | None, mode: st
         return
     if mode != "sum":
         raise ValueError("per_sample_weights goes with mode='sum' alone; divide the weights for a weighted mean")
+    if not isinstance(weights, torch.Tensor):
+        raise ValueError(f"per_sample_weights is a {type(weights).__name__}; it must be a tensor")
     if weights.shape != indices.shape or weights.dtype not in DTYPES or weights.device != indices.device:
         wanted = f"a float vector of {indices.shape[0]} on {indices.device}, one for each index"
         raise ValueError(f"per_sample_weights is {_kind_of(weights)} on {weights.device}; it must be {wanted}")
