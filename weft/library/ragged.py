@@ -212,7 +212,8 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
     """As grouped matmuls take it: contiguous, at a multiple of 16 bytes."""
     rows = rows.contiguous()
-    return rows if torch.compiler.is_compiling() or rows.data_ptr() % 16 == 0 else rows.clone()
+    traced = torch.compiler.is_compiling() or type(rows) is not torch.Tensor  # which lies nowhere
+    return rows if traced or rows.data_ptr() % 16 == 0 else rows.clone()
 
 
 register(
