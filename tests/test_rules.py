@@ -207,7 +207,8 @@ def test_a_matmul_takes_what_its_fastest_tiles_and_cut_take(on: machine.Machine)
                 moved = 2 * (rows * inner + inner * cols + rows * cols) + (8 * cuts * rows * cols if cuts > 1 else 0)
                 waves = [
                     ceil(ceil(rows / high) * ceil(cols / wide) * cuts / gpu.sms) * (slow * element_us / cuts + gpu.tile_us)
-                    for high, wide, slow in gpu.shapes
+                    for high, group in gpu.shapes
+                    for wide, slow in group
                 ]
                 times.append(max(min(waves), moved / bytes_us))
         problem = Problem(op="matmul_all_to_all", m=rows * 8, n=cols, k=inner, world_size=8)

@@ -95,12 +95,20 @@ class Gpu:
             raise ValueError(f"gpu.sustained is {self.sustained}, and gpu.burst_us {self.burst_us}; {both}")
 
     @cached_property
-    def shapes(self) -> tuple[tuple[int, int, float], ...]:
-        """Rows, columns, and elements over efficiency, of few of `tiles`: of each area the one with fewest rows, but 64 at
-        least. On shapes of models their matmuls take within 1% of what all take, on average."""
+    def shapes(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
+        """Columns, and elements over efficiency, of few of `tiles`, by their rows: of each area the tile with fewest rows, but
+        64 at least. On shapes of models their matmuls take within 1% of what all take, on average."""
         high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
         kept = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
-        return tuple((tile.rows, tile.cols, area / tile.efficiency) for area, tile in kept.items())
+        found: dict[float, list[tuple[float, float]]] = {}
+        for area, tile in kept.items():
+            found.setdefault(float(tile.rows), []).append((float(tile.cols), area / tile.efficiency))
+        return tuple((rows, tuple(wide)) for rows, wide in found.items())
+
+    @cached_property
+    def rows_step(self) -> int:
+        """What the rows of all `shapes` are multiples of: as many steps of rows need as many tiles."""
+        return math.gcd(*(int(rows) for rows, _ in self.shapes))
 
     @cached_property
     def vendor_tiles(self) -> tuple[Tile, ...]:

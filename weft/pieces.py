@@ -34,91 +34,151 @@ CUT = frozenset(("shard_p2p", "hetero_unfused_1d", "hetero_fused_1d", "uniform_f
 
 class Pieces:
     """A problem's matmul of rows x inner by inner x cols on the rank with most work, and how schedules cut it. links_us: what
-    the links take for what a rank sends. us: what one matmul of so many rows takes."""
-
-    __slots__ = ("_sent", "_shard", "cols", "inner", "links_us", "machine", "problem", "rows", "us", "whole_us")
+    the links take for what a rank sends. us: what one matmul of so many rows takes; whole_us, shard_us: of all, and of a
+    shard's."""
 
     def __init__(self, problem: Problem, machine: Machine, *, rows: int, cols: int, inner: int, links_us: float) -> None:
         self.problem, self.machine, self.links_us = problem, machine, links_us
         self.rows, self.cols, self.inner = rows, cols, inner
-        self._shard = -(-rows // problem.world_size)
+        self.size = problem.world_size
+        self._shard = -(-rows // self.size)
         self._sent: dict[int, float] = {}
-        self.us = _vendor_us(problem, machine, cols, inner, sums=False)
-        self.whole_us = self.us(rows)
+        self.us = _vendor_us(problem, machine, cols, inner)
+        self.whole_us, self.shard_us = self.us(rows), self.us(self._shard)
 
     def halves(self, name: str, chunks: int) -> tuple[float, float]:
         """The longer and the shorter one of all matmuls and all copies of a schedule of CUT."""
-        matmul_us, sent_us = self._matmul_us(name, chunks), self._sent.get(chunks)
+        size, us, chunk = self.size, self.us, -(-self._shard // chunks)
+        if name == "uniform_fused_1d":
+            matmul_us = chunks * us(size * chunk)
+        elif name == "hetero_fused_1d":
+            matmul_us = self.shard_us + chunks * us((size - 1) * chunk)
+        elif name == "uniform_fused_2d":
+            matmul_us = self._columns_us(chunks)
+        else:
+            matmul_us = self.shard_us + chunks * (size - 1) * (us(chunk) if chunks > 1 else self.shard_us)
+        sent_us = self._sent.get(chunks)
         if sent_us is None:
             sent_us = self._sent[chunks] = self._sent_us(chunks)
         return (matmul_us, sent_us) if matmul_us > sent_us else (sent_us, matmul_us)
 
-    def _matmul_us(self, name: str, chunks: int) -> float:
-        if name == "uniform_fused_2d":
-            return self._columns_us(chunks)
-        us, size, shard = self.us, self.problem.world_size, self._shard
-        chunk = -(-shard // chunks)
-        if name == "uniform_fused_1d":
-            return chunks * us(size * chunk)
-        if name == "hetero_fused_1d":
-            return us(shard) + chunks * us((size - 1) * chunk)
-        return us(shard) + chunks * (size - 1) * us(chunk)
-
     def _columns_us(self, chunks: int) -> float:
-        sums = self.problem.op == "all_gather_matmul"
-        cols, inner = (self.cols, -(-self.inner // chunks)) if sums else (-(-self.cols // chunks), self.inner)
-        return chunks * _vendor_us(self.problem, self.machine, cols, inner, sums=sums)(self.rows)
+        problem, machine = self.problem, self.machine
+        if problem.op == "all_gather_matmul":
+            return chunks * _sums_us(problem, machine, self.rows, self.cols, -(-self.inner // chunks))
+        return chunks * _vendor_us(problem, machine, -(-self.cols // chunks), self.inner)(self.rows)
 
     def _sent_us(self, chunks: int) -> float:
         copies = self.machine.copies
         if self.machine.fans_out:
             return self.links_us + chunks * copies.copy_us
         turned = copies.gbps / copies.turned_gbps(chunks)
-        return self.links_us * turned + chunks * (self.problem.world_size - 1) * copies.copy_us
+        return self.links_us * turned + chunks * (self.size - 1) * copies.copy_us
 
 
-def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int, *, sums: bool) -> Callable[[int], float]:
-    """Of a vendor's matmul by b of inner x cols: what some rows of a take, with a launch. sums: it adds to float32 sums.
+def _sums_us(problem: Problem, machine: Machine, rows: int, cols: int, inner: int) -> float:
+    """A vendor's matmul that adds to float32 sums, with a launch. K is not cut again."""
+    gpu, itemsize = machine.gpu, problem.itemsize
+    byte_us, fixed_us, less_sms = 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us, -float(gpu.sms)
+    less_us = 2.0 * less_sms * inner / (gpu.tflops[problem.dtype] * 1e6)
+    extra_us = less_sms * (2 * _FLOAT32 - itemsize) * byte_us
+    busy_us = ((rows + cols) * inner * itemsize + rows * cols * 2 * _FLOAT32) * byte_us
+    less_rows, less_cols, waves_us = -float(rows), -float(cols), math.inf
+    for high, group in gpu.shapes:
+        down = less_rows // high
+        for wide, slow in group:
+            took_us = less_cols // wide * down // less_sms * (slow * less_us - fixed_us + high * wide * extra_us)
+            if took_us < waves_us:
+                waves_us = took_us
+    return machine.launch_us + (waves_us if waves_us > busy_us else busy_us)
 
-    Ways are whole, and with K in two parts or four; sums are not cut again. Of each shape of tiles the rows, and less than
-    zero, so that quotients round up, how many lie beside each other and us of a wave; and what a row's traffic takes, which
-    alone rules some ways out.
+
+def _vendor_us(problem: Problem, machine: Machine, cols: int, inner: int) -> Callable[[int], float]:
+    """Of a vendor's matmul by b of inner x cols: what some rows of a take, with a launch; whole, or K in two parts or four.
+
+    By the tiles' rows: how many lie beside each other, and us of a wave, by each way; all of them less than zero, so that
+    quotients round up, and all float, which Python divides and multiplies faster.
     """
-    gpu, itemsize, launch_us = machine.gpu, problem.itemsize, machine.launch_us
-    byte_us, fixed_us, less_sms, less_cols = 1 / (gpu.hbm_gbps * 1e3), gpu.tile_us, -gpu.sms, -cols
-    less_us = 2 * less_sms * inner / (gpu.tflops[problem.dtype] * 1e6)
+    gpu, itemsize = machine.gpu, problem.itemsize
+    byte_us, less_cols = 1 / (gpu.hbm_gbps * 1e3), -float(cols)
+    less_us = -2.0 * gpu.sms * inner / (gpu.tflops[problem.dtype] * 1e6)
     b_us = inner * cols * itemsize * byte_us
-    row_us = (inner * itemsize + cols * (2 * _FLOAT32 if sums else itemsize)) * byte_us
-    if sums:
-        extra_us = (2 * _FLOAT32 - itemsize) * byte_us * less_sms
-        tiles = [
-            (high, less_cols // wide, slow * less_us - fixed_us + high * wide * extra_us) for high, wide, slow in gpu.shapes
-        ]
-    else:
-        tiles = [(high, less_cols // wide, slow * less_us - fixed_us) for high, wide, slow in gpu.shapes]
-    ways = [(tiles, row_us)]
-    for cuts in () if sums else CUTS:
-        if inner < cuts * LEAST_CUT:
-            break
-        part_us = less_us / cuts
-        tiles = [(high, less_cols // wide * cuts, slow * part_us - fixed_us) for high, wide, slow in gpu.shapes]
-        ways.append((tiles, row_us + cuts * 2 * _FLOAT32 * cols * byte_us))
+    row_us = (inner + cols) * itemsize * byte_us
+    if inner >= CUTS[0] * LEAST_CUT:
+        part_us = 2 * _FLOAT32 * cols * byte_us
+        return _cut_us(machine, less_cols, less_us, b_us, row_us, part_us, four=inner >= CUTS[1] * LEAST_CUT)
+    launch_us, fixed_us, less_sms = machine.launch_us, gpu.tile_us, -float(gpu.sms)
+    tiles = [(high, [(less_cols // wide, slow * less_us - fixed_us) for wide, slow in group]) for high, group in gpu.shapes]
     known: dict[int, float] = {}
+    less_step = -gpu.rows_step
 
     def us(rows: int) -> float:
-        if rows in known:
-            return known[rows]
-        less_rows, least_us = -rows, math.inf
-        for tiles, row_us in ways:
-            busy_us, waves_us = rows * row_us + b_us, least_us
-            if busy_us >= least_us:
-                break
-            for high, across, wave_us in tiles:
-                took_us = less_rows // high * across // less_sms * wave_us
-                if took_us < waves_us:
-                    waves_us = took_us
-            least_us = waves_us if waves_us > busy_us else busy_us
-        known[rows] = least_us = launch_us + least_us
-        return least_us
+        steps = rows // less_step
+        least_us = known.get(steps)
+        if least_us is None:
+            less_rows, least_us = -float(rows), math.inf
+            for high, group in tiles:
+                down = less_rows // high
+                for across, wave_us in group:
+                    took_us = down * across // less_sms * wave_us
+                    if took_us < least_us:
+                        least_us = took_us
+            known[steps] = least_us
+        busy_us = rows * row_us + b_us
+        return launch_us + (least_us if least_us > busy_us else busy_us)
+
+    return us
+
+
+def _cut_us(
+    machine: Machine, less_cols: float, less_us: float, b_us: float, row_us: float, part_us: float, *, four: bool
+) -> Callable[[int], float]:
+    """The same where K is long enough to be cut: the least of all ways, in one pass over the tiles. less_us: us of a tile's
+    element in a wave, less than zero. b_us, row_us: of b, and of a row, through the memory; part_us: of a row of a part's sums.
+    four: K is long enough for that."""
+    fixed_us, less_sms, launch_us = machine.gpu.tile_us, -float(machine.gpu.sms), machine.launch_us
+    less_half, less_quarter = less_sms / CUTS[0], less_sms / CUTS[1]
+    two_row_us, four_row_us = row_us + CUTS[0] * part_us, row_us + CUTS[1] * part_us if four else math.inf
+    two_us, four_us = less_us / CUTS[0], less_us / CUTS[1]
+    tiles = [
+        (
+            high,
+            [
+                (less_cols // wide, slow * less_us - fixed_us, slow * two_us - fixed_us, slow * four_us - fixed_us)
+                for wide, slow in group
+            ],
+        )
+        for high, group in machine.gpu.shapes
+    ]
+    known: dict[int, tuple[float, float, float]] = {}
+    less_step = -machine.gpu.rows_step
+
+    def us(rows: int) -> float:
+        steps = rows // less_step
+        if steps in known:
+            whole, in_two, in_four = known[steps]
+        else:
+            less_rows, whole, in_two, in_four = -float(rows), math.inf, math.inf, math.inf
+            for high, group in tiles:
+                down = less_rows // high
+                for across, whole_us, two_us, four_us in group:
+                    blocks = down * across
+                    took = blocks // less_sms * whole_us
+                    if took < whole:
+                        whole = took
+                    took = blocks // less_half * two_us
+                    if took < in_two:
+                        in_two = took
+                    took = blocks // less_quarter * four_us
+                    if took < in_four:
+                        in_four = took
+            known[steps] = whole, in_two, in_four
+        busy, two_busy, four_busy = rows * row_us + b_us, rows * two_row_us + b_us, rows * four_row_us + b_us
+        least = whole if whole > busy else busy
+        in_two = in_two if in_two > two_busy else two_busy
+        in_four = in_four if in_four > four_busy else four_busy
+        if in_two < least:
+            least = in_two
+        return launch_us + (in_four if in_four < least else least)
 
     return us

@@ -73,8 +73,8 @@ _LIKE: dict[Op, Op] = {
 """Operators without weights of their own, and whose they take: as much is multiplied, and as much sent."""
 
 
-_Row = tuple[str, tuple[str, int] | None, tuple[float, ...]]
-"""A spec, its family and count if that cuts matmuls, and its weights."""
+_Row = tuple[str, tuple[str, int] | None, tuple[float, ...], float]
+"""A spec, its family and count if that cuts matmuls, its weights but for the last two, and what these come to, in us."""
 
 
 class Sizes(NamedTuple):
@@ -154,7 +154,7 @@ class Times:
         else:
             self.pieces = pieces = Pieces(problem, machine, rows=rows, cols=cols, inner=inner, links_us=sent_us)
             whole_us = pieces.whole_us
-            shards_us = max(0.0, size * pieces.us(-(-rows // size)) - whole_us)
+            shards_us = max(0.0, size * pieces.shard_us - whole_us)
         self.whole = (max(whole_us, sent_us), min(whole_us, sent_us))
         self.others = (shards_us, result_us, rows * inner / memory, (size - 1) * machine.copies.copy_us, machine.launch_us)
 
@@ -202,7 +202,7 @@ class Estimates:
                 check_op(parse(row.spec)[0], op)  # type: ignore[arg-type]
 
     @functools.cached_property
-    def _known(self) -> dict[tuple[Op, int], tuple[_Row, ...]]:
+    def _known(self) -> dict[tuple[Op, int, float, float], tuple[_Row, ...]]:
         return {}
 
     def us(self, problem: Problem, machine: Machine) -> dict[str, float]:
@@ -210,14 +210,15 @@ class Estimates:
         times = Times(problem, machine)
         shards, result, operand, copies, launches = times.others
         whole, pieces, found = times.whole, times.pieces, {}
-        for text, cut, (a, b, c, d, e, f, g) in self._rows(problem.op, problem.world_size):
+        for text, cut, (a, b, c, d, e), fixed in self._rows(problem.op, problem.world_size, copies, launches):
             longer, shorter = pieces.halves(*cut) if cut and pieces else whole
-            found[text] = a * longer + b * shorter + c * shards + d * result + e * operand + f * copies + g * launches
+            found[text] = a * longer + b * shorter + c * shards + d * result + e * operand + fixed
         return found
 
-    def _rows(self, op: Op, world_size: int) -> tuple[_Row, ...]:
-        """Of schedules that the operator has."""
-        known = self._known.get((op, world_size))
+    def _rows(self, op: Op, world_size: int, copies: float, launches: float) -> tuple[_Row, ...]:
+        """Of schedules that the operator has. copies, launches: those of TERMS, which machine and ranks alone decide."""
+        key = (op, world_size, copies, launches)
+        known = self._known.get(key)
         if known is not None:
             return known
         found: list[_Row] = []
@@ -225,10 +226,10 @@ class Estimates:
             name, chunks = parse(row.spec)
             if op in FAMILIES[name].builders:
                 count = chunks or world_size
-                found.append(
-                    (spec(name, count), (name, count if FAMILIES[name].chunked else 1) if name in CUT else None, row.weights)
-                )
-        return self._known.setdefault((op, world_size), tuple(found))
+                cut = (name, count if FAMILIES[name].chunked else 1) if name in CUT else None
+                *weights, of_copies, of_launches = row.weights
+                found.append((spec(name, count), cut, tuple(weights), of_copies * copies + of_launches * launches))
+        return self._known.setdefault(key, tuple(found))
 
 
 @functools.cache
