@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ import weft
 from weft.errors import RankMismatch
 from weft.execute import bags
 from weft.execute.bindings import Bindings
+from weft.execute.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -84,6 +86,7 @@ def _mistakes() -> None:
     indices, offsets, tables = drawn.indices, drawn.offsets, drawn.tables
     call = weft.embedding_bag_all_to_all
     optimizer, weights = weft.SGD(lr=0.1), torch.ones(indices.shape)
+    shared = torch.ones(8, 8, requires_grad=True)
     for says, arguments, options in (
         ("indices is .* of torch.float32; it must be a vector of int32 or int64", (indices.float(), offsets, tables), {}),
         ("offsets and lengths: pass one of them", (indices, offsets, tables), {"lengths": offsets}),
@@ -103,6 +106,7 @@ def _mistakes() -> None:
             {"schedule": "flag_gated"},
         ),
         ("let all of them require a gradient", (indices, offsets, tables), {"optimizer": optimizer}),
+        ("tables.0. and tables.1. share memory", (indices, offsets, [shared, shared[:, 4:]]), {"optimizer": optimizer}),
         (
             "sparse is True, and there is an optimizer",
             (indices, offsets, tables),
@@ -119,6 +123,39 @@ def _mistakes() -> None:
     with pytest.raises(RankMismatch, match=r"dims of rank 0: rank . has 1 x 8.* has 1 x 8, 1 x 4|dims of rank 0"):
         call(indices, offsets, tables, schedule="sequential")
     weft.close()
+
+
+def _columns_of_one_matrix() -> None:
+    """Tables that lie beside each other share no row of memory: an optimizer may have them."""
+    matrix = torch.ones(6, 12).requires_grad_()
+    tables = [matrix.detach()[:, :8].requires_grad_(), matrix.detach()[:, 8:].requires_grad_()]
+    offsets = torch.arange(2 * 4 + 1)
+    out = weft.embedding_bag_all_to_all(offsets[:-1] % 6, offsets, tables, optimizer=weft.SGD(lr=1.0), schedule="sequential")
+    out.sum().backward()
+    assert matrix.sum() == 72 - 4 * 12  # each of 4 samples takes 1 from every column of a row
+    weft.close()
+
+
+def test_tables_beside_each_other_in_one_matrix(ranks: RankFixture) -> None:
+    ranks(2).run(_columns_of_one_matrix)
+
+
+def _odd_weights() -> None:
+    """An index that its table does not have adds nothing, whatever it weighs."""
+    indices, offsets = torch.tensor([0, 1, 7, 2]), torch.tensor([0, 2, 4])
+    for odd in (math.inf, math.nan):
+        weights = torch.tensor([1.0, 1.0, odd, 1.0])
+        options = {"per_sample_weights": weights, "checked": False, "schedule": "direct_store:1"}
+        out = weft.embedding_bag_all_to_all(indices, offsets, [torch.ones(4, 8)], **options)
+        sums = torch.tensor([2.0, 1.0]).chunk(dist.get_world_size())[dist.get_rank()]
+        assert torch.equal(out, sums[:, None].expand_as(out))
+    weft.close()
+
+
+def test_what_is_not_there_has_no_weight(ranks: RankFixture) -> None:
+    ranks(2).run(_odd_weights)
+    with Ranks(2, environment={"TRITON_INTERPRET": "1"}) as interpreted:
+        interpreted.run(_odd_weights)
 
 
 def test_mistakes_are_named(ranks: RankFixture) -> None:

@@ -184,6 +184,57 @@ def test_what_does_not_fit_is_left_out_and_ends_the_calls_of_all_ranks(hasty: Ra
     assert "WaitTimeout" in second[-1] or "PeerLost" in second[-1] or "broken" in second[-1]
 
 
+def test_a_number_of_rows_below_zero_is_none_and_told(hasty: Ranks) -> None:
+    first, second = hasty.run(_until_told, -1, torch.tensor([-1, 8], dtype=torch.int32), 24)
+    assert first[:2] == ["0: right, 0 rows", "1: right, 0 rows"]
+    assert first[2].startswith("2: ValueError: splits of an earlier call has -1; it must be numbers of rows, 0 or more")
+    assert second[:2] == ["0: right, 16 rows", "1: right, 16 rows"]
+
+
+def _odd_layouts() -> None:
+    """Of dimensions of one, where torch lets a stride be anything, and of rows that are all one."""
+    splits = torch.zeros(dist.get_world_size(), dtype=torch.int32)
+    splits[dist.get_rank()] = 1
+    a = torch.randn(3, 17).half()[1:2, :16]
+    whole, one = torch.randn(16, 24).half(), torch.randn(1, 24).half()
+    for b in (whole[None], whole[..., None].permute(2, 0, 1), whole[..., None].movedim(-1, 0), one.expand(16, 24)[None]):
+        for operator in (weft.all_to_all_matmul, weft.matmul_all_to_all):
+            out, _ = operator(a, b, splits=splits, max_rows=16)
+            torch.testing.assert_close(out[:1], a @ b[0], rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("interpreted", [2], indirect=True)
+def test_whatever_the_strides(interpreted: Ranks) -> None:
+    interpreted.run(_odd_layouts)
+
+
+def _many_calls() -> list[list[int]]:
+    """As after 2^31 - 1 calls. The number of a call is then past what 32 bits hold, and flags have wrapped around."""
+    size = dist.get_world_size()
+    a, eye = torch.ones(2 * size, 8).half(), torch.eye(8).half()
+    splits, found = torch.full((size,), 2, dtype=torch.int32), list[list[int]]()
+    weft.close()
+    for call in range(4):
+        out, _ = weft.all_to_all_matmul((1 + call) * a, eye, splits=splits, max_rows=4 * size)
+        assert (out[: 2 * size] == 1 + call).all()
+        ((_, program),) = GROUPS.state(dist.group.WORLD.group_name)._ragged.values()  # type: ignore[union-attr]
+        exchange = program.exchange
+        dist.barrier()
+        if call == 0:
+            exchange.calls.fill_(2**31 - 1)
+            exchange.told.local.fill_(2**31 - 1)
+            dist.barrier()
+        found.append(exchange.calls.tolist())
+    weft.close()
+    return found
+
+
+@pytest.mark.parametrize("interpreted", [2], indirect=True)
+def test_after_two_thousand_million_calls(interpreted: Ranks) -> None:
+    for found in interpreted.run(_many_calls):
+        assert found[1:] == [[2**31], [2**31 + 1], [2**31 + 2]]
+
+
 def test_a_late_rank_gets_no_rows_of_another_call(hasty: Ranks) -> None:
     """Who did not wait for its counts would send to places that it still reads, or by counts of another call."""
     first, second = hasty.run(_until_told, 2, torch.tensor([10, 10], dtype=torch.int32), 24)

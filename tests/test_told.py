@@ -141,6 +141,9 @@ def test_what_gpus_run(shape: int, addressed: bool, tma: bool) -> None:
     text, shared = _gemm(shape, addressed=addressed, tma=tma)
     loops = 2 if SHAPES[shape].halves else 1
     assert shared <= 227 << 10
+    # Of what a gate guards, TMA loads nothing before it is acquired for it, too.
+    acquired, fenced = text.index("sys.acquire"), text.index("fence.proxy.async.global")
+    assert acquired < fenced < text.index("cp.async.bulk.tensor.2d.shared")
     # Within the loop over K one group of products may still run, behind it none.
     assert re.findall(r"wgmma\.wait_group\.sync\.aligned (\d)", text) == ["1", "0"] * loops
     stores = re.findall(r"cp\.async\.bulk\.tensor\.(\dd)\.global", text)

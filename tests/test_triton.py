@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from compiled import for_a_gpu
 from rank_pools import interpreted_ranks
 from triton_kernels import exchange_kernel, sums_kernel
 from triton_work import (
+    calls_without_end,
     documented,
+    example_with_a_slow_rank,
     hammer,
     mistakes,
     one_rank_stays_away,
@@ -21,6 +25,7 @@ from triton_work import (
     wrap_around,
 )
 
+from weft.errors import WaitTimeout
 from weft.execute.ranks import Ranks
 from weft.triton import Peers
 
@@ -50,6 +55,27 @@ def test_no_addition_and_no_signal_is_lost(interpreted: Ranks, dtype: str) -> No
 
 def test_a_flag_may_wrap_around(interpreted: Ranks) -> None:
     interpreted.run(wrap_around, timeout_s=60)
+
+
+def test_calls_may_be_more_than_32_bits_hold(interpreted: Ranks) -> None:
+    interpreted.run(calls_without_end, timeout_s=60)
+
+
+@pytest.mark.parametrize("interpreted", [3], indirect=True)
+@pytest.mark.parametrize("name", ["4_reduce_by_the_owner", "5_fused_operator"])
+def test_a_rank_that_is_ahead_does_not_stand_for_one_that_is_late(interpreted: Ranks, name: str) -> None:
+    folder = Path(__file__).parents[1] / "examples" / "triton"
+    interpreted.run(example_with_a_slow_rank, str(folder), name, timeout_s=120)
+
+
+def test_a_wait_that_ends_while_the_host_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whatever stream its kernel runs."""
+    peers = object.__new__(Peers)
+    peers.device, peers.status, peers.rank, peers.tries = torch.device("cuda", 0), torch.zeros(3, dtype=torch.int64), 0, 5
+    peers._tensors, peers._team = [], SimpleNamespace(fail=lambda error: error)  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: peers.status.copy_(torch.tensor([4096, 1, 0])))
+    with pytest.raises(WaitTimeout, match="rank 0, kernel, flag at address 0x1000"):
+        peers.check()
 
 
 def test_a_rank_that_stays_away_is_told_of(interpreted: Ranks) -> None:

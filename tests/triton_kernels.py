@@ -195,6 +195,14 @@ class Sums:
 
 
 @triton.jit
+def turns_kernel(calls_ptr, out_ptr):
+    call = call_number(calls_ptr)
+    tl.store(out_ptr, call)
+    tl.store(out_ptr + 1, call % 2)
+    end_call(calls_ptr)
+
+
+@triton.jit
 def send_slices_kernel(
     x_ptr, y_ptr, y_peers_ptr, made_ptr, made_peers_ptr, counts_ptr, calls_ptr, rank, slices, BLOCK: tl.constexpr
 ):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -113,6 +115,43 @@ def wrap_around() -> None:
             assert out.tolist() == [1, 0], call
             peers.status.zero_()
         assert flag.local.tolist() == [-(2**31) + 2]
+
+
+def calls_without_end() -> None:
+    """The number of a call stays a number that kernels can take turns by."""
+    from triton_kernels import turns_kernel
+
+    from weft.triton import Peers
+
+    with Peers() as peers:
+        calls, out = peers.calls(), torch.zeros(2, dtype=torch.int64, device=peers.device)
+        calls[0] = 2**31 - 2
+        for call in range(2**31 - 1, 2**31 + 3):
+            turns_kernel[(1,)](calls, out)
+            assert out.tolist() == [call, call % 2]
+
+
+def example_with_a_slow_rank(folder: str, name: str) -> None:
+    """An example's own main, where rank 0 is slow in its fifth call, behind what it sends to rank 1."""
+    sys.path.insert(0, folder)
+    example = importlib.import_module(name)
+    order, calls, check = example.remote_first, [0], example.Peers.check
+
+    def slowly(step: Any, tiles: Any, rank: Any, world_size: Any) -> tuple[Any, Any]:
+        dst_rank, tile = order(step, tiles, rank, world_size)
+        if (calls[0], int(rank), int(dst_rank.handle.data[0]), int(tile.handle.data[0])) == (4, 0, 2, 0):
+            time.sleep(1.0)
+        return dst_rank, tile
+
+    def counted(peers: Any) -> None:
+        check(peers)
+        calls[0] += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(example, "remote_first", slowly)
+        patch.setattr(example.Peers, "check", counted)
+        example.main()
+    assert calls[0] >= 6
 
 
 def one_rank_stays_away() -> str:

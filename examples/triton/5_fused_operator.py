@@ -70,11 +70,12 @@ def matmul_reduce_scatter_kernel(
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """a: [M, k], b: [k, N], out: [m, N], partials: [2, world_size, m, N], arrived: [tiles of out]."""
+    """a: [M, k], b: [k, N], out: [m, N], partials: [2, world_size, m, N], arrived: [2, tiles of out]."""
     call = call_number(calls_ptr)
     turn = (call % 2) * world_size * m * N
     col_tiles = tl.cdiv(N, BLOCK)
     tiles = (m // BLOCK) * col_tiles
+    flags = (call % 2) * tiles
     for step in range(tl.program_id(0), world_size * tiles, tl.num_programs(0)):
         dst_rank, tile = remote_first(step, tiles, rank, world_size)
         row, col = tile // col_tiles * BLOCK, tile % col_tiles * BLOCK
@@ -82,13 +83,13 @@ def matmul_reduce_scatter_kernel(
         cols = col + tl.arange(0, BLOCK)[None, :]
         at = (row + tl.arange(0, BLOCK)[:, None]) * N + cols
         there_ptr = peer_pointer(partials_ptr, partials_peers_ptr, dst_rank) + turn + rank * m * N
-        flag_ptr = peer_pointer(arrived_ptr, arrived_peers_ptr, dst_rank) + tile
+        flag_ptr = peer_pointer(arrived_ptr, arrived_peers_ptr, dst_rank) + flags + tile
         put_signal(there_ptr, at, partial, cols < N, flag_ptr, ALIGN=ALIGN)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile // col_tiles * BLOCK, tile % col_tiles * BLOCK
         cols = col + tl.arange(0, BLOCK)[None, :]
         at = (row + tl.arange(0, BLOCK)[:, None]) * N + cols
-        wait(arrived_ptr + tile, call * world_size, tries, status_ptr)
+        wait(arrived_ptr + flags + tile, (call + 1) // 2 * world_size, tries, status_ptr)
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
         for src_rank in range(world_size):
             total += get(partials_ptr + turn + src_rank * m * N, at, cols < N, ALIGN=ALIGN).to(tl.float32)
@@ -104,13 +105,13 @@ class MatmulReduceScatter:
             raise ValueError(f"m is {m} and columns is {columns}; they must be multiples of {BLOCK} and 8")
         self.peers, self.m, self.columns = peers, m, columns
         self.partials = peers.tensor((2, peers.world_size, m, columns), torch.float16, name="partials")
-        self.arrived = peers.tensor((m // BLOCK, triton.cdiv(columns, BLOCK)), torch.int32, name="arrived")
+        self.arrived = peers.tensor((2, m // BLOCK, triton.cdiv(columns, BLOCK)), torch.int32, name="arrived")
         self.calls = peers.calls()
 
     def __call__(self, a_Mk: torch.Tensor, b_kN: torch.Tensor) -> torch.Tensor:
         peers = self.peers
         out_mN = a_Mk.new_empty(self.m, self.columns)
-        tiles = peers.world_size * self.arrived.local.numel()
+        tiles = peers.world_size * self.arrived.local[0].numel()
         matmul_reduce_scatter_kernel[(min(peers.resident_blocks, tiles),)](
             a_Mk,
             b_kN,

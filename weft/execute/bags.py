@@ -30,16 +30,16 @@ def pool(
     lengths = ends.diff().clamp(min=0)
     bag = torch.repeat_interleave(lengths)
     places = torch.arange(bag.numel()) + (ends[:-1] - lengths.cumsum(0) + lengths)[bag]
-    rows = _rows(table, indices[places].long())
+    rows, there = _rows(table, indices[places].long())
     if weights is not None:
-        rows *= weights[places].float()[:, None]
+        rows *= torch.where(there, weights[places].float(), 0.0)[:, None]
     out = torch.zeros(lengths.numel(), table.shape[1], dtype=torch.float32).index_add_(0, bag, rows)
     return out / lengths.clamp(min=1)[:, None] if mean else out
 
 
-def _rows(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a table in float32; zeros for those that it does not have."""
-    if not table.shape[0]:
-        return torch.zeros(indices.numel(), table.shape[1], dtype=torch.float32)
+def _rows(table: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a table in float32, zeros for those that it does not have; and whether it has them."""
     there = (indices >= 0) & (indices < table.shape[0])
-    return torch.where(there[:, None], table[indices.clamp(0, table.shape[0] - 1)].float(), 0.0)
+    if not table.shape[0]:
+        return torch.zeros(indices.numel(), table.shape[1], dtype=torch.float32), there
+    return torch.where(there[:, None], table[indices.clamp(0, table.shape[0] - 1)].float(), 0.0), there

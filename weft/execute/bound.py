@@ -150,14 +150,16 @@ class BoundProgram(ABC):
             for run in runs(lane):
                 where = Where(self.rank, lane.name, run.first, lane.steps[run.first])
                 self.pushes[lane.name, run.first] = FusedPush(run, where, device, self)
-        given = {buffer.name for buffer in self.schedule.buffers if buffer.kind == "input"}
+        given, outputs = (
+            {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind} for kind in ("input", "output")
+        )
         for rank, lane, position, step in self.schedule:
             where = Where(rank, lane.name, position, step)
             elsewhere = rank != self.rank or any(low <= position < high for low, high in lane.fused)
             # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph
             # may hold the table of the one before.
             moves = isinstance(step, Reduce) and any(src.buffer in given for part in step.parts for src in part.srcs)
-            kernel = None if elsewhere or moves else fused_step(step, where, device, self)
+            kernel = None if elsewhere or moves else fused_step(step, where, device, self, outputs)
             if kernel is not None:
                 self.kernels[id(step)] = kernel
 

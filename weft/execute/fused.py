@@ -1,14 +1,14 @@
 """Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts, adds or stores to peers; a Reduce.
 
 Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
-A rank whose operands the kernel cannot load (odd strides), whose parts it cannot keep in order, or whose slices of K end
-within a step of its loop, multiplies part by part and advances the same flags as far.
+A rank whose operands the kernel cannot load (odd strides), whose parts it cannot keep in order, or are some columns of a matrix
+alone, or whose slices of K end within a step of its loop, multiplies part by part and advances the same flags as far.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -38,12 +38,14 @@ def is_fused(step: Step) -> bool:
     return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
 
 
-def fused_step(step: Step, where: Where, device: torch.device, flags: FlagWords) -> FusedStep | None:
-    """The kernel of a step, if it runs as one."""
+def fused_step(
+    step: Step, where: Where, device: torch.device, flags: FlagWords, outputs: Collection[str] = ()
+) -> FusedStep | None:
+    """The kernel of a step, if it runs as one. outputs: buffers that on this rank are the caller's results."""
     if not is_fused(step):
         return None
     if isinstance(step, Gemm):
-        return FusedGemm(step, where, device, flags)
+        return FusedGemm(step, where, device, flags, outputs)
     assert isinstance(step, Reduce)
     return FusedReduce(step, where, device, flags)
 
@@ -137,19 +139,23 @@ class Plans(Generic[T]):
 class FusedGemm(FusedStep):
     """A GEMM with gates, counts, adds, or parts that are stored at peers.
 
-    Its last part's buffer is the launch's `out`, whose address may be another one each call; parts of other buffers, and at
-    peers, are stored by address.
+    The launch's `out` is the caller's result, whose address may be another one each call, or else the last part's buffer;
+    parts of other buffers, and at peers, are stored by address.
     """
 
-    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords) -> None:
+    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords, outputs: Collection[str] = ()) -> None:
         super().__init__(where, device, flags)
         self.step: Gemm = step
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
-        self._out = (step.parts[-1].out.buffer, step.parts[-1].out.rank)
+        stored = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts[::-1]))
+        given = [key for key in stored if key[0] in outputs and key[1] == where.rank]
+        self._out = (given or stored)[0]
         self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
-        whole = whole_slices(step, blocks_for(step, device))
-        self._regular = whole and in_order(step) and all(pitch(part) is not None for part in step.parts if part.adds)
+        pitched = all(pitch(part) is not None for part in step.parts if part.adds)
+        plain = whole_slices(step, blocks_for(step, device)) and not step.accumulate and len(given) <= 1
+        self._regular = plain and pitched and in_order(step)
+        self._counts = any(part.count for part in step.parts)
         self._plans = Plans(self._elsewhere, self._laid_out)
         self._launcher = gemm_kernel.launcher()
         self._fits: dict[tuple[int, ...], bool] = {}
@@ -163,9 +169,19 @@ class FusedGemm(FusedStep):
         outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
         key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))
         if key not in self._fits:
-            loads = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs)
-            self._fits[key] = loads and self._adds_fit(adds, bs) and self._outs_fit(outs, bs)
+            loads = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs) and self._spans_columns(bindings)
+            # Tiles of several b would be counted by launches, each of its own number of columns.
+            counts = len(bs) == 1 or not self._counts
+            self._fits[key] = loads and counts and self._adds_fit(adds, bs) and self._outs_fit(outs, bs)
         return self._fits[key]
+
+    def _spans_columns(self, bindings: Bindings) -> bool:
+        """Whether parts read all columns of a and of what they add, and write all of `out`: the kernel begins at the first."""
+        regions = [region for part in self.step.parts for region in (part.a, part.out, *part.adds)]
+        elsewhere = {(out.buffer, out.rank) for out in self._elsewhere}
+        keys = dict.fromkeys((region.buffer, region.rank) for region in regions)
+        widths = {key: bindings.tensors[key][-1][1][1] for key in keys if key not in elsewhere}
+        return all(region.cols == (0, widths[key]) for region in regions if (key := (region.buffer, region.rank)) in widths)
 
     def _out_keys(self) -> list[tuple[str, int]]:
         return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
@@ -237,6 +253,8 @@ class FusedReduce(FusedStep):
     def runs(self, bindings: Bindings) -> bool:
         """One result, and sources of one dtype, row stride and of the result's rows, as many for each part."""
         if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
+            return False
+        if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
             return False
         (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
         out, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]

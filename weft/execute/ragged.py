@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.errors import WaitTimeout
 from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
-from weft.kernels.segments import CUT, IN_A, LATE
+from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.team import Team
 from weft.triton.host import Peers
 from weft.version import __version__
@@ -139,7 +139,7 @@ class RaggedProgram:
         self._last = current
 
     def raise_noted(self) -> None:
-        """Raise what earlier calls have noted: rows that did not fit (ValueError), a peer that did not come (WaitTimeout)."""
+        """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout)."""
         notes = self.exchange.host_notes.tolist()
         if notes[CUT]:
             self.exchange.host_notes.zero_()
@@ -150,6 +150,8 @@ class RaggedProgram:
 
 
 def _cut(kind: int, rows: int, capacity: int) -> str:
+    if kind == NEGATIVE:
+        return f"splits of an earlier call has {rows}; it must be numbers of rows, 0 or more"
     if kind == IN_A:
         return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; those past its end were left out"
     return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; those past it were left out"
@@ -191,14 +193,17 @@ def _aligned(a: torch.Tensor) -> torch.Tensor:
     """Contiguous, at a multiple of 16 bytes, and at least one row, which no segment has."""
     if not a.shape[0]:
         return a.new_zeros(1, a.shape[1])
-    a = a.contiguous()
+    a = (a[0][None] if a.shape[0] == 1 else a).contiguous()
     return a if a.data_ptr() % 16 == 0 else a.clone()
 
 
 def _unit_stride(b: torch.Tensor) -> torch.Tensor:
     """With one of the last two dimensions contiguous, and all else at multiples of 16 bytes."""
-    fits = 1 in b.stride()[1:] and b.data_ptr() % 16 == 0 and all(s == 1 or s % 8 == 0 for s in b.stride())
-    return b if fits else b.contiguous()
+    if b.shape[0] == 1:
+        b = b[0][None]  # how far one expert is from the next may be anything then, which contiguous() leaves
+    apart, *strides = b.stride()
+    fits = 1 in strides and all(s == 1 or (s > 0 and s % 8 == 0) for s in strides) and apart > 0 and apart % 8 == 0
+    return b if fits and b.data_ptr() % 16 == 0 else b.clone(memory_format=torch.contiguous_format)
 
 
 def on_host(team: Team, call: RaggedCall) -> Arrived:

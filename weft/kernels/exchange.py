@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.kernels.flags import asynchronous
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import collect_kernel
@@ -105,7 +106,7 @@ class Exchange:
             return torch.zeros(count, dtype=dtype, device=shape.device)
 
         segments = shape.world_size * shape.experts
-        self.calls, self.turn, self.goals = words(1), words(2), words(segments)
+        self.calls, self.turn, self.goals = words(1, torch.int64), words(2), words(segments)
         self.groups, self.parts = words(GROUP_FIELDS * shape.groups), words(PART_FIELDS * segments)
         self.moves = words(MOVE_FIELDS * shape.segments + 1)
         self.notes = words(NOTES, torch.int64)
@@ -175,8 +176,7 @@ class Exchange:
             out,
             *self._grouped_arguments(),
         )
-        # The interpreter stores at once, and knows no PTX.
-        self._grouped(self._combine, arguments, {"ASYNCHRONOUS": int(out.is_cuda)}, a, b, out)
+        self._grouped(self._combine, arguments, {}, a, b, out)
 
     def _grouped_arguments(self) -> tuple[object, ...]:
         """What both kernels with GEMMs take in the same order."""
@@ -219,6 +219,7 @@ class Exchange:
             "GROUP": blocks.group,
             "ALIGN": _ALIGN,
             "B_TRANSPOSED": int(bool(b.numel()) and _transposed(b)),
+            "ASYNCHRONOUS": int(asynchronous(out.device)),
             **more,
         }
         launcher(

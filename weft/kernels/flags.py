@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -43,9 +44,26 @@ else:
         """Between two looks: on a GPU nothing."""
 
 
+@functools.cache
+def asynchronous(device: torch.device) -> bool:
+    """Whether tensor descriptors move tiles past the order that a thread's own loads and stores have: by TMA, which GPUs of
+    compute capability 9.0 and later have. The interpreter stores at once."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @triton.jit
-def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
-    """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times."""
+def descriptors_too(word):
+    """What this thread may read by now, tensor descriptors may load. word: any int32, which is returned.
+
+    TMA is another proxy of memory than a thread's own accesses: an acquire orders it by this fence alone.
+    """
+    return tl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [word], tl.int32, False, 1)
+
+
+@triton.jit
+def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr, ASYNCHRONOUS: tl.constexpr = False):
+    """Look at each gate of [first, last) until it holds epoch * growth + value, or `tries` times. ASYNCHRONOUS: TMA loads what
+    they guard."""
     for gate in range(first, last):
         flag_ptr = tl.load(gates_ptr + gate).to(tl.pointer_type(tl.int32))
         need = epoch * tl.load(needs_ptr + 2 * gate) + tl.load(needs_ptr + 2 * gate + 1)
@@ -58,3 +76,6 @@ def wait_gates(gates_ptr, needs_ptr, first, last, epoch, tries, status_ptr):
         if behind(seen, need):
             tl.store(status_ptr, gate + 1)
             tl.store(status_ptr + 1, seen)
+    if ASYNCHRONOUS:  # noqa: SIM102 - a constexpr, then a value of the device
+        if first < last:
+            descriptors_too(last)

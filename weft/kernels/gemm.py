@@ -44,7 +44,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.kernels.far import Far, far_places
-from weft.kernels.flags import table
+from weft.kernels.flags import asynchronous, table
 from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.shapes import Blocks, blocks_for, whole_tiles
@@ -100,7 +100,7 @@ def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.element_size() != 2 or min(a.numel(), b.numel()) == 0 or a.stride(1) != 1 or 1 not in b.stride():
         return False
     lead = b.stride(0) if b.stride(1) == 1 else b.stride(1)
-    return all(n % 8 == 0 for n in (a.stride(0), lead)) and all(t.data_ptr() % 16 == 0 for t in (a, b))
+    return all(n > 0 and n % 8 == 0 for n in (a.stride(0), lead)) and all(t.data_ptr() % 16 == 0 for t in (a, b))
 
 
 def in_order(step: Gemm) -> bool:
@@ -293,8 +293,7 @@ def gemm(
             "COUNTED": plan.counted,
             "ADDRESSED": plan.addressed,
             "OUT_TMA": out_tma,
-            # The interpreter stores at once, and knows no PTX.
-            "ASYNCHRONOUS": out.is_cuda,
+            "ASYNCHRONOUS": asynchronous(out.device),
             "ALIGN_BYTES": math.gcd(plan.align_bytes, align),
             "ADDS": plan.adding,
             "ADD_FIELDS": _ADD_FIELDS,

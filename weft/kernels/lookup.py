@@ -271,7 +271,7 @@ def pool(
         row_ptr = table_ptr + index[:, None] * stride + cols[None, :]
         data = tl.load(row_ptr, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
         if WEIGHTED:
-            data *= tl.load(weights_ptr + at + slot, mask=at + slot < end, other=0.0).to(tl.float32)[:, None]
+            data *= tl.load(weights_ptr + at + slot, mask=there, other=0.0).to(tl.float32)[:, None]
         total += tl.sum(data, 0)
         index = index_ahead
     return total

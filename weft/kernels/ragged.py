@@ -38,6 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from weft.kernels.flags import descriptors_too
 from weft.kernels.gemm_kernel import place_of
 from weft.kernels.ragged_rows import (
     await_rows,
@@ -147,6 +148,7 @@ def dispatch_kernel(
     ALIGN: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
 ):
     block, blocks = tl.program_id(0) - movers, tl.num_programs(0)
     if block < 0:
@@ -199,6 +201,8 @@ def dispatch_kernel(
             known, came = await_rows(
                 row, valid, expert, known, came, arrived_ptr, parts_ptr, goals_ptr, notes_ptr, tries, W, E, PART_FIELDS
             )
+            if ASYNCHRONOUS:
+                came = descriptors_too(came)
         col = col_tile * BLOCK_N
         if GATED:
             acc = _multiply_gated(src_desc, b_desc, src_row, expert, col, N, K, BLOCK_M, BLOCK_N, BLOCK_K, B_TRANSPOSED)

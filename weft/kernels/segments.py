@@ -37,7 +37,8 @@ been pushed, or for each tile that has rows of it; the receiver keeps the sum of
 word on the device, so that graphs may be replayed.
 
 Bounds. What does not fit, in a or at a receiver (max_rows), is cut off on both sides alike, and noted: nothing is written
-outside. A wait ends after `tries` looks, and is noted, too. Notes (NOTES int64 words) go to host memory with the next call.
+outside. A number of rows below zero is none, and noted. A wait ends after `tries` looks, and is noted, too. Notes (NOTES int64
+words) go to host memory with the next call.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ from weft.triton.device import get, peer_pointer, put, signal, wait
 
 MOVE_FIELDS, GROUP_FIELDS, PART_FIELDS = 6, 4, 3
 NOTES = 8
-"""Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity."""
+"""Words: of a late wait, the flag's address, what it waited for, what it saw; then 1 (a) or 2 (max_rows), rows, capacity; or 3,
+and a number of rows that is less than none."""
 LATE, CUT = 0, 3
-IN_A, AT_RECEIVER = 1, 2
+IN_A, AT_RECEIVER, NEGATIVE = 1, 2, 3
 
 
 @triton.jit
@@ -64,9 +66,9 @@ def _before(rank_1, expert_1, rank_2, expert_2, BY_EXPERT: tl.constexpr):
 
 
 @triton.jit
-def _note(notes_ptr, kind, rows, capacity):
-    """Keep the first thing that did not fit."""
-    first = (rows > capacity) & (tl.load(notes_ptr) == 0)
+def _note(notes_ptr, wrong, kind, rows, capacity):
+    """Keep the first thing that is wrong."""
+    first = wrong & (tl.load(notes_ptr) == 0)
     tl.store(notes_ptr, kind, mask=first)
     tl.store(notes_ptr + 1, rows, mask=first)
     tl.store(notes_ptr + 2, capacity, mask=first)
@@ -97,12 +99,16 @@ def _publish(
         asked = tl.load(splits_ptr + place, mask=known, other=0)
     else:
         asked = tl.load(splits_ptr + expert * W + peer, mask=known, other=0)
+    asked = asked.to(tl.int64)
+    least = tl.min(asked, axis=0)
+    _note(notes_ptr, least < 0, 3, least, 0)
     # One more than there are is too many already, and cannot wrap around in a sum.
-    asked = tl.minimum(tl.maximum(asked.to(tl.int64), 0), a_rows + 1)
+    asked = tl.minimum(tl.maximum(asked, 0), a_rows + 1)
     earlier = _before(peer[None, :], expert[None, :], peer[:, None], expert[:, None], not DISPATCH)
     first = tl.sum(tl.where(earlier, asked[None, :], 0), axis=1)
     held = tl.minimum(asked, tl.maximum(a_rows - first, 0)).to(tl.int32)
-    _note(notes_ptr, 1, tl.sum(asked, axis=0), a_rows)
+    in_all = tl.sum(asked, axis=0)
+    _note(notes_ptr, in_all > a_rows, 1, in_all, a_rows)
     for other in range(W):
         put(peer_pointer(counts_ptr, counts_peers_ptr, other), slot + rank * W * E + place, held, known)
     for other in range(W):
@@ -256,7 +262,8 @@ def layout_kernel(
     # What it receives from src.
     src = (rank + 2 * W - turn - 1) % W
     sent = get(counts_ptr, src * W * E + rank * E + expert, known)
-    _note(notes_ptr + 3, 2, tl.sum(sent, axis=0), max_rows)
+    in_all = tl.sum(sent, axis=0)
+    _note(notes_ptr + 3, in_all > max_rows, 2, in_all, max_rows)
     there = _rows_before(counts_ptr, me, src, expert, Q, W, E, False, DISPATCH)
     rows = tl.minimum(sent, tl.maximum(max_rows - there, 0))
     if DISPATCH:

@@ -71,7 +71,8 @@ def embedding_bag_all_to_all(
             rank after the call, which then waits for the device. Default: on CPUs. Checked or not, nothing outside the tables
             is read and nothing outside the results written: such an index adds nothing.
         sparse: gradients of tables are sparse, as torch's embedding_bag has them; not in torch.compile or a CUDA graph.
-        optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient.
+        optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient. Tables
+            share no memory then.
 
     Backward is collective: all ranks run it, or none; the gradient's way home is overlapped with sorting the indices. A rank
     without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
@@ -214,7 +215,28 @@ def _states(optimizer: Optimizer | None, tables: Sequence[torch.Tensor], sparse:
         raise ValueError("sparse is True, and there is an optimizer: it leaves no gradient; use one of them")
     if torch.is_grad_enabled() and not all(table.requires_grad for table in tables):
         raise ValueError("optimizer updates tables in backward; let all of them require a gradient, or use torch.no_grad()")
+    if not torch.compiler.is_compiling():
+        _check_apart(tables)
     return optimizer.states_of(tables)
+
+
+def _check_apart(tables: Sequence[torch.Tensor]) -> None:
+    """Of rows that two tables have, one update would be lost: each is made by a block of its own."""
+    placed = sorted((table.data_ptr(), at) for at, table in enumerate(tables) if table.numel())
+    for number, (first_ptr, first) in enumerate(placed):
+        one = tables[first]
+        stride, item = one.stride(0), one.element_size()
+        end_ptr = first_ptr + item * ((one.shape[0] - 1) * stride + one.shape[1])
+        for second_ptr, second in placed[number + 1 :]:
+            if second_ptr >= end_ptr:
+                break
+            other, column = tables[second], (second_ptr - first_ptr) // item % stride
+            beside = stride == other.stride(0) and one.shape[1] <= column <= stride - other.shape[1]
+            if not beside:
+                raise ValueError(
+                    f"tables[{min(first, second)}] and tables[{max(first, second)}] share memory; with an optimizer, give each "
+                    "table rows of its own, or look both features up in one table"
+                )
 
 
 def _checked(checked: bool | None, indices: torch.Tensor) -> bool:

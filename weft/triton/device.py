@@ -173,9 +173,9 @@ def remote_first(tile, tiles_per_rank, rank, world_size):
 def last_of(count_ptr, arrivals):
     """True in the last of `arrivals` blocks that come here, once for each call.
 
-    count_ptr: int32 in this rank's memory, zero before the first block; zero again when the last has come. Acquires and
-    releases at system scope: the last block sees what the others stored, and what it signals speaks for them, also for what
-    they put at peers. The word may be used again by whoever runs after the last block: a later kernel, or what waits for it.
+    count_ptr: int32 or int64 in this rank's memory, zero before the first block; zero again when the last has come. Acquires
+    and releases at system scope: the last block sees what the others stored, and what it signals speaks for them, also for
+    what they put at peers. The word may be used again by whoever runs after the last block: a later kernel, or what waits for it.
     """
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="sys") == arrivals - 1
@@ -188,7 +188,7 @@ def last_of(count_ptr, arrivals):
 def call_number(calls_ptr):
     """Which call of the kernel this is, 1 in the first: a flag that grows by D a call is waited for with call_number * D.
 
-    calls_ptr: `Peers.calls()`: two int32 words of one kernel, here. The kernel itself counts, so that it may be replayed in a
+    calls_ptr: `Peers.calls()`: two int64 words of one kernel, here. The kernel itself counts, so that it may be replayed in a
     CUDA graph, whose arguments stay what they were. Every block reads the number before it comes to `end_call`; the last
     block to come there writes the next one, and the next call runs after this one: nobody reads it while it changes.
     """

@@ -134,8 +134,9 @@ class Peers:
         return SymmetricTensor(name=name, local=local, peers=peers, backing=backing)
 
     def calls(self) -> torch.Tensor:
-        """What one kernel counts its calls in: for `call_number` and `end_call`. Local; two int32 words, zero."""
-        return torch.zeros(2, dtype=torch.int32, device=self.device)
+        """What one kernel counts its calls in: for `call_number` and `end_call`. Local; two words, zero. Of 64
+        bits: a number of 32 would be negative after 2^31 calls, and with it what a kernel takes turns by."""
+        return torch.zeros(2, dtype=torch.int64, device=self.device)
 
     def settle(self) -> None:
         """Wait until every rank has come here and its device has ended all its work. Raises as `check`, PeerLost too."""
@@ -147,6 +148,8 @@ class Peers:
 
         Peers that are, or will be, in `settle`, `tensor` or at the end get PeerLost with the reason.
         """
+        if self.device.type == "cuda":  # on whatever stream kernels run
+            torch.cuda.synchronize(self.device)
         status = self.status.tolist()
         if status[_FLAG]:
             flag = self._flag(status[_FLAG])
@@ -156,8 +159,6 @@ class Peers:
                     f"after {self.tries} looks; no rank has signalled it so often"
                 )
             )
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _flag(self, address: int) -> str:
         """A flag in words."""

@@ -1,0 +1,199 @@
+"""Schedules that no family builds, though the checker proves them right: what kernels cannot do has to go step by step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.problem import Op, Problem
+from weft.schedule import Buffer, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+
+M, N, K = 64, 96, 64
+
+
+def steps_of(schedule: Schedule, name: str, steps: Callable[[int, Lane], Iterator[Step]]) -> Schedule:
+    """The same with other steps in each lane."""
+    ranks = tuple(
+        tuple(replace(lane, steps=tuple(steps(rank, lane))) for lane in lanes) for rank, lanes in enumerate(schedule.ranks)
+    )
+    return replace(schedule, name=name, ranks=ranks)
+
+
+def _gated(step: Gemm, gates: tuple[Wait, ...]) -> Gemm:
+    return replace(step, parts=tuple(replace(part, gates=(*part.gates, *gates)) for part in step.parts))
+
+
+def by_columns(problem: Problem) -> Schedule:
+    """A gated GEMM as two, each of half the columns."""
+
+    def steps(rank: int, lane: Lane) -> Iterator[Step]:
+        for step in lane.steps:
+            if not isinstance(step, Gemm):
+                yield step
+                continue
+            low, high = step.b.cols
+            for cols in ((low, (low + high) // 2), ((low + high) // 2, high)):
+                parts = tuple(replace(part, out=replace(part.out, cols=cols)) for part in step.parts)
+                yield replace(step, b=replace(step.b, cols=cols), parts=parts)
+
+    return steps_of(weft.build(problem, "flag_gated", 1), "by_columns", steps)
+
+
+def slices_gated(problem: Problem) -> Schedule:
+    """Slices of K, each a GEMM that waits itself for its columns; all but the first add to what is there."""
+
+    def steps(rank: int, lane: Lane) -> Iterator[Step]:
+        held: list[Wait] = []
+        for step in lane.steps:
+            if lane.kind == "compute" and isinstance(step, Wait):
+                held.append(step)
+            elif isinstance(step, Gemm):
+                yield _gated(step, tuple(held))
+                held = []
+            else:
+                yield step
+
+    return steps_of(weft.build(problem, "uniform_fused_2d", 2), "slices_gated", steps)
+
+
+def two_results(problem: Problem) -> Schedule:
+    """A sum whose second half of rows goes by a buffer of its own."""
+    schedule = weft.build(problem, "hetero_unfused_1d", 1)
+    (out,) = (buffer for buffer in schedule.buffers if buffer.name == "out")
+    schedule = replace(schedule, buffers=(*schedule.buffers, Buffer("half", "local", out.rows, out.cols)))
+
+    def cut(region: Region, first: int, last: int) -> Region:
+        return replace(region, rows=(region.rows[0] + first, region.rows[0] + last))
+
+    def steps(rank: int, lane: Lane) -> Iterator[Step]:
+        for step in lane.steps:
+            if not isinstance(step, Reduce):
+                yield step
+                continue
+            (part,) = step.parts
+            rows = part.out.shape[0]
+            half = Region("half", rank, (0, rows - rows // 2), part.out.cols)
+            above = replace(part, srcs=tuple(cut(src, 0, rows // 2) for src in part.srcs), out=cut(part.out, 0, rows // 2))
+            below = replace(part, srcs=tuple(cut(src, rows // 2, rows) for src in part.srcs), out=half)
+            yield replace(step, parts=(above, below))
+            yield Reduce((Sum((half,), cut(part.out, rows // 2, rows)),))
+
+    return steps_of(schedule, "two_results", steps)
+
+
+def own_first(problem: Problem) -> Schedule:
+    """The own rows, which are the caller's result, before those that copies take to peers."""
+
+    def steps(rank: int, lane: Lane) -> Iterator[Step]:
+        for step in lane.steps:
+            yield replace(step, parts=(step.parts[-1], *step.parts[:-1])) if isinstance(step, Gemm) else step
+
+    return steps_of(weft.build(problem, "track_and_trigger", 1), "own_first", steps)
+
+
+def counted_at_the_end(problem: Problem) -> Schedule:
+    """What is gathered is free when the tiles that read it say so, not at a signal after the GEMM."""
+
+    def steps(rank: int, lane: Lane) -> Iterator[Step]:
+        if lane.kind != "compute":
+            yield from lane.steps
+            return
+        gemm, signal = lane.steps
+        assert isinstance(gemm, Gemm)
+        assert isinstance(signal, Signal)
+        *others, last = gemm.parts
+        yield replace(gemm, parts=(*others, replace(last, count=signal.flag)))
+
+    return steps_of(weft.build(problem, "flag_gated", 1), "counted_at_the_end", steps)
+
+
+SCHEDULES: dict[str, tuple[Op, Callable[[Problem], Schedule]]] = {
+    "by_columns": ("all_gather_matmul", by_columns),
+    "slices_gated": ("all_gather_matmul", slices_gated),
+    "two_results": ("matmul_reduce_scatter", two_results),
+    "own_first": ("matmul_all_to_all", own_first),
+    "counted_at_the_end": ("all_gather_matmul", counted_at_the_end),
+}
+
+
+def check_own(name: str, calls: int = 3) -> None:
+    """Proved, and then right, call after call on new data."""
+    op, make = SCHEDULES[name]
+    size, rank = dist.get_world_size(), dist.get_rank()
+    schedule = make(Problem(op=op, m=M, n=N, k=K, world_size=size, dtype="float16"))
+    weft.check(schedule)
+    for call in range(calls):
+        generator = torch.Generator().manual_seed(call)
+        a = torch.randn(size * M, K, generator=generator).half()
+        b = (torch.randn(K, size * N, generator=generator) * K**-0.5).half()
+        if op == "all_gather_matmul":
+            columns = N // size
+            a, b = a[:M], b[:, rank * columns : (rank + 1) * columns].contiguous()
+            out, expected = weft.all_gather_matmul(a.chunk(size)[rank], b, schedule=schedule), a.double() @ b.double()
+        elif op == "matmul_reduce_scatter":
+            a, b, inner = a[:M], b[:, :N], slice(rank * K // size, (rank + 1) * K // size)
+            out = weft.matmul_reduce_scatter(a[:, inner].contiguous(), b[inner], schedule=schedule)
+            expected = (a.double() @ b.double()).chunk(size)[rank]
+        else:
+            b = b[:, :N]
+            out = weft.matmul_all_to_all(a[rank * M : (rank + 1) * M], b, schedule=schedule)
+            sent = [part.chunk(size)[rank] for part in a.chunk(size)]
+            expected = torch.cat(sent).double() @ b.double()
+        assert (out.double() - expected).abs().max() < 0.01, f"{name}, call {call}"
+
+
+def tables_made() -> tuple[int, int]:
+    """How many tables a kernel has made in calls whose results lie elsewhere, and how many it still has."""
+    from weft.execute import fused
+
+    made: list[Any] = []
+    lay_out = fused.FusedGemm._laid_out
+
+    def watched(self: Any, bindings: Any) -> Any:
+        tables = lay_out(self, bindings)
+        made.append(weakref.ref(tables.outs))
+        return tables
+
+    size = dist.get_world_size()
+    schedule = own_first(Problem(op="matmul_all_to_all", m=M, n=N, k=K, world_size=size, dtype="float16"))
+    a, b = torch.ones(M, K).half(), torch.ones(K, N).half()
+    weft.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused.FusedGemm, "_laid_out", watched)
+        kept = [weft.matmul_all_to_all(a, b, schedule=schedule) for _ in range(4)]
+    assert len({out.data_ptr() for out in kept}) == 4
+    gc.collect()
+    return len(made), sum(one() is not None for one in made)
+
+
+def several_b_counted() -> list[tuple[int, int]]:
+    """Of a flag that tiles count, what it holds after two calls with two b, and what it should."""
+    from weft.execute.host import HostProgram
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    schedule = counted_at_the_end(Problem(op="all_gather_matmul", m=M, n=N * size, k=K, world_size=size, dtype="float16"))
+    a, bs = torch.ones(M // size, K).half(), [torch.ones(K, N // 2).half()] * 2
+    programs: list[HostProgram] = []
+    play = HostProgram.play
+
+    def watched(self: HostProgram, *given: Any) -> None:
+        programs.append(self)
+        play(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostProgram, "play", watched)
+        for _ in range(2):
+            for out in weft.all_gather_matmul(a, bs, schedule=schedule):
+                assert (out == K).all()
+    dist.barrier()
+    program = programs[-1]
+    free = [(flag, slot) for flag, slot in program.slots.items() if flag.name == "free" and flag.rank == rank]
+    return [(program._words[flag.rank].load(slot), 2 * program.growth_of(flag)) for flag, slot in free]

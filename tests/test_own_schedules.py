@@ -1,0 +1,32 @@
+"""Users' own schedules, by torch and by interpreted kernels: right, or refused, whatever the kernels can do."""
+
+from __future__ import annotations
+
+import pytest
+from own_schedules import SCHEDULES, check_own, several_b_counted, tables_made
+from rank_pools import interpreted_ranks, shared_ranks
+
+from weft.execute.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+interpreted = interpreted_ranks(2, timeout_s=30)
+plain = shared_ranks(2, {"WEFT_TIMEOUT_S": "30"})
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_steps_that_no_kernel_runs_are_right(plain: Ranks, interpreted: Ranks, name: str) -> None:
+    for pool in (plain, interpreted):
+        pool.run(check_own, name, timeout_s=60)
+
+
+def test_one_set_of_tables_serves_all_results(interpreted: Ranks) -> None:
+    """A graph may hold the tables that it was captured with."""
+    assert interpreted.run(tables_made) == [(1, 1)] * 2
+
+
+def test_tiles_of_several_b_count_as_far_as_waiters_expect(interpreted: Ranks) -> None:
+    for found in interpreted.run(several_b_counted):
+        assert found
+        for holds, expected in found:
+            assert holds == expected
