@@ -270,10 +270,10 @@ def test_it_takes_less_than_20_us() -> None:
     assert min(rounds) < 2 * share * min(squares)
 
 
-def test_it_takes_less_than_30_us_where_the_vendor_may_cut_k() -> None:
+def test_it_takes_little_longer_where_the_vendor_may_cut_k() -> None:
     """By instructions, whatever the sizes."""
     _opcodes(_squares)
-    allowed = 1.5 * BOUND_US / 40 * _opcodes(_squares)
+    allowed = 1.15 * BOUND_US / 40 * _opcodes(_squares)
     for op in OPS:
         for rows, size in ((16384, 16384), (64, 131072), (16384, 131072), (10**9, 10**9), (2**63 - 1, 2**63 - 1)):
             problem = Problem(op=op, m=rows, n=size, k=size, world_size=4)
