@@ -152,6 +152,20 @@ def _odd_weights() -> None:
     weft.close()
 
 
+def _no_tables() -> None:
+    """Where no rank has any there is nothing to learn: a result of no columns, which asks for no gradient."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    options = {"dims": ((),) * dist.get_world_size(), "batch": 6, "dtype": torch.float32}
+    out = weft.embedding_bag_all_to_all(nothing, torch.zeros(1, dtype=torch.int64), [], **options)
+    assert out.shape == (6 // dist.get_world_size(), 0)
+    assert not out.requires_grad
+    weft.close()
+
+
+def test_no_rank_has_tables(ranks: RankFixture) -> None:
+    ranks(2).run(_no_tables)
+
+
 def test_what_is_not_there_has_no_weight(ranks: RankFixture) -> None:
     ranks(2).run(_odd_weights)
     with Ranks(2, environment={"TRITON_INTERPRET": "1"}) as interpreted:

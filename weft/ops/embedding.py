@@ -96,7 +96,7 @@ def embedding_bag_all_to_all(
         indices.contiguous(),
         offsets.contiguous(),
         None if per_sample_weights is None else per_sample_weights.contiguous(),
-        _anchor(tables, indices),
+        _anchor(tables, indices) if any(by_rank) else None,
         _states(optimizer, tables, sparse),
         group_name,
         rank,
