@@ -231,9 +231,9 @@ def all_runs(mesh: DeviceMesh, setup: Setup, say: Callable[[str], None] = print)
 
 
 def start() -> DeviceMesh:
-    """Join the world: GPUs if every rank of this host has one."""
+    """Join the world: GPUs if every rank of this host has one. Nothing that an earlier run chose is taken over."""
     faulthandler.dump_traceback_later(ALARM_S, exit=True)
-    os.environ.setdefault("WEFT_CACHE_DIR", "")
+    os.environ["WEFT_CACHE_DIR"] = ""
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         dist.init_process_group("gloo")

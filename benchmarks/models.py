@@ -13,7 +13,8 @@ Methods: torch's styles over NCCL, eager ("torch") and compiled ("torch_compiled
 Protocol: measure.py's. A call is a step of all layers; results (and gradients of the input, and of the first layer's weights)
 are compared with torch's before anything is timed. computation: a rank's part with no communication, eager; communication: all
 of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: in mode eager, what is measured may be the
-host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder, and run twice.
+host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder of its own, and run
+twice: what the first one chose is taken over, as in no other benchmark.
 
     torchrun --nproc-per-node 4 benchmarks/models.py --part training --json benchmarks/results/models.jsonl
     torchrun --nproc-per-node 4 benchmarks/models.py --part forward --layers 1 --methods torch,weft --profile docs/traces
@@ -25,10 +26,12 @@ With --profile nothing is timed: a trace of each method (and of computation) goe
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import measure
 import torch
 import torch.distributed as dist
 import traces
@@ -262,6 +265,7 @@ def main() -> None:
     skipped = {"async_tp"} if arguments.part == "decode" else set()
     arguments.methods = [name for name in METHODS if name in wanted - skipped]
     cases = PARTS[arguments.part]
+    measure.PLANS = os.environ.get("WEFT_CACHE_DIR", "")
     run_parts([cases[number] for number in arguments.cases or range(len(cases))], measured, sentence, arguments, after=after)
 
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.inductor import CompilePass
 
+c10d = torch.ops._c10d_functional
 Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]
 """Of x [4, 6, 8], w [8, 5] and bias [5], drawn on each rank."""
 
@@ -39,6 +40,15 @@ def reduced(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return funcol.all_reduce(x, op, dist.group.WORLD)
 
 
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _started(x: torch.Tensor) -> torch.Tensor:
+    """A gather before its wait."""
+    return c10d.all_gather_into_tensor(x, dist.get_world_size(), _group())
+
+
 def sliced(x: torch.Tensor) -> torch.Tensor:
     """gather(x, 1) by slices."""
     parts = gather(x)
@@ -63,6 +73,39 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _mean_of_pairs(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0::2] + x[:, 1::2]
+
+
+def _doubled(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The result of one reduction counts twice, that of the other once."""
+    total = reduced(x @ w) + x[..., :5]
+    return (total + total) + reduced((x * 2) @ w)
+
+
+def _reduction_is_saved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As a graph of a selective checkpoint that keeps reductions: what they return is a result before its wait."""
+    both = [c10d.reduce_scatter_tensor(y, "sum", 2, _group()) for y in (x @ w, (x * 2) @ w)]
+    return c10d.wait_tensor(both[0]) + c10d.wait_tensor(both[1]), *both
+
+
+def _gather_is_saved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    start = _started(x)
+    return c10d.wait_tensor(start) @ w, start
+
+
+def _saved_and_laid(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    start = _started(x)
+    return torch.cat(c10d.wait_tensor(start).chunk(2), 1) @ w, start
+
+
+def _saved_and_cast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    start = _started(x)
+    return c10d.wait_tensor(start).bfloat16() @ w.bfloat16(), start
+
+
+def _viewed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What was gathered lies otherwise in memory afterwards, and is viewed by an operator that could not."""
+    whole_x = gather(x, 1)
+    return whole_x @ w, torch.ops.aten._unsafe_view(whole_x.sin(), [48, 8])
 
 
 def _own_factor(whole_x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -101,6 +144,8 @@ GATHERS = [
     Case("a weight transposed", lambda x, w, b: gather(x[0]) @ w.t().contiguous().t(), ("all_gather_matmul",)),
     Case("several, and the gathered", _several, ("all_gather_matmul",)),
     Case("a backward", _backward, ("all_gather_matmul",)),
+    Case("saved before its wait", _gather_is_saved, ("all_gather_matmul",)),
+    Case("viewed as it lay", _viewed, ("all_gather_matmul",)),
     Case("cast to fewer bits", lambda x, w, b: gather(x, 1).bfloat16() @ w.bfloat16(), ("all_gather_matmul",)),
 ]
 SCATTERS = [
@@ -147,6 +192,12 @@ SCATTERS = [
         lambda x, w, b: (lambda i, j: scatter(i @ j, 1) + x[:, :3, :5] + scatter(-i @ j, 1))(x.sign().half(), w.sign().half()),
         ("matmul_reduce_scatter", "matmul_reduce_scatter"),
     ),
+    Case("reductions that stay two: one is doubled", _doubled, ("matmul_all_reduce", "matmul_all_reduce")),
+    Case(
+        "reductions that stay two: they are saved before their waits",
+        _reduction_is_saved,
+        ("matmul_reduce_scatter", "matmul_reduce_scatter"),
+    ),
     Case(
         "both",
         lambda x, w, b: scatter((gather(x, 1) @ w) @ w.t(), 1),
@@ -174,6 +225,11 @@ ALONE = [
     Case("a factor of its own", lambda x, w, b: _own_factor(gather(x[0]), w), reason="is computed from what is gathered"),
     Case("a batch", lambda x, w, b: torch.bmm(gather(x), w.expand(8, 8, 5)), reason="bmm multiplies a batch"),
     Case("cast to more bits", lambda x, w, b: gather(x.bfloat16()).float() @ w, reason="cast first, more bytes would travel"),
+    Case("cast to integers", lambda x, w, b: gather(x).int() @ w.int(), reason="torch.int32 is multiplied; weft takes"),
+    Case("saved, then laid anew", _saved_and_laid, reason="what is gathered is saved before it is laid anew"),
+    Case("saved, then cast", _saved_and_cast, reason="what is gathered is saved before it is cast"),
+    Case("a factor", lambda x, w, b: torch.addmm(b, gather(x[0]), w, alpha=3), reason="the matmul has a factor"),
+    Case("a broadcast", lambda x, w, b: c10d.wait_tensor(c10d.broadcast(x, 0, _group())) @ w, reason="^broadcast: no operator"),
     Case("of both kinds", lambda x, w, b: _both_kinds(gather(x), w), reason="is needed as .*, too"),
     Case("float64", lambda x, w, b: gather(x.double()) @ w.double(), reason="weft takes bfloat16, float16, float32"),
     Case("last scattered", lambda x, w, b: scatter(x @ w[:, :4], 2), reason="scattered, the last"),
@@ -221,4 +277,5 @@ def reasons(case: Case) -> list[str]:
 
 
 def _listed(found: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+    """All of them, waited for."""
+    return tuple(c10d.wait_tensor(one) for one in (found if isinstance(found, tuple) else (found,)))

@@ -230,8 +230,8 @@ def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
 
 
 @contextmanager
-def trials_by_a_clock(fast: str = "shard_p2p") -> Iterator[list[str]]:
-    """Trials on CPUs, of sequential and shard_p2p, one of which is four times as fast; what is bound meanwhile."""
+def trials_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iterator[list[str]]:
+    """Trials on CPUs, of sequential and a rival, one of which is four times as fast; what is bound meanwhile."""
     from weft.execute import groups
 
     bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
@@ -247,7 +247,7 @@ def trials_by_a_clock(fast: str = "shard_p2p") -> Iterator[list[str]]:
 
     groups.GroupState._bind = noted  # type: ignore[method-assign, assignment]
     groups.timer_for = lambda device: clock  # type: ignore[assignment]
-    groups.contenders = lambda problem, device: ("sequential", "shard_p2p")
+    groups.contenders = lambda problem, device: ("sequential", rival)
     try:
         yield made
     finally:
@@ -330,8 +330,9 @@ def _serves(rows: list[int]) -> tuple[list[tuple[int, str, tuple[int, ...]]], in
 
 @pytest.mark.ranks
 def test_a_row_count_between_measured_ones_needs_no_trial(ranks: RankFixture) -> None:
-    for found, binds in ranks(2).run(_serves, [64, 160, 96, 100]):
-        assert found == [(m, "shard_p2p", like) for m, like in ((64, ()), (160, ()), (96, (64, 160)), (100, (64, 160)))]
+    """98 to 104 rows run by one program, of 104."""
+    for found, binds in ranks(2).run(_serves, [64, 160, 96, 100, 98, 104, 99]):
+        assert found == [(m, "shard_p2p", like) for m, like in ((64, ()), (160, ()), (96, (64, 160)), (104, (64, 160)))]
         assert binds == 2 + 2 + 1 + 1
 
 

@@ -18,6 +18,7 @@ from weft.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, hos
 from weft.calibrate.profile import Profile, line
 from weft.calibrate.samples import Sample, of, typical_spread
 from weft.cli import main
+from weft.problem import ITEMSIZE
 from weft.sim.cost import collective_us, gemm_us
 
 H200 = machine.load("h200x8")
@@ -97,6 +98,12 @@ def test_every_number_has_a_source_and_measured_ones_a_spread() -> None:
         Profile(H200, [s for s in samples_of(H200) if s.what != "launch"], world_size=8, when="").machine("", "")
 
 
+def test_every_dtype_has_a_rate_on_a_cpu() -> None:
+    assert set(base("cpu", 2).gpu.tflops) == set(ITEMSIZE)
+    measured = [probe.arguments[1] for probe in probes("cpu") if probe.work is common.gemms]
+    assert sorted(measured) == sorted(ITEMSIZE)
+
+
 def test_lines_and_spreads() -> None:
     found = line([(1000, 3.0), (3000, 5.0), (5000, 7.0)])
     assert (found.fixed_us, found.gbps) == (2.0, 1.0)
@@ -128,6 +135,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
 def _probed() -> list[Sample]:
     """Every probe of the host executor on this rank, at small sizes."""
     found = [*common.gemms("cpu", *SMALL["gemms"]), *common.memory("cpu", *SMALL["memory"])]
+    found += common.gemms("cpu", SMALL["gemms"][0], "float16")
     for op in COLLECTIVES:
         found += common.collectives("cpu", op, (256, 4096))
     for probe in (host_probes.launches, host_probes.flags, host_probes.hops, host_probes.copies, host_probes.beside):
@@ -144,7 +152,9 @@ def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
     made = Profile(base("cpu", 2), first, world_size=2, when="2026-11-21").machine("host", "this host")
     assert made.contention.keys() == {"gemm beside copy", "copy beside gemm"}
     problem = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
-    assert weft.plan(problem, made).chosen.predicted_us > 0
+    for dtype in ("float32", "float16"):
+        assert weft.plan(dataclasses.replace(problem, dtype=dtype), made).chosen.predicted_us > 0
+    assert made.sources["gpu.tflops.float16"].startswith("measured ")
 
 
 def test_the_command_writes_a_profile(
@@ -170,3 +180,34 @@ def test_profiles_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["machines", "--diff", "h200x8", "a100x8"]) == 0
     assert "stores.gbps" in capsys.readouterr().out
     assert main(["machines", "--diff", "h200x8", "nothing"]) == 2
+
+
+def test_tables_are_compared_by_what_both_have_for_the_same_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiles = tuple(dataclasses.replace(tile, efficiency=tile.efficiency / 2) for tile in H200.gpu.tiles[:-1])
+    gather = H200.collectives["all_gather"]
+    assert isinstance(gather, machine.Table)
+    also = (dataclasses.replace(gather.also[1], points=tuple((size, 3 * us) for size, us in gather.also[1].points[2:])),)
+    changed = dataclasses.replace(
+        H200,
+        name="slower",
+        gpu=dataclasses.replace(H200.gpu, tiles=tiles),
+        collectives={**H200.collectives, "all_gather": dataclasses.replace(gather, also=also)},
+    )
+    file = tmp_path / "slower.json"
+    file.write_text(codec.dumps(changed))
+    assert main(["machines", "--diff", "h200x8", str(file)]) == 0
+    rows = {row.split()[0]: row.split()[-1] for row in capsys.readouterr().out.splitlines() if row.strip()}
+    assert (rows["gpu.tiles"], rows["collectives.all_gather.also"]) == ("0.50", "3.00")
+
+
+def test_a_profile_is_not_named_as_one_that_weft_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By that name --machine would take the other one."""
+    monkeypatch.chdir(tmp_path)
+    for out in ("h200x8", "./h200x8"):
+        assert main(["calibrate", "--device", "cpu", "--ranks", "2", "--out", out]) == 2
+        assert "--out is h200x8, the name of a profile that weft has, which --machine takes; use h200x8.json" in (
+            capsys.readouterr().err
+        )
+    assert not list(tmp_path.iterdir())

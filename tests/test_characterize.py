@@ -20,6 +20,7 @@ from weft.report.losses import mark
 from weft.schedules import NAMES, build, names, parse
 from weft.sim import run
 from weft.sim.cost import whole_collective_us, whole_gemm_us
+from weft.sim.lookups import TOLD_US
 
 H200, MI300X = load("h200x8"), load("mi300x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)
@@ -48,6 +49,43 @@ def test_a_half_that_is_free_takes_nothing() -> None:
         assert max(run(schedule, without_computation(H200)).kernel_us) < 0.2 * max(total.kernel_us)
     sequential = build(GATHER, "sequential")
     assert run(sequential, without_communication(H200)).total_us == pytest.approx(whole_gemm_us(H200, GATHER), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("op", "spec"),
+    [(op, spec) for op in ("all_gather_matmul", "matmul_reduce_scatter") for spec in ("sequential", "node_slices:2")],
+)
+def test_between_nodes_a_half_that_is_free_takes_nothing(op: Op, spec: str) -> None:
+    """Neither messages nor the vendor's collective between nodes are among the matmul's pieces; the network's SMs stay its."""
+    problem = Problem(op=op, m=8192, n=8192, k=8192, world_size=16, nodes=(8, 8))
+    schedule = build(problem, *parse(spec))
+    alone, free = run(schedule, without_communication(H200)), without_communication(H200).network
+    assert max(alone.transfer_us) < 1
+    assert free is not None
+    assert free.sms == H200.network.sms  # type: ignore[union-attr]
+    found = signature(schedule, H200)
+    if spec == "sequential":
+        assert found.gemm_dil == pytest.approx(1, rel=0.01)
+        assert found.exposed_us == pytest.approx(found.pieces_us, rel=0.05)
+    assert found.pieces_us < found.total_us - H200.network.step_us
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+def test_communication_alone_does_not_grow_with_k(name: str) -> None:
+    """What the kernel that exchanges takes for rows of b is the matmul's."""
+    problems = [Problem(op="matmul_all_reduce", m=32, n=8192, k=k, world_size=8) for k in (4096, 131072)]
+    short, long = (losses(problem, name) for problem in problems)
+    assert long.transfers_us == pytest.approx(short.transfers_us, rel=0.02)
+    assert long.pieces_us > 5 * short.pieces_us
+
+
+def test_a_lookup_alone_has_no_copies_beside_it() -> None:
+    """Nor do copies alone begin as late as beside it."""
+    problem = LookupProblem.of(batch=8192, dims=((128,) * 8,) * 4, pooling=32)
+    schedule = build(problem, "track_and_trigger", 2)
+    assert run(schedule, without_communication(H200)).total_us < 1.15 * whole_gemm_us(H200, problem)
+    copies = [span for span in run(schedule, without_computation(H200)).spans if span.kind == "copy"]
+    assert min(span.start_us for span in copies) < TOLD_US
 
 
 def test_signatures_of_the_families() -> None:

@@ -8,11 +8,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import Weft
 
 from weft import codec
-from weft.cli import main, output
+from weft.cli import main, output, simulate
 from weft.cli.gantt import gantt
 from weft.execute.ranks import RankFailed
 from weft.machine import load
@@ -173,6 +175,63 @@ def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
     for command in (["plan"], ["machines", "--diff", "h200x8"], ["simulate"]):
         assert main([*command, str(tmp_path / "large.json")]) == 2
         assert "large.json: it has more than 256 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "files"),
+    [
+        (
+            ["plan", "model.json", "--tp", "2", "--site", "MLP down", "--save", "saved.json", "--trace", "trace.json"],
+            ("saved.json", "trace.json"),
+        ),
+        (["simulate", "one.json", "--report", "out", "--trace", "trace.json"], ("out/index.html", "trace.json")),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_files_are_written_though_nobody_reads_the_output(
+    tmp_path: Path, command: list[str], files: tuple[str, ...], as_json: bool
+) -> None:
+    sizes = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}'
+    (tmp_path / "model.json").write_text(sizes)
+    one = build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")
+    (tmp_path / "one.json").write_text(codec.dumps(one))
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        words = [sys.executable, "-m", "weft", *command, *["--json"] * as_json]
+        done = subprocess.run(words, cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
+    assert all((tmp_path / name).stat().st_size for name in files)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_study_is_written_though_nobody_reads_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def unread() -> Any:
+        raise BrokenPipeError
+
+    def write(folder: Path) -> Path:
+        return write_page("whole", folder)
+
+    spans = {"one": (Span(rank=0, lane="compute", kind="gemm", name="g", start_us=0.0, end_us=1.0),)}
+    done = simulate.Done(record=unread, show=unread, write=write, calls=lambda: spans)
+    monkeypatch.setattr(simulate, "_t3", lambda *_: done)
+    report, trace = tmp_path / "out", tmp_path / "trace.json"
+    with pytest.raises(BrokenPipeError):
+        simulate.command("t3", None, None, None, sensitivity=False, as_json=as_json, report=report, trace=trace, chakra=None)
+    assert (report / "index.html").read_text() == "whole"
+    assert trace.stat().st_size
+
+
+def test_what_was_written_is_told_last(weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2), "shard_p2p")
+    (tmp_path / "one.json").write_text(codec.dumps(one))
+    status, out, _ = weft("simulate", "one.json", "--report", "out", "--trace", "trace.json")
+    assert (status, out.splitlines()[-2:]) == (0, ["wrote out/index.html", "wrote trace.json"])
+    status, out, _ = weft("plan", "llama3-8b", "--tp", "2", "--site", "MLP down", "--save", "saved.json")
+    assert (status, out.splitlines()[-1]) == (0, "wrote saved.json")
 
 
 @pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 2), (">&-", 0), (">&- 2>&-", 0)])

@@ -184,6 +184,12 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
         (["nodes=0"], "nodes is 0; it must be above zero"),
         (["vendor.share=2"], "vendor.share is 2.0; it is a share, at most 1"),
         (["batch=1.5"], "batch is 1.5; it must be a whole number"),
+        (["vendor.share=1e-300"], "vendor.share is 1e-300; it must be from 1e-12 to 1e+15"),
+        (["fused.occupancy=1e-300"], "fused.occupancy is 1e-300; it must be from 1e-12 to 1e+15"),
+        (["pair.gbps=1e-300"], "pair.gbps is 1e-300; it must be from 1e-12 to 1e+15"),
+        (["fused.slices=100000000"], "fused.slices is 100000000; use at most 4096"),
+        (["nodes=65536"], "nodes is 65536; model.tables, 256, of model.dim, 92, have 23552 columns: use no more"),
+        (["model.tables=1"], "nodes is 128; model.tables, 1, of model.dim, 92, have 92 columns: use no more"),
         (["speed=1"], "'speed' is no number of system dlrm; it has gpu.sms"),
     ],
 )

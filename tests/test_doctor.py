@@ -16,7 +16,7 @@ import pytest
 from weft.cli import main
 from weft.doctor import Finding, diagnose, gpus, host, software
 from weft.doctor.environment import environment_findings
-from weft.execute.environment import READ
+from weft.execute.environment import READ, check_environment
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGY = """\
@@ -115,6 +115,23 @@ def test_values_that_will_not_do_and_names_that_nothing_reads(monkeypatch: pytes
     assert all(repr(value) in found[f"WEFT_{name}"].detail for name, value in bad.items())
     assert (found["WEFT_CACHE_DIR"].state, found["WEFT_TIMEOUT"].state) == ("ok", "warn")
     assert "WEFT_TIMEOUT_S" in found["WEFT_TIMEOUT"].cure
+
+
+def test_a_profile_of_another_device_is_not_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call would refuse it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("WEFT_MACHINE", "h200x8")
+    (found,) = (finding for finding in environment_findings() if finding.what == "WEFT_MACHINE")
+    assert found.state == "missing"
+    assert "h200x8, measured on NVIDIA H200; this is cpu" in found.detail
+    with pytest.raises(ValueError, match="measured on NVIDIA H200; this is cpu"):
+        check_environment()
+    monkeypatch.setenv("WEFT_MACHINE_FORCE", "1")
+    check_environment()
+    monkeypatch.delenv("WEFT_MACHINE_FORCE")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    check_environment()
 
 
 def test_all_variables_of_the_package_are_known() -> None:

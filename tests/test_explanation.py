@@ -65,6 +65,48 @@ def test_a_change_that_is_named_changes_the_choice() -> None:
     assert us(winner, medium) >= us(found.plan.chosen.spec, medium)
 
 
+def test_copies_of_lanes_that_run_together_are_paid_once() -> None:
+    """A copy lane for each of seven peers: what rank 0's copies cost is a lane's, not the sum."""
+    machine = load("mi300x8")
+    found = weft.explain(Problem(op="all_gather_matmul", m=8192, n=1024, k=8192, world_size=8), machine)
+    schedule = build(found.plan.problem, *parse(found.plan.chosen.spec), fan_out=True)
+    lanes = [lane for lane in schedule.ranks[0] if lane.kind == "copy"]
+    assert len(lanes) == 7
+    most = max(sum(isinstance(step, weft.schedule.Copy) for step in lane.steps) for lane in lanes)
+    assert found.parts["copies"] == pytest.approx((most - 1) * machine.copies.copy_us, abs=0.1)
+    assert sum(found.parts.values()) == pytest.approx(found.plan.chosen.predicted_us)
+
+
+@pytest.mark.parametrize("rows", [512, 2048])
+def test_each_family_is_held_against_the_chosen_one(rows: int) -> None:
+    """What is named first of rows is faster than all others' best of now; where nothing is named, none is."""
+    problem = Problem(op="matmul_reduce_scatter", m=rows, n=8192, k=28672, world_size=8)
+    found = weft.explain(problem, H200)
+    best: dict[str, str] = {}
+    for one in found.plan.candidates:
+        best.setdefault(one.schedule, one.spec)
+    chosen = found.plan.chosen.spec
+    for what, factors in {"rows": (2.0, 4.0, 16.0), "links": (2.0, 4.0, 16.0)}.items():
+        for factor in factors:
+            there = problem if what == "links" else dataclasses.replace(problem, m=round(rows * factor / 8) * 8)
+            machine = _faster_links(H200, factor) if what == "links" else H200
+            us = {spec: run(build(there, *parse(spec)), machine).total_us for spec in best.values()}
+            winner = min(us, key=us.__getitem__)
+            name = f"With links {factor:g} times as fast" if what == "links" else f"With {there.m} rows"
+            told = [text for text in found.changes if text.startswith(f"{name} ")]
+            if us[winner] < 0.99 * us[chosen]:
+                assert told == [f"{name} {winner} would be faster."]
+                break
+            assert not told
+
+
+def test_that_nothing_would_change_the_choice_says_what_was_compared() -> None:
+    found = weft.explain(GATHER, H200)
+    unchanged = dataclasses.replace(found, changes=())
+    assert str(unchanged).endswith("up to 16 times as large or small, no other family's best of now would be faster.")
+    assert "would be faster" not in str(dataclasses.replace(unchanged, signatures=found.signatures[:1])), "nothing compared"
+
+
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [

@@ -17,6 +17,7 @@ from weft.planner.signature import without_computation
 from weft.report.ficco import ficco_page
 from weft.schedules import build
 from weft.sim import engine
+from weft.sim.ficco import sensitivity as sensitivities
 from weft.sim.ficco import study as studies
 from weft.sim.ficco.paper import choosers, figures, topologies
 from weft.sim.ficco.record import record
@@ -259,11 +260,32 @@ def short(study: Study, monkeypatch: pytest.MonkeyPatch) -> Study:
     return study
 
 
-def test_command_prints_figures(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_figures(stored: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(studies, "run", lambda machine, cases, progress: stored)
     assert main(["simulate", "ficco"]) == 0
     out = capsys.readouterr().out
-    assert all(figure.name in out for figure in figures(short))
+    assert all(figure.name in out for figure in figures(stored))
     assert "4 of 5 figures are within their tolerance." in out
+
+
+def test_a_part_of_the_scenarios_has_no_maxima(
+    short: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor a verdict; and what the assumed numbers do is told of the same scenarios."""
+    swept: list[tuple[studies.GemmCase, ...]] = []
+
+    def one(machine: Machine, path: str | None, factor: float, cases: tuple[studies.GemmCase, ...]) -> Sensitivity:
+        swept.append(cases)
+        return dataclasses.replace(ROW, path=path, factor=factor)
+
+    monkeypatch.setattr(sensitivities, "headline", one)
+    assert main(["simulate", "ficco", "--scenario", "g5", "--sensitivity"]) == 0
+    out = capsys.readouterr().out
+    assert "within their tolerance" not in out
+    assert "maxima over all 16 scenarios" in out
+    assert "slower than sequential, max" not in out
+    assert set(swept) == {(ficco_gemm("g5"),)}
+    assert [figure.unit for figure in figures(short)] == ["percent", "percent"]
 
 
 def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

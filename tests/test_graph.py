@@ -9,6 +9,7 @@ import pytest
 from families import PAIRS
 from machine_tiny import tiny
 
+from weft.checker import check
 from weft.machine import load
 from weft.problem import LookupProblem, Op, Problem
 from weft.schedule import Flag, Lane, Schedule, Wait
@@ -106,6 +107,33 @@ def test_messages_between_nodes_meet_in_turn() -> None:
     across = [n for n in nodes[0] if n.name.startswith("send ")]
     assert {n.peer for n in across} <= {2, 3}
     assert across
+
+
+@pytest.mark.parametrize(
+    ("problem", "name", "chunks"),
+    [
+        (LookupProblem.of(batch=128, dims=((), (), (7, 7)), pooling=2), "direct_store", 2),
+        (LookupProblem.of(batch=2, dims=((), (1,), ()), pooling=50), "direct_store", 2),
+        (Problem(op="matmul_all_to_all", m=0, n=7, k=1000, world_size=7), "shard_p2p", 3),
+    ],
+)
+def test_lanes_that_end_without_a_node_are_no_standstill(problem: Problem, name: str, chunks: int) -> None:
+    """Ranks that have nothing to do end at once, one after the other."""
+    schedule = build(problem, name, chunks)
+    check(schedule)
+    assert len(graph(schedule, load("h200x8"))) == problem.world_size
+
+
+def test_a_kernel_beside_messages_leaves_them_their_sms() -> None:
+    """As in the simulator: 64 tiles that wait for one another on 16 SMs less."""
+    problem = Problem(op="matmul_all_to_all", m=4096, n=8192, k=4096, world_size=2, nodes=(1, 1))
+    machine = load("h200x8")
+    few = dataclasses.replace(machine, network=dataclasses.replace(machine.network, sms=120))  # type: ignore[type-var]
+    times = [
+        sum(node.us for node in graph(build(problem, "node_slices", 2), one)[0] if node.kind == "compute")
+        for one in (machine, few)
+    ]
+    assert times[1] > 5 * times[0]
 
 
 def test_a_schedule_that_never_ends_is_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from functools import partial
 
 import inductor_work
 import pytest
@@ -196,6 +198,95 @@ def test_scaled_matmuls_are_left_alone(ranks: RankFixture) -> None:
     assert ranks(2).run(_scaled)[0] == [
         "reduce_scatter_tensor: scaled_mm multiplies with scales, which weft's operators do not take"
     ]
+
+
+def _moved() -> list[str]:
+    """DTensor's own all-to-all, from one sharded dimension to another, before a matmul; torch has it on GPUs alone."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def work(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, dist.group.WORLD.group_name) @ w
+
+    overlap = weft.CompilePass()
+    overlap(make_fx(work, tracing_mode="fake")(torch.ones(4, 6, 8), torch.ones(8, 5)).graph)
+    return [site.reason for site in overlap.sites]
+
+
+def test_moves_of_dtensor_are_listed(ranks: RankFixture) -> None:
+    assert ranks(2).run(_moved)[0] == ["shard_dim_alltoall: no operator of weft replaces it"]
+
+
+def _strides() -> None:
+    """Results lie in memory as without the pass: what was gathered, what was reduced, and views of it."""
+    x, w = torch.randn(4, 6, 8), torch.randn(8, 5)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        gathered = inductor_work.gather(x, 1)
+        return gathered @ w, gathered
+
+    def scattered() -> torch.Tensor:
+        return inductor_work.scatter(x @ w, 1)
+
+    for work in (
+        both,
+        lambda: (scattered().sin(),),
+        lambda: (scattered().transpose(0, 1),),
+        lambda: (scattered()[:, 1:],),
+    ):
+        torch._dynamo.reset()
+        got, wanted = torch.compile(work, backend=weft.CompilePass().backend)(), work()
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+            assert one.stride() == other.stride()
+
+
+def test_results_lie_in_memory_as_they_did(ranks: RankFixture) -> None:
+    ranks(2).run(_strides)
+
+
+class Parallel(nn.Module):
+    """Two columns and two rows, whose results are added, as in GPT-J and Falcon; checkpointed, but for reductions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up1, self.up2 = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.down1, self.down2 = nn.Linear(12, 8, bias=False), nn.Linear(12, 8, bias=False)
+
+    def _inside(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.down1(self.up1(x).tanh()) + self.down2(self.up2(x).relu())).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+        c10d = torch.ops._c10d_functional
+        kept = [c10d.reduce_scatter_tensor.default, c10d.all_reduce.default, torch.ops.aten.mm.default]
+        contexts = partial(create_selective_checkpoint_contexts, kept)
+        return checkpoint(self._inside, x, use_reentrant=False, context_fn=contexts)
+
+
+def _saved() -> list[str]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    alone, x = Parallel(), torch.randn(4, 6, 8)
+    shared = copy.deepcopy(alone)
+    plan = {"up1": ColwiseParallel(), "up2": ColwiseParallel(), "down1": RowwiseParallel(), "down2": RowwiseParallel()}
+    parallelize_module(shared, dist.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    overlap = weft.CompilePass()
+    torch._dynamo.reset()
+    torch.testing.assert_close(_step(shared, torch.compile(shared, backend=overlap.backend), x), _step(alone, alone, x))
+    for name, parameter in shared.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), alone.get_parameter(name))
+    return [str(site) for site in overlap.sites]
+
+
+def test_reductions_that_a_checkpoint_saves_stay_two(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_saved):
+        assert told == [
+            "down1: matmul_all_reduce",
+            "down2: matmul_all_reduce",
+            "up2, up1: matmul_all_reduce; 2 reductions of which the sum is used are one",
+        ]
 
 
 def _marked() -> list[list[str]]:

@@ -71,6 +71,7 @@ BAD = [
     ("links.topology", "pcie", r"links\.host_gbps is missing"),
     ("stores.gbps", [[8, 1.0], [4, 2.0]], r"stores\.gbps has \[8, 4\] in its first column"),
     ("stores.sms", 132, r"stores\.sms is 132; it must be below gpu\.sms, 132"),
+    ("network.sms", 132, r"network\.sms is 132; it must be below gpu\.sms, 132"),
     ("collectives.all_gather", None, r"sources\.collectives\.all_gather\.also is about no number"),
     ("collectives.all_gather.points", [[1, -2.0]], r"collectives\.all_gather\.points is -2\.0"),
     ("sources", {}, r"sources\.collectives\.all_gather\.also is missing; say where"),

@@ -79,6 +79,17 @@ def test_slices_are_right(op: Op, nodes: tuple[int, ...]) -> None:
         check(build(problem, "sequential"))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_messages_without_elements_are_left_out(op: Op) -> None:
+    for nodes, m, chunks in itertools.product(((2, 2), (1, 1), (4, 4, 4)), (0, 1, 9), (1, 3)):
+        schedule = build(problem_of(op, nodes, m=m, n=0, k=64), "node_slices", chunks)
+        check(schedule)
+        sent = [each for rank, lanes in enumerate(schedule.ranks) for lane in lanes for each in lane.steps]
+        sizes = [send.src.size for step in sent if isinstance(step, SendReceive) for send in step.sends]
+        assert all(sizes)
+        assert not sizes or op in ("all_gather_matmul", "all_to_all_matmul"), "a is sent all the same"
+
+
 @pytest.mark.parametrize("op", COLLECTIVE_OPS)
 def test_collectives_alone_are_the_vendors(op: Op) -> None:
     problem = CollectiveProblem(op=op, m=1 << 20, world_size=4, nodes=(3, 1))

@@ -43,10 +43,11 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
     assert {name.partition(": ")[2]: said for name, said in told.items() if "_proj" in name} == dict(
         zip(BLOCKS, ["all_gather_matmul", "matmul_reduce_scatter, matmul_all_reduce"] * 2, strict=True)
     )
-    lookup = "an embedding with padding_idx" if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
-    assert (
-        told["model.layers.*"] == "not overlapped; its output is gathered for the final norm: no matmul follows in every call"
-    )
+    whole_lookup = "whole on every rank: it has padding_idx or max_norm"
+    lookup = whole_lookup if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
+    cut = "its input is cut to this rank's tokens: the gradient of that is gathered"
+    assert told["model.layers.*"] == f"not overlapped; {cut}"
+    assert told["model.norm"] == "not overlapped; its input is gathered: no matmul follows in every call"
     assert told["lm_head"] == "not overlapped; its logits are gathered, so that every rank has all"
     assert told["model.embed_tokens"].startswith(f"not overlapped; {lookup}")
     assert "all_gather_matmul M=22 shard_p2p not measured (asked for)" in report
@@ -76,6 +77,24 @@ def _whole_blocks() -> list[str]:
     model = sharded(alone, few_tokens=0)
     alike(trained(model, (8, 11)), trained(alone, (8, 11)))
     return [*reports, str(weft.overlap_report(model))]
+
+
+def _first_layers() -> None:
+    """Fewer layers run than there are, since the configuration says so, or a draft exits early: the same numbers."""
+    alone = tiny("llama", num_hidden_layers=3)
+    model = sharded(alone, few_tokens=0)
+    for prompt in (text(1, 9), text(1, 12)):
+        drafted = [written(each, prompt, 6, assistant_early_exit=1) for each in (model, alone)]
+        assert torch.equal(*drafted)
+        assert torch.equal(drafted[0], written(alone, prompt, 6))
+    for layers in (1, 2):
+        for each in (alone, model):
+            each.config.num_hidden_layers = layers
+        alike(trained(model, (8, 11)), trained(alone, (8, 11)))
+
+
+def test_a_model_may_run_its_first_layers_alone(ranks: RankFixture) -> None:
+    ranks(2).run(_first_layers)
 
 
 class Adapter(nn.Module):
@@ -132,7 +151,8 @@ def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
 def test_blocks_that_cannot_be_sharded_run_whole_and_say_why(ranks: RankFixture) -> None:
     experts, heads, adapter = (places(report) for report in ranks(2).run(_whole_blocks)[0])
     assert any(
-        said.startswith("not overlapped; runs whole on every rank, all experts on all tokens") for said in experts.values()
+        said.startswith("not overlapped; runs whole on every rank: all experts on all tokens; pass")
+        for said in experts.values()
     )
     assert heads["model.layers.*.self_attn"] == (
         "not overlapped; runs whole on every rank: num_key_value_heads is 1, for 2 ranks"
@@ -209,11 +229,10 @@ def _reported() -> str:
         model(text(2, 9))
     report = weft.overlap_report(model)
     assert (report.overlapped, report.total) == (9, 14)
-    weft.close(mesh().get_group())  # what it has run is listed for every model of the group
     sequential = sharded(tiny("llama"), few_tokens=0, schedule="sequential")
     with torch.no_grad():
         sequential(text(2, 9))
-    assert weft.overlap_report(sequential).overlapped == 1, "of what ran, nothing was overlapped; the head waits for a gradient"
+    assert weft.overlap_report(sequential).overlapped == 0, "of what ran, and of what is to run, nothing is overlapped"
     return report.html()
 
 
@@ -327,6 +346,12 @@ def test_a_model_that_is_refused_stays_as_it_was(ranks: RankFixture) -> None:
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told
 
 
+def _without_norm() -> Any:
+    model = tiny("llama")
+    del model.model.norm
+    return model
+
+
 def _refused() -> list[str]:
     import transformers
 
@@ -344,6 +369,7 @@ def _refused() -> list[str]:
         lambda: weft.parallelize(tiny("llama"), mesh(), few_tokens=None),
         lambda: sharded(tiny("llama"), few_tokens=0).to("meta")(text(2, 9).to("meta")),
         lambda: weft.parallelize(Around(tiny("llama")), mesh()),
+        lambda: weft.parallelize(_without_norm(), mesh()),
     ):
         try:
             attempt()
@@ -364,6 +390,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "few_tokens is None; use 0 or more",
         "a is on meta; weft runs on cpu and cuda",
         "model is Around around LlamaForCausalLM, which has no layers of its own; pass the model of transformers",
+        "model has a LlamaModel without a norm after its layers, before which tokens become whole again; put an nn.Identity",
     ]
     for told in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told

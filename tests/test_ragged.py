@@ -217,7 +217,7 @@ def _many_calls() -> list[list[int]]:
     for call in range(4):
         out, _ = weft.all_to_all_matmul((1 + call) * a, eye, splits=splits, max_rows=4 * size)
         assert (out[: 2 * size] == 1 + call).all()
-        ((_, program),) = GROUPS.state(dist.group.WORLD.group_name)._ragged.values()  # type: ignore[union-attr]
+        ((_, program),) = GROUPS.state(dist.group.WORLD.group_name)._ragged.kept.values()  # type: ignore[union-attr]
         exchange = program.exchange
         dist.barrier()
         if call == 0:
@@ -291,7 +291,7 @@ def _signals() -> None:
         weft.matmul_all_to_all(there, eye, splits=counts, max_rows=40)
         weft.matmul_all_to_all(there, eye, splits=splits, max_rows=40)
     dist.barrier()
-    programs = GROUPS.state(dist.group.WORLD.group_name)._ragged.values()  # type: ignore[union-attr]
+    programs = GROUPS.state(dist.group.WORLD.group_name)._ragged.kept.values()  # type: ignore[union-attr]
     assert len(programs) == 2
     for _, program in programs:
         assert torch.equal(program.exchange.arrived.local, program.exchange.goals)
@@ -320,11 +320,11 @@ def test_products_have_the_room_of_the_first_call(interpreted: Ranks) -> None:
 
 def _changing() -> list[tuple[int, int]]:
     """Calls with other numbers of rows each, of which few are kept, and their memory: (programs, symmetric tensors)."""
-    from weft.execute import groups
+    from weft.execute import ragged_programs
 
     weft.close()
-    before = groups.RAGGED_KEPT, groups.RAGGED_BYTES
-    groups.RAGGED_KEPT, groups.RAGGED_BYTES = 2, 0
+    before = ragged_programs.KEPT, ragged_programs.BYTES
+    ragged_programs.KEPT, ragged_programs.BYTES = 2, 0
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     splits, eye = torch.ones(size, dtype=torch.int32), torch.eye(8, dtype=torch.float16)
     try:
@@ -334,10 +334,10 @@ def _changing() -> list[tuple[int, int]]:
             wanted = 10.0 * torch.arange(size) + step
             assert torch.equal(out[:size], wanted.half()[:, None].expand(size, 8))
             state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-            assert state._peers is not None
-            found.append((len(state._ragged), len(state._peers._tensors)))
+            assert state._ragged.peers is not None
+            found.append((len(state._ragged.kept), len(state._ragged.peers._tensors)))
     finally:
-        groups.RAGGED_KEPT, groups.RAGGED_BYTES = before
+        ragged_programs.KEPT, ragged_programs.BYTES = before
         weft.close()
     return found
 

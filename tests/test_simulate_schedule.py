@@ -76,11 +76,50 @@ def test_other_links_are_what_if(weft: Weft, saved: Path) -> None:
     assert total("--set", "links.gbps=50", "--set", "links.topology=ring") > slow
 
 
+def test_the_vendors_collective_goes_with_the_links(weft: Weft, saved: Path) -> None:
+    """What sequential takes, too. Where its table is set itself, that is what counts."""
+
+    def found(*words: str) -> dict[str, float]:
+        status, out, _ = weft("simulate", saved, "--json", *words)
+        assert status == 0
+        return json.loads(out)  # type: ignore[no-any-return]
+
+    plain, slow, fast = found(), found("--set", "links.gbps=20"), found("--set", "links.gbps=780")
+    assert slow["communication_us"] > 7 * PROBLEM.shard_bytes / 20e3
+    assert slow["sequential_us"] > 0.99 * (slow["communication_us"] + slow["computation_us"])
+    assert fast["communication_us"] < plain["communication_us"] < slow["communication_us"] / 10
+    table = "collectives.all_gather.points=[[1024, 5.0], [4194304, 10.0]]"
+    assert found("--set", table, "--set", "links.gbps=20")["communication_us"] == pytest.approx(10)
+    model = found("--machine", "a100x8", "--set", "links.gbps=135")
+    assert model["communication_us"] > 1.8 * found("--machine", "a100x8")["communication_us"]
+
+
+def test_a_host_that_all_share(weft: Weft, saved: Path) -> None:
+    """In any order, since settings are put in place together."""
+    words = ["links.topology=pcie", "links.host_gbps=50"]
+    for first, second in (words, words[::-1]):
+        status, out, _ = weft("simulate", saved, "--json", "--set", first, "--set", second)
+        assert status == 0
+        for name in ("total_us", "sequential_us", "communication_us"):
+            assert json.loads(out)[name] > 8 * 7 * PROBLEM.shard_bytes / 50e3
+    machine = machine_with("h200x8", words)
+    assert (machine.links.topology, machine.links.host_gbps) == ("pcie", 50.0)
+    assert machine.sources["links.host_gbps"] == "set by hand"
+
+
+def test_several_numbers_are_set_at_once() -> None:
+    """SMs that would not fit one after the other do together."""
+    machine = machine_with("h200x8", ["stores.sms=140", "gpu.sms=200"])
+    assert (machine.gpu.sms, machine.stores.sms) == (200, 140)
+
+
 def test_what_is_set_says_so() -> None:
     machine = machine_with("h200x8", ["gpu.hbm_gbps=5000", "stores.gbps=[[8, 100.0], [132, 300.0]]"])
     assert (machine.gpu.hbm_gbps, machine.stores.rate(132)) == (5000.0, 300.0)
     assert machine.sources["gpu.hbm_gbps"] == machine.sources["stores.gbps"] == "set by hand"
     assert machine.sources["links.gbps"] == load("h200x8").sources["links.gbps"]
+    rescaled = machine_with("h200x8", ["links.gbps=200"]).sources["collectives.all_gather.points"]
+    assert rescaled.startswith("scaled with links that are set by hand; before: measured")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +136,8 @@ def test_what_is_set_says_so() -> None:
         (["--set", "links.gbps"], "--set links.gbps: it must be KEY=VALUE, such as links.gbps=200"),
         (["--set", "links.gbps=fast"], "links.gbps is 'fast'; it must be a number"),
         (["--set", "links.topology=star"], "links.topology is 'star'; it must be one of 'switch'"),
+        (["--set", "links.topology=pcie"], "links.host_gbps is missing; a pcie machine shares it: give its rate, too"),
+        (["--set", "network.sms=133"], "network.sms is 133; it must be below gpu.sms, 132"),
         (["--sensitivity"], "--sensitivity is for studies"),
         (["--trace", "/none/t.json"], "--trace /none/t.json: No such file"),
     ],
@@ -120,6 +161,32 @@ def test_files_that_hold_no_schedule_are_refused(weft: Weft, saved: Path, text: 
     status, out, err = weft("simulate", saved)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+@pytest.mark.parametrize("name", ["system.json", "network.yml", "memory.json", "rank.0.et", "rank.7.et"])
+def test_chakra_writes_over_no_input_and_no_output(weft: Weft, saved: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("google.protobuf", reason="protobuf is not installed; it comes with weft[chakra]")
+    (tmp_path / "profile.json").write_text(codec.dumps(load("h200x8")), encoding="utf-8")
+    traces = tmp_path / "et"
+    traces.mkdir()
+    mine = traces / name
+    for words, says in (
+        ([saved, "--trace", mine], "--trace"),
+        ([saved, "--machine", mine], "--machine"),
+        ([mine], "FILE"),
+    ):
+        source = tmp_path / "profile.json" if says == "--machine" else saved
+        before = "" if says == "--trace" else source.read_text(encoding="utf-8")
+        mine.unlink(missing_ok=True)
+        if before:
+            mine.write_text(before, encoding="utf-8")
+        if says == "FILE" and not name.endswith(".json"):
+            continue  # taken by its contents, not by its name
+        status, out, err = weft("simulate", *words, "--chakra", traces)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert f"{says} and --chakra's {name} are both {mine}; name two files" in err
+        assert (mine.read_text(encoding="utf-8") if mine.exists() else "") == before
+        assert [path.name for path in traces.iterdir()] == ([name] if before else [])
 
 
 def test_a_schedule_that_could_go_wrong_is_refused(weft: Weft, saved: Path) -> None:

@@ -234,6 +234,7 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
         (["t4"], "study is 't4'; weft simulates t3"),
         (["t3", "--set", "hbm.gbps"], "--set hbm.gbps: it must be KEY=VALUE"),
         (["t3", "--set", "hbm.gbps=0"], "hbm.gbps is 0.0; it must be above zero"),
+        (["t3", "--set", "hbm.gbps=1e-300"], "hbm.gbps is 1e-300; it must be from 1e-12 to 1e+15"),
         (["t3", "--set", "speed=1"], "'speed' is no number of system t3; it has units"),
         (["t3", "--set", "tile.rows=1"], "tile.rows is 1 and tile.cols 128; Mega-GPT-2 TP8 OP has 393216 such tiles"),
         (["t3", "--set", "units=16"], "units is 16; sharing them needs more than 16"),

@@ -73,7 +73,8 @@ class Gpu:
     burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
     rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
     may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known. tile_step: its vendor's
-    tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see `vendor_tiles`.
+    tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see `vendor_tiles`. row_us: the
+    least that a row of b takes weft's kernel that multiplies and exchanges, None for what was fitted (weft.sim.kernels).
     """
 
     sms: int
@@ -88,6 +89,7 @@ class Gpu:
     kernel_tiles: tuple[Tile, ...] = ()
     l2_gbps: float | None = None
     tile_step: int | None = None
+    row_us: float | None = None
 
     def __post_init__(self) -> None:
         if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
@@ -224,6 +226,10 @@ class Table:
     points: tuple[tuple[int, float], ...]
     also: tuple[Table, ...] = ()
 
+    def __post_init__(self) -> None:
+        if any(table.also for table in self.also):
+            raise ValueError("also holds a table that has also of its own; list all of them in the first one's")
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaBeta:
@@ -246,7 +252,8 @@ class Machine:
     called through torch, with what that does around them (weft.sim.staging). collectives: vendor's, by name; all_to_all may be
     missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
     contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
-    simulator uses that of gemm and copy, of copies at the full rate. network: between several such hosts, if known. device:
+    simulator uses that of gemm and copy, of copies at the full rate. slow_lookups: whether lookups and the kernels that copy
+    rows beside them slow each other, too (weft.sim.lookups). network: between several such hosts, if known. device:
     what its numbers were measured on, as its driver names it; empty where they are of several sources.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
     measurements differ: half of what lies between their quartiles, as a share of the median.
@@ -270,6 +277,7 @@ class Machine:
     device: str = ""
     stages: bool = False
     fork_us: float | None = None
+    slow_lookups: bool = True
 
     def __post_init__(self) -> None:
         texts = {"name": self.name, "words": self.words, "device": self.device}
@@ -283,10 +291,11 @@ class Machine:
                 raise ValueError(f"{path} is {value!r}; it must be from {LEAST:g} to {MOST:g}")
         self._check_tables()
         self._check_sources()
-        if self.stores.sms >= self.gpu.sms:
-            raise ValueError(f"stores.sms is {self.stores.sms}; it must be below gpu.sms, {self.gpu.sms}")
+        for part, sms in (("stores", self.stores.sms), ("network", self.network.sms if self.network else 0)):
+            if sms >= self.gpu.sms:
+                raise ValueError(f"{part}.sms is {sms}; it must be below gpu.sms, {self.gpu.sms}")
         if self.links.topology == "pcie" and self.links.host_gbps is None:
-            raise ValueError("links.host_gbps is missing; a pcie machine shares it")
+            raise ValueError("links.host_gbps is missing; a pcie machine shares it: give its rate, too")
         for op in ("all_gather", "reduce_scatter"):
             if op not in self.collectives:
                 raise ValueError(f"collectives.{op} is missing; give a Table or an AlphaBeta")

@@ -103,11 +103,11 @@ def _experts() -> None:
 def _changing() -> list[float]:
     """Experts in float32 under autocast, with another number of tokens in each call: as on one rank. MiB that are free after
     each round of sizes, of which fewer programs are kept than there are."""
-    from weft.execute import groups
+    from weft.execute import ragged_programs
 
     weft.close()
-    before = groups.RAGGED_KEPT, groups.RAGGED_BYTES
-    groups.RAGGED_KEPT, groups.RAGGED_BYTES = 4, 0
+    before = ragged_programs.KEPT, ragged_programs.BYTES
+    ragged_programs.KEPT, ragged_programs.BYTES = 4, 0
     rank, size, free = dist.get_rank(), dist.get_world_size(), []
     torch.manual_seed(0)
     alone = Experts(2 * size, 256, 512).cuda()
@@ -127,7 +127,7 @@ def _changing() -> list[float]:
         torch.cuda.empty_cache()
         free.append(torch.cuda.mem_get_info()[0] / 2**20)
     assert shared.gate_up_proj.grad.dtype == torch.float32  # type: ignore[union-attr]
-    groups.RAGGED_KEPT, groups.RAGGED_BYTES = before
+    ragged_programs.KEPT, ragged_programs.BYTES = before
     weft.close()
     faulthandler.cancel_dump_traceback_later()
     return free

@@ -56,12 +56,12 @@ def probes(device: str) -> tuple[Probe, ...]:
     if on_gpu:  # imported where it is needed, since it needs Triton
         from weft.calibrate import gpu_probes as own
     shapes, sizes = (GPU_SHAPES, GPU_BYTES) if on_gpu else (HOST_SHAPES, HOST_BYTES)
-    first, second = ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16")
+    first, *others = ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16", "float16")
     found = [
         Probe(name="launches", work=own.launches),
         Probe(name="memory", work=common.memory, arguments=((256 if on_gpu else 16) * _MIB,)),
         Probe(name=f"matmuls, {first}", work=common.gemms, arguments=(shapes, first)),
-        Probe(name=f"a matmul, {second}", work=common.gemms, arguments=(shapes[1:2], second)),
+        *(Probe(name=f"a matmul, {each}", work=common.gemms, arguments=(shapes[1:2], each)) for each in others),
         Probe(name="flags", work=own.flags),
         Probe(name="flags between ranks", work=own.hops),
         *(Probe(name=op, work=common.collectives, arguments=(op, sizes)) for op in COLLECTIVES),

@@ -10,6 +10,7 @@ import torch
 
 from weft.execute.choose import machine_for
 from weft.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, load, numbers
+from weft.problem import ITEMSIZE
 
 _TILE = 64
 
@@ -33,7 +34,7 @@ def _host(ranks: int) -> Machine:
     threads = max(2, (os.cpu_count() or 1) // ranks)
     gpu = Gpu(
         sms=threads,
-        tflops={"float32": 1e-3, "bfloat16": 1e-3},
+        tflops=dict.fromkeys(ITEMSIZE, 1e-3),
         tiles=(Tile(rows=_TILE, cols=_TILE, efficiency=1.0),),
         tile_us=1.0,
         flag_efficiency=1.0,

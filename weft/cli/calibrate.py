@@ -26,6 +26,8 @@ def command(
     name = name or out.stem
     if not name.isprintable():
         raise ValueError(f"--name is {name!r}; it must be one line of letters that print")
+    if choices.machine_file(str(out)) is None:
+        raise ValueError(f"--out is {out}, the name of a profile that weft has, which --machine takes; use {out}.json")
     device, ranks = choices.choose_device(device, ranks)
     output.require_file(out, "--out")
     from weft.calibrate import calibrate

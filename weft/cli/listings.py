@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
 """Of the example. On two ranks a ring would look like any other way."""
+Values = dict[tuple[int, ...], float]
+"""What a path of a profile has, by sizes: a number by none, a table's by those of its row."""
 
 
 def schedules(
@@ -106,9 +107,7 @@ def _print_one(machine: Machine, named: str, *, as_json: bool) -> None:
 
 def print_difference(a: Machine, b: Machine) -> None:
     """The numbers that differ, and by how much; those that differ by no more than their measurements do are said to."""
-    from weft.machine import numbers
-
-    left, right = _by_path(numbers(a)), _by_path(numbers(b))
+    left, right = _by_path(a), _by_path(b)
     listed = output.table("number", a.name, b.name, "ratio", "spread")
     same = 0
     for path in sorted({*left, *right}):
@@ -116,44 +115,46 @@ def print_difference(a: Machine, b: Machine) -> None:
             same += 1
             continue
         spread = a.spreads.get(path, 0.0) + b.spreads.get(path, 0.0)
-        listed.add_row(path, _numbers(left.get(path)), _numbers(right.get(path)), *_compared(left, right, path, spread))
+        compared = _compared(left.get(path, {}), right.get(path, {}), spread)
+        listed.add_row(path, _numbers(left.get(path)), _numbers(right.get(path)), *compared)
     out = output.console()
     output.print_table(out, listed)
     out.print(f"{same} numbers are the same. - where only one of the two has it.")
-    out.print(f"ratio: {b.name} over {a.name}; of a table, values for the same first column, at the geometric mean.")
+    out.print(f"ratio: {b.name} over {a.name}; of a table, what both have for the same sizes, at the geometric mean.")
     out.print("spread: how much both measurements differ by themselves; within: the ratio is no more than that.")
 
 
-def _by_path(found: Iterable[tuple[str, float]]) -> dict[str, tuple[float, ...]]:
-    values: dict[str, tuple[float, ...]] = {}
-    for path, value in found:
-        values[path] = (*values.get(path, ()), value)
-    return values
+def _by_path(machine: Machine) -> dict[str, Values]:
+    from weft.machine import Table, numbers
+
+    gpu, found = machine.gpu, dict[str, Values]()
+    for name, tiles in {"tiles": gpu.tiles, "kernel_tiles": gpu.kernel_tiles}.items():
+        found[f"gpu.{name}"] = {(tile.rows, tile.cols): tile.efficiency for tile in tiles}
+    found["stores.gbps"] = {(sms,): gbps for sms, gbps in machine.stores.gbps}
+    for op, model in machine.collectives.items():
+        if isinstance(model, Table):
+            path = f"collectives.{op}"
+            found[f"{path}.points"] = {(size,): us for size, us in model.points}
+            found[f"{path}.also"] = {(table.world_size, size): us for table in model.also for size, us in table.points}
+    found = {path: values for path, values in found.items() if values}
+    for path, value in numbers(machine):
+        found.setdefault(path, {(): value})
+    return found
 
 
-def _numbers(values: tuple[float, ...] | None) -> str:
+def _numbers(values: Values | None) -> str:
     if values is None:
         return "-"
-    return f"{values[0]:,.10g}" if len(values) == 1 else f"{len(values)} numbers"
+    return f"{values[()]:,.10g}" if () in values else f"a table of {len(values)}"
 
 
-def _compared(
-    left: dict[str, tuple[float, ...]], right: dict[str, tuple[float, ...]], path: str, spread: float
-) -> tuple[str, str]:
+def _compared(left: Values, right: Values, spread: float) -> tuple[str, str]:
     """(the second over the first, whether that is more than measurements differ)."""
-    pairs = _pairs(left.get(path, ()), right.get(path, ()), by_row=path.endswith((".points", ".gbps")))
+    pairs = [(left[key], right[key]) for key in left if key in right]
     if not pairs or any(value <= 0 for pair in pairs for value in pair):
         return "-", ""
     ratio = math.exp(statistics.fmean(math.log(b / a) for a, b in pairs))
-    return f"{ratio:.2f}", f"within {spread:.1%}" if abs(ratio - 1) <= spread else f"{spread:.1%}" if spread else ""
-
-
-def _pairs(left: tuple[float, ...], right: tuple[float, ...], *, by_row: bool) -> list[tuple[float, float]]:
-    """Numbers that stand for the same. by_row: of a table, the second columns where the first ones are the same."""
-    if not by_row or len(left) == 1 or len(right) == 1:
-        return list(zip(left, right, strict=True)) if len(left) == len(right) else []
-    rows = dict(zip(right[::2], right[1::2], strict=True))
-    return [(value, rows[key]) for key, value in zip(left[::2], left[1::2], strict=True) if key in rows]
+    return f"{ratio:.2f}", f"within {spread:.1%}" if abs(ratio - 1) <= spread > 0 else f"{spread:.1%}" if spread else ""
 
 
 def sources(machine: Machine) -> str:

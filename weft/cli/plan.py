@@ -64,16 +64,17 @@ def command(
     from weft.planner import plan
 
     plans = [(site.name, plan(site.problem(tokens, ranks, kind), target, only=only, chunks=chunks)) for site in sites]
+    written = _write(target, plans, save, trace)  # before anything is shown: a reader of that may go away
     if as_json:
         data = _as_data(sizes, target, plans) | (_reasons(target, plans) if why else {})
         print(json.dumps(data, indent=2, allow_nan=False))
-        _write(target, plans, save, trace, silent=True)
         return
     _show(sizes, target, f"{ranks} ranks, {tokens} tokens, {kind}", plans, why=why)
-    _write(target, plans, save, trace, silent=False)
+    for path in written:
+        print(f"wrote {path}")
 
 
-def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None, trace: Path | None, *, silent: bool) -> None:
+def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None, trace: Path | None) -> list[Path]:
     """The chosen schedule of the only site, and the predicted spans of all."""
     written = []
     if save is not None:
@@ -88,8 +89,7 @@ def _write(machine: Machine, plans: Sequence[tables.SitePlan], save: Path | None
 
         calls = {f"{site} {plan.chosen.spec} predicted": plan.spans for site, plan in plans}
         written.append(write_calls(calls, trace, about=f"predicted on {machine.name}"))
-    for path in written if not silent else ():
-        print(f"wrote {path}")
+    return written
 
 
 def _reasons(machine: Machine, plans: Sequence[tables.SitePlan]) -> dict[str, object]:

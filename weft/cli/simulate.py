@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -84,20 +85,17 @@ def command(
     outputs.require({})
     simulate = {"t3": _t3, "ficco": _ficco, "dlrm": _dlrm}[study]
     done = simulate(changes or [], scenarios or [], sensitivity)
-    if as_json:
-        print(json.dumps(done.record(), indent=2, allow_nan=False))
-    else:
-        done.show()
-    if report is not None:
-        path = done.write(report)
-        if not as_json:
-            print(f"wrote {path}")
+    written = [] if report is None else [done.write(report)]  # before anything is shown: a reader of that may go away
     if trace is not None and done.calls is not None:
         from weft.report.trace import write_calls
 
-        write_calls(done.calls(), trace, about=study)
-        if not as_json:
-            print(f"wrote {trace}")
+        written.append(write_calls(done.calls(), trace, about=study))
+    if as_json:
+        print(json.dumps(done.record(), indent=2, allow_nan=False))
+        return
+    done.show()
+    for path in written:
+        print(f"wrote {path}")
 
 
 def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
@@ -150,7 +148,7 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
     done, rows = _run(
         machine,
         lambda machine, progress: study.run(machine, cases, progress=progress),
-        sensitivities.sensitivity if sensitivity else None,
+        partial(sensitivities.sensitivity, cases=cases) if sensitivity else None,
     )
 
     def show() -> None:
@@ -159,7 +157,10 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
         for made in (tables.topologies_table, tables.correlations_table, tables.choosers_table):
             _print(made(done))
         _print(tables.figures_table(done))
-        _verdict([figure.ok for figure in figures(done)])
+        if done.whole:
+            _verdict([figure.ok for figure in figures(done)])
+        else:
+            output.console().print(f"FiCCO's other figures are maxima over all {len(FICCO_GEMMS)} scenarios: these are a part.")
         if rows:
             _print(tables.sensitivity_table(rows))
 

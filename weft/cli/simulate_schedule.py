@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from weft.schedule import Schedule
 
 EXAMPLE = "links.gbps=200"
-TOPOLOGY = "links.topology"
+TOPOLOGY, HOST = "links.topology", "links.host_gbps"
 BY_HAND = "set by hand"
+RESCALED = f"scaled with links that are {BY_HAND}; before: "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,11 @@ class Outputs:
     trace: Path | None = None
     chakra: Path | None = None
 
-    def require(self, read: Mapping[str, Path | None]) -> None:
-        """Try every path now. read: files that nothing may be written over, by argument. Raises ValueError that names the
-        option."""
-        output.require_apart({**read, "--report": output.page(self.report), "--trace": self.trace})
+    def require(self, read: Mapping[str, Path | None], ranks: int = 0) -> None:
+        """Try every path now. read: files that nothing may be written over, by argument. ranks: of the schedule, each of which
+        has a trace in --chakra. Raises ValueError that names the option."""
+        traces = {f"--chakra's {name}": self.chakra / name for name in _chakra_names(ranks)} if self.chakra else {}
+        output.require_apart({**read, "--report": output.page(self.report), "--trace": self.trace, **traces})
         output.require_folder(self.report, "--report")
         output.require_file(self.trace, "--trace")
         output.require_folder(self.chakra, "--chakra")
@@ -43,6 +45,13 @@ class Outputs:
             from weft.report.chakra import require_protobuf
 
             require_protobuf()
+
+
+def _chakra_names(ranks: int) -> list[str]:
+    """What weft.report.astra writes in its folder."""
+    from weft.report.astra import PREFIX
+
+    return ["network.yml", "system.json", "memory.json", *(f"{PREFIX}.{rank}.et" for rank in range(ranks))]
 
 
 def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs: Outputs) -> None:
@@ -53,32 +62,62 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
     from weft.schedule import Schedule
 
     schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
-    outputs.require({"FILE": path, "--machine": choices.machine_file(machine)})
+    outputs.require({"FILE": path, "--machine": choices.machine_file(machine)}, len(schedule.ranks))
     check(schedule)
     with progress_bar() as progress:
         found = simulated(schedule, target, progress)
+    written = _write(schedule, target, found, outputs)  # before anything is shown: a reader of that may go away
     if outputs.as_json:
         print(json.dumps(as_data(schedule, found), indent=2, allow_nan=False))
-    else:
-        _show(schedule, target, found)
-    for written in _write(schedule, target, found, outputs):
-        if not outputs.as_json:
-            print(f"wrote {written}")
+        return
+    _show(schedule, target, found)
+    for file in written:
+        print(f"wrote {file}")
 
 
 def machine_with(name: str, settings: Sequence[str]) -> Machine:
-    """A profile with some numbers, or its topology, changed; they say so in their source. Raises ValueError."""
+    """A profile with some numbers, or its topology, changed, all at once; they say so in their source. The vendor's collectives
+    go with the links, but for those that are set themselves. Raises ValueError."""
     from weft import settings as what_if
-    from weft.machine import load, numbers
+    from weft.machine import Machine, load, numbers
 
     machine = load(name)
+    known = dict.fromkeys([*(path for path, _ in numbers(machine)), TOPOLOGY, HOST])
+    set_to: dict[str, str] = {}
     for setting in settings:
         key, value = what_if.parse(setting, EXAMPLE)
-        known = dict.fromkeys([*(path for path, _ in numbers(machine)), TOPOLOGY])
-        machine = what_if.changed(machine, key, value, known=known, what=f"machine {machine.name}")
-        sources = {path: BY_HAND if path == key else source for path, source in machine.sources.items()}
-        machine = dataclasses.replace(machine, sources=sources)
-    return machine
+        if key not in known:
+            raise ValueError(f"{key!r} is no number of machine {machine.name}; it has {', '.join(known)}")
+        set_to[key] = value
+    if not set_to:
+        return machine
+    data = codec.dump(machine)
+    for key, text in set_to.items():
+        *parents, last = key.split(".")
+        at = data
+        for parent in parents:
+            at = at[parent]
+        at[last] = text if isinstance(at.get(last), str) else what_if.numbers_of(key, text)
+        if key != TOPOLOGY:
+            data["sources"][key] = BY_HAND
+    changed: Machine = codec.load(Machine, data)
+    return changed if changed.links == machine.links else _on_links(machine, changed, set_to)
+
+
+def _on_links(before: Machine, machine: Machine, kept: Collection[str]) -> Machine:
+    """`machine` with the vendor's collectives as fast as its links, which are not those of `before`, but for the collectives
+    with a number in `kept`."""
+    from weft.machine import numbers
+    from weft.sim.rescaled import faster, rescaled
+
+    sources, models = dict(machine.sources), dict(machine.collectives)
+    for op, model in machine.collectives.items():
+        factor = faster(op, before, machine)
+        paths = [path for path, _ in numbers(model, f"collectives.{op}") if not path.endswith(".world_size")]
+        if factor != 1.0 and not set(paths) & set(kept):
+            models[op] = rescaled(model, factor)
+            sources |= {path: RESCALED + machine.sources[path] for path in paths if not path.endswith(("fixed_us", "step_us"))}
+    return dataclasses.replace(machine, collectives=models, sources=sources)
 
 
 def as_data(schedule: Schedule, found: Simulation) -> dict[str, object]:

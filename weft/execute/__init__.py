@@ -6,6 +6,7 @@ From a call to a program:
     gradients.py                                 the backward of lookups
     groups.py  plain.py                          what is kept for a process group: its team, programs, choices; their mode
     environment.py                               what the environment says, looked at before ranks start
+    ragged_programs.py  widened.py               programs with splits; calls by the program of a few rows more
     choose.py  trial.py  kept.py                 from `schedule=` to a schedule: by name or plan, by measuring, from before
 
 A program, which is a schedule bound to one rank:

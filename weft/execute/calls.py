@@ -246,8 +246,10 @@ def _dims(own: tuple[int, ...]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What calls alike share: the number by which ranks compare them, and the program that runs them. empty: they have nothing
-    to multiply, and the program is for them as filled."""
+    to multiply, and the program is for them as filled. wide: the program's rows, where it is for calls widened
+    (weft.execute.widened), else 0."""
 
     number: int
     program: BoundProgram
     empty: bool = False
+    wide: int = 0

@@ -2,8 +2,9 @@
 
 "auto" stands for the fastest of `contenders`, measured (weft.execute.trial), where calls can be timed, and for `predicted`
 elsewhere; "planned" for `predicted` everywhere; "heuristic" for what sizes alone speak for (weft.rules). Where calls can be
-timed, what these two name is held against the sequential program in use (weft.execute.kept). Pure functions of agreed values,
-so that ranks choose alike; and of the environment, which is to be the same on all ranks:
+timed, what these two name is held against the sequential program in use (weft.execute.kept). A name, whoever gives it, is built
+as the profile has copies: in one lane, or in a lane for each peer; so what is predicted is what runs. Pure functions of agreed
+values, so that ranks choose alike; and of the environment, which is to be the same on all ranks:
 
     WEFT_EFFORT          none: auto is planned, and nothing is measured. quick (default): auto measures a shortlist. full: every
                          candidate of the planner
@@ -21,7 +22,7 @@ import torch
 
 from weft import machine, schedules
 from weft.machine import Machine
-from weft.problem import Problem
+from weft.problem import COLLECTIVE_OPS, Problem
 from weft.rules import heuristic
 from weft.schedule import Schedule
 
@@ -52,24 +53,33 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Sc
         return schedule
     if spec in CHOSEN_HERE:
         spec = by_sizes(problem, device) if spec == "heuristic" else predicted(problem, device)
-    return schedules.build(problem, *schedules.parse(spec))
+    return schedules.build(problem, *schedules.parse(spec), fan_out=fans_out(device))
+
+
+def fans_out(device: torch.device) -> bool:
+    """Whether schedules have a copy lane for each peer here, as the profile has it. Not where there is none to predict with:
+    a schedule that is named needs no profile."""
+    try:
+        return profile_for(device).fans_out
+    except ValueError:
+        return False
 
 
 def by_sizes(problem: Problem, device: torch.device) -> str:
-    """The spec that the problem's sizes speak for; sequential, with a warning, where no profile has so many GPUs."""
+    """The spec that the problem's sizes speak for; sequential, with a warning, where the profile does not serve."""
     profile = _profile(problem, device)
     return heuristic(problem, profile) if profile else "sequential"
 
 
 def predicted(problem: Problem, device: torch.device) -> str:
-    """The spec that is predicted to be fastest; sequential, with a warning, where no profile has so many GPUs."""
+    """The spec that is predicted to be fastest; sequential, with a warning, where the profile does not serve."""
     found = _plan(problem, device)
     return found.chosen.spec if found else "sequential"
 
 
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
     """The specs worth measuring, sequential first: the planner's shortlist and what sizes alone speak for, or at full effort
-    every candidate. Sequential alone, with a warning, where no profile has so many GPUs."""
+    every candidate. Sequential alone, with a warning, where the profile does not serve."""
     from weft.planner import shortlist
     from weft.planner.shortlist import joined
 
@@ -92,11 +102,15 @@ def _plan(problem: Problem, device: torch.device) -> Plan | None:
 
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
-    profile = profile_for(device)
+    """None, with a warning, where it has too few GPUs, or no rate for the dtype."""
+    profile, lacks = profile_for(device), f"no machine profile has {problem.world_size} GPUs"
     try:
         profile.require_for(problem)
+        if problem.op not in COLLECTIVE_OPS:
+            lacks = f"the machine profile says nothing of {problem.dtype}"
+            profile.tflops(problem.dtype)
     except ValueError as error:
-        warnings.warn(f"no machine profile has {problem.world_size} GPUs ({error}): sequential", stacklevel=3)
+        warnings.warn(f"{lacks} ({error}): sequential", stacklevel=3)
         return None
     return profile
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft import machine
-from weft.execute.choose import effort
+from weft.execute.choose import effort, profile_for
 from weft.execute.collective_calls import staging_from_environment
 from weft.execute.network import transport_from_environment
 from weft.team import ranks_per_node, timeout_from_environment
@@ -17,8 +16,18 @@ _PREFIX = "WEFT_"
 
 
 def _load_machine() -> None:
-    if named := os.environ.get("WEFT_MACHINE"):
-        machine.load(named)
+    """Raises ValueError where calls would: a profile must be of a device that is here, be it the CPU beside GPUs."""
+    if not os.environ.get("WEFT_MACHINE"):
+        return
+    refused: list[ValueError] = []
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        try:
+            profile_for(torch.device(device))
+        except ValueError as error:
+            refused.append(error)
+        else:
+            return
+    raise refused[0]
 
 
 READ: dict[str, Callable[[], object]] = {

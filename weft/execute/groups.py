@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
-import os
 import threading
 import warnings
 from collections import OrderedDict
@@ -25,26 +24,26 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from weft import codec, schedules
 from weft.checker import check
 from weft.controls.streams import comm_stream, give_back
-from weft.errors import WeftError
 from weft.execute import unscheduled
 from weft.execute.bound import BoundProgram, Closes, MayBeHeld
-from weft.execute.calls import Call, Site
-from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, predicted
+from weft.execute.calls import Call, MatmulCall, Site
+from weft.execute.choose import CHOSEN_HERE, choose, contenders, effort, fans_out, predicted
 from weft.execute.cuda import CudaProgram
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.host import HostProgram, HostSpace
 from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved, agree
 from weft.execute.plain import PLAIN
+from weft.execute.ragged_programs import RaggedPrograms
 from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
+from weft.execute.widened import Widened, narrowed, widened, wider
 from weft.memory import free_symmetric
 from weft.problem import Problem
 from weft.schedule import Schedule
 from weft.team import Team
 
 if TYPE_CHECKING:
-    from weft.execute.ragged import Arrived, RaggedCall, RaggedProgram
-    from weft.triton.host import Peers
+    from weft.execute.ragged import Arrived, RaggedCall
 
 
 A = TypeVar("A", bound=Closes)
@@ -54,10 +53,6 @@ _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Kept beside those in graphs; the least recently used goes first. Each holds some KiB of flags; on GPUs data, too."""
 _TOLD_AT_ONCE = 48  # programs that a rank tells the others of in one number
-
-RAGGED_KEPT, RAGGED_BYTES = 8, 2 << 30
-"""Programs of calls with splits: so many are kept whatever they take, others only while all take no more than these bytes.
-Each has room for as many rows as may arrive, and numbers of tokens may change at every step."""
 
 
 Key = tuple[Problem, str, torch.device]
@@ -75,10 +70,9 @@ class GroupState:
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._earlier = KeptPlans(self.team)
-        self._unproved = Unproved()
-        self._peers: Peers | None = None
+        self._unproved, self._widened = Unproved(), Widened()
         self._attached: dict[type, Any] = {}
-        self._ragged: OrderedDict[tuple[object, ...], tuple[int, RaggedProgram]] = OrderedDict()
+        self._ragged = RaggedPrograms(self.team, self._in_graphs)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
 
@@ -97,6 +91,12 @@ class GroupState:
             else:
                 self.team.repeat(site.number)
             call = call.filled(self.team.world_size) if site.empty else call
+            asked = call
+            if site.wide:
+                assert isinstance(call, MatmulCall)
+                call = widened(call, site.wide, self.team.rank, self.team.world_size)
+                if not capturing and self._widened.used(asked.key):
+                    self._sites.pop(asked.key, None)
             if not capturing and call.tried and self._unproved.due(site.program):
                 site = self._proved(call, site)
             if not capturing:
@@ -106,61 +106,15 @@ class GroupState:
                 found = site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
             except BaseException as error:
                 raise self.team.fail(error) from error.__cause__
+            if site.wide:
+                assert isinstance(asked, MatmulCall)
+                return narrowed(found, asked, self.team.rank, self.team.world_size)
             return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if site.empty else found
 
     def run_ragged(self, call: RaggedCall) -> Arrived:
         """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
-        from weft.execute.ragged import on_host
-
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            interpreted = os.environ.get("TRITON_INTERPRET") == "1" and call.a.dtype == torch.float16
-            if call.a.device.type == "cpu" and not interpreted:
-                self.team.enter(call.describe())
-                return on_host(self.team, call)
-            capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
-            number, program = self._ragged.get(call.key) or self._bind_ragged(call, capturing=capturing)
-            if not capturing:
-                self._ragged.move_to_end(call.key)
-            program.captured |= capturing
-            self.team.check_usable()
-            try:
-                program.check_room(call)
-                program.raise_noted()
-            except (ValueError, WeftError) as error:
-                raise self.team.fail(error) from None
-            if not capturing:
-                self.team.repeat(number)
-            try:
-                return program.run(call)
-            except BaseException as error:
-                raise self.team.fail(error) from error.__cause__
-
-    def _bind_ragged(self, call: RaggedCall, *, capturing: bool) -> tuple[int, RaggedProgram]:
-        """Agree with the other ranks on a call, and allocate. Collective."""
-        from weft.execute.ragged import RaggedProgram
-        from weft.triton.host import Peers
-
-        if capturing:
-            raise ValueError("splits: call the operator once with these sizes before capturing a graph")
-        heights = self.team.enter(call.describe(), call.a.shape[0])
-        self._peers = self._peers or Peers(self.team.group)
-        self._make_room()
-        program = RaggedProgram(self._peers, call, a_rows=max(9 * max(heights) // 8, call.max_rows))
-        return self._ragged.setdefault(call.key, (self.team.remember(call.describe()), program))
-
-    def _make_room(self) -> None:
-        """Free programs with splits that were not used for the longest. Those in graphs stay. Collective."""
-        if len(self._ragged) < RAGGED_KEPT:
-            return
-        held = self._in_graphs([program for _, program in self._ragged.values()])
-        idle = [key for key, (_, program) in self._ragged.items() if program not in held]
-        for key in idle[: max(0, len(self._ragged) + 1 - RAGGED_KEPT)]:
-            if sum(program.nbytes for _, program in self._ragged.values()) <= RAGGED_BYTES:
-                return
-            try:
-                self._ragged.pop(key)[1].close()
-            except (ValueError, WeftError) as error:
-                raise self.team.fail(error) from None
+            return self._ragged.run(call)
 
     def _meet(self, call: Call, kept: dict[str, Schedule]) -> Site:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
@@ -172,14 +126,32 @@ class GroupState:
         call = call.filled(len(sizes)) if empty else call
         problem = replace(call.problem(sizes), nodes=self.team.nodes)
         key = (problem, call.schedule, call.device)
-        program = next((program for program, known in self._programs.items() if known == key), None)
+        program, wide = self._bound(key), 0
+        if program is None and (found := self._wider(call, key)):
+            wide, key = found.m, (found, call.schedule, call.device)
+            program = self._bound(key)
         if program is None:
             program = self._made(call, key, kept)
-        site = Site(number=0, program=program, empty=empty)
+        site = Site(number=0, program=program, empty=empty, wide=wide)
         if call.device.type == "cuda":
             site = replace(site, number=self.team.remember(f"{text}\nsizes of b: {sizes}"))
             self._sites[known_by] = site
         return site
+
+    def _bound(self, key: Key) -> BoundProgram | None:
+        return next((program for program, known in self._programs.items() if known == key), None)
+
+    def _wider(self, call: Call, key: Key) -> Problem | None:
+        """The problem whose program is to run this call, if that is another one: what is known of both was measured around."""
+        problem, spec, device = key
+        if spec != "auto" or not isinstance(call, MatmulCall) or call.spans is not None or (problem, device) in self._choices:
+            return None
+        found = wider(problem) if self._widened.may(call.key) else None
+        around = self._earlier.around(problem) if found else None
+        if found is None or around is None:
+            return None
+        known = self._choices.get((found, device)) or self._earlier.around(found)
+        return found if known is not None and known.spec == around.spec else None
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
@@ -191,7 +163,8 @@ class GroupState:
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(device).blocks
-        self.team.enter(f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}")
+        lanes = "one for each peer" if fans_out(device) else "one"
+        self.team.enter(f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}")
         trials: tuple[Trial, ...] = ()
         try:
             if timer is None or len(specs) == 1:
@@ -384,7 +357,7 @@ class GroupState:
                 rest.callback(free_symmetric)
                 rest.callback(gc.collect)
             for close in reversed(
-                (*first, *spaces, self._close_side_streams, self.reachable.close, self._close_peers, self.team.close)
+                (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self.team.close)
             ):
                 rest.callback(close)
         for space in self._spaces.values():
@@ -394,12 +367,6 @@ class GroupState:
     def _close_side_streams(self) -> None:
         while self._side:
             give_back(self._side.popitem()[1])
-
-    def _close_peers(self) -> None:
-        if self._peers is not None:
-            if self._peers.device.type == "cuda":
-                torch.cuda.synchronize(self._peers.device)
-            self._peers.close()
 
 
 class Groups:

@@ -24,7 +24,7 @@ from weft.execute.bound import BoundProgram
 from weft.execute.choose import effort, profile_for
 from weft.execute.network import transport_from_environment
 from weft.execute.trial import Choice, Trial
-from weft.execute.versions import machine_of, versions
+from weft.execute.versions import gpu_number, links_between, machine_of, versions
 from weft.problem import Problem
 from weft.team import Team
 
@@ -32,23 +32,32 @@ PROVED_AFTER = 20
 """Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
 PREDICTED_AFTER = 3
 """The same of a choice that is only predicted: as many as callers make before they capture a graph."""
+_UNREAD, _ONE_LANE, _EACH_PEER = range(3)
+"""What a rank says of its machine profile."""
 
 
 def agree(team: Team, device: torch.device) -> None:
-    """See that every rank can read what schedules are chosen by. Raises ValueError on all where one cannot; the team goes on.
-    Collective."""
+    """See that every rank can read what schedules are chosen by, and has copy lanes as the others do by it. Raises ValueError
+    on all where one cannot, or has not; the team goes on. Collective."""
     wrong: ValueError | None = None
+    mine = _UNREAD
     try:
         effort()
-        profile_for(device)
+        mine = _EACH_PEER if profile_for(device).fans_out else _ONE_LANE
     except ValueError as error:
         wrong = error
-    well = team.enter("what schedules are chosen by can be read", int(wrong is None))
+    found = team.enter("what schedules are chosen by can be read", mine)
     if wrong is not None:
         raise wrong
-    if not all(well):
+    if _UNREAD in found:
         raise ValueError(
-            f"rank {well.index(0)} cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there"
+            f"rank {found.index(_UNREAD)} cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there"
+        )
+    if len(set(found)) > 1:
+        one, each = found.index(_ONE_LANE), found.index(_EACH_PEER)
+        raise ValueError(
+            f"machine profiles differ: rank {one} has one copy lane by its own, rank {each} one for each peer "
+            "(copies.engines); set WEFT_MACHINE alike on all ranks"
         )
 
 
@@ -59,20 +68,25 @@ class KeptPlans:
         self._team = team
         self._cache = from_environment()
         self._between = Between()
+        self._links: dict[torch.device, str] = {}
 
     def find(self, problem: Problem, device: torch.device) -> Choice | None:
         """What an earlier process chose by measuring, or this one for row counts around; None if it must be measured.
         Collective."""
+        if device.type == "cuda":
+            numbers = self._team.enter("GPUs of the group", gpu_number(device))
+            self._links[device] = links_between([numbers[rank] for rank in self._team.near])
         entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = encode(entry.spec) if entry else 0
         chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
         if chosen is None:
-            return self._around(problem)
+            return self.around(problem)
         self._between.add(problem, chosen)
         us = entry.us if entry and entry.spec == chosen else {}
         return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
 
-    def _around(self, problem: Problem) -> Choice | None:
+    def around(self, problem: Problem) -> Choice | None:
+        """What was measured with fewer and with more rows. Ranks that have made the same calls know the same."""
         found = self._between.find(problem)
         if found is None:
             return None
@@ -92,6 +106,8 @@ class KeptPlans:
         machine, known = _here(device, self._team.world_size)
         if self._team.nodes:
             machine = machine | {"messages": transport_from_environment()}
+        if device in self._links:
+            machine = machine | {"links": self._links[device]}
         profile = hashlib.sha256(codec.dumps(profile_for(device)).encode()).hexdigest()[:16]  # says what is worth measuring
         machine = machine | {"profile": profile}
         return Key(machine=machine, versions=known, problem=problem, space=space(effort()))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 
+from weft.driver import checked, driver_api
 from weft.version import __version__
 
 
@@ -37,3 +42,24 @@ def machine_of(device: torch.device, world_size: int) -> dict[str, str]:
         "peers in reach": str(reached),
         "ranks": str(world_size),
     }
+
+
+def gpu_number(device: torch.device) -> int:
+    """What tells a GPU from all others, for those that may see it by another index."""
+    return int(hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).hexdigest()[:12], 16)
+
+
+def links_between(numbers: Sequence[int]) -> str:
+    """The kinds of links between GPUs with these numbers, as the driver ranks their speed, with how many pairs have each. Pairs
+    that this process does not see, or that do not reach each other, are of kinds of their own."""
+    driver, seen = driver_api(), {gpu_number(torch.device("cuda", at)): at for at in range(torch.cuda.device_count())}
+    kinds: Counter[str] = Counter()
+    for pair in combinations(numbers, 2):
+        if not all(number in seen for number in pair):
+            kinds["not seen"] += 1
+            continue
+        one, other = (seen[number] for number in pair)
+        asked = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK
+        reached = torch.cuda.can_device_access_peer(one, other)
+        kinds[f"rank {checked(driver.cuDeviceGetP2PAttribute(asked, one, other))}" if reached else "none"] += 1
+    return ", ".join(f"{kind} x {count}" for kind, count in sorted(kinds.items()))

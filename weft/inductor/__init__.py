@@ -8,7 +8,8 @@ Models that torch parallelizes (parallelize_module with torch's own styles, DTen
     print(overlap.report())
 
 The pass sees each graph after autograd, forward and backward apart: gathers.py and scatters.py say what it looks for, graph.py
-reads and writes graphs, places.py tells where a node is from. A place that it leaves alone is listed, with the reason.
+reads and writes graphs, outputs.py keeps their results' strides, places.py tells where a node is from. A place that it leaves
+alone is listed, with the reason.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from weft.errors import require
 from weft.inductor import gathers, scatters
 from weft.inductor.graph import Refused, place_in, shape
+from weft.inductor.outputs import laid_by, strides_of_outputs
 from weft.inductor.places import file_and_line, module_name
 from weft.nn.sites import Site
 from weft.ops.checks import spec_of
@@ -35,15 +38,9 @@ from weft.problem import Op
 from weft.version import __version__
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-_OTHERS = frozenset(
-    (
-        torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default,
-        torch.ops._c10d_functional.all_reduce_coalesced.default,
-        torch.ops._c10d_functional.all_to_all_single.default,
-    )
-)
-"""Collectives that no operator replaces, which the listing has all the same."""
+_COLLECTIVES = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+"""Namespaces of torch's collectives in graphs, DTensor's own too. Those that no operator replaces are listed all the same."""
+_RESHAPES = frozenset((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default))
 
 
 class CompilePass(CustomGraphPass):
@@ -109,9 +106,10 @@ class CompilePass(CustomGraphPass):
     def _eagerly(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
+        strides = strides_of_outputs(module.graph)
         self(module.graph)
         module.recompile()
-        found: Callable[..., Any] = make_boxed_func(module.forward)
+        found: Callable[..., Any] = make_boxed_func(lambda *given: laid_by(strides, module.forward(*given)))
         return found
 
     def __call__(self, graph: Graph) -> None:
@@ -121,11 +119,11 @@ class CompilePass(CustomGraphPass):
             self._gather(graph, start)
         self._scatters(graph, [node for node in graph.nodes if node.target in scatters.OPERATORS])
         for node in graph.nodes:
-            if node.target in _OTHERS:
+            if _is_other(node):
                 self._note(node, (), f"{_short(node)}: no operator of weft replaces it")
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            # As Inductor has them all: what was put in may lie otherwise in memory.
-            node.target = torch.ops.aten.reshape.default
+            if node.target in _RESHAPES:
+                # As Inductor has them all: what was put in may lie otherwise in memory.
+                node.target = torch.ops.aten.reshape.default
         graph.lint()
 
     def _gather(self, graph: Graph, start: Node) -> None:
@@ -192,8 +190,17 @@ class CompilePass(CustomGraphPass):
         return "\n".join([*lines, *(f"  {site.where}  {site}" if site.parts else f"  {site}" for site in self.sites)])
 
 
+def _is_other(node: Node) -> bool:
+    """Whether this is a collective that no operator replaces."""
+    found = node.target
+    if not isinstance(found, OpOverload) or found.namespace not in _COLLECTIVES:
+        return False
+    return found is not gathers.START and found not in scatters.OPERATORS and not _short(node).startswith("wait_tensor")
+
+
 def _short(node: Node) -> str:
-    return str(node.target).removeprefix("_c10d_functional.").partition(".")[0]
+    """A collective's name, without its namespace and overload."""
+    return str(node.target).split(".")[1]
 
 
 def _cache_hits() -> int:

@@ -33,6 +33,7 @@ from weft.inductor.graph import (
     shape,
     value,
 )
+from weft.ops.checks import DTYPES
 
 START = c10d.all_gather_into_tensor.default
 _OTHER_USES: dict[object, str] = {
@@ -79,13 +80,15 @@ def read(start: Node) -> Gather:
     if not isinstance(group, str):
         raise Refused("the process group is no constant of the graph")
     check_value(shard)
-    waits = list(start.users)
-    if len(waits) != 1 or waits[0].target is not c10d.wait_tensor.default:
+    waits = [user for user in start.users if user.target is c10d.wait_tensor.default]
+    if len(waits) != 1 or any(user.op != "output" for user in start.users if user is not waits[0]):
         raise Refused("what is gathered is used before it is waited for")
     whole, dim, between = _whole(waits[0], world_size)
     if dim == value(whole).dim() - 1:
         raise Refused(f"dimension {dim} of {value(whole).dim()} is gathered, the last: weft overlaps a gather of rows")
     products, cast = _products(start, whole)
+    if len(start.users) > 1 and (cast or whole is not waits[0]):
+        raise Refused(f"what is gathered is saved before it is {'cast' if cast else 'laid anew'}")
     return Gather(start, shard, world_size, group, whole, dim, (start, waits[0], *between), tuple(products), cast)
 
 
@@ -118,6 +121,8 @@ def _products(start: Node, whole: Node) -> tuple[list[Product], Node | None]:
 
 def _check_cast(whole: Node, cast: Node) -> None:
     gathered, wanted = value(whole).dtype, value(cast).dtype
+    if wanted not in DTYPES:
+        raise Refused(f"{wanted} is multiplied; weft takes {', '.join(DTYPES.values())}")
     if wanted.itemsize > gathered.itemsize:
         raise Refused(f"{gathered} is gathered and multiplied as {wanted}: cast first, more bytes would travel")
     if any(user is not cast and user.target not in RESHAPES for one in same_elements(whole) for user in one.users):
@@ -134,7 +139,9 @@ def _products_of(start: Node, whole: Node, alike: Sequence[Node]) -> tuple[list[
             if user.target in _OTHER_USES:
                 reasons.append(_OTHER_USES[user.target])
             product = _product(user, one, columns)
-            if product and (product.b in after or product.bias in after):
+            if product and _has_factor(user):
+                reasons.append("the matmul has a factor")
+            elif product and (product.b in after or product.bias in after):
                 reasons.append(f"the other factor of {user.name} is computed from what is gathered")
             elif product:
                 found.append(product)
@@ -148,12 +155,16 @@ def _product(user: Node, a: Node, columns: int) -> Product | None:
     if user.args[place] is not a or shape(a)[-1] != columns:
         return None
     bias = user.args[0] if place else None
-    if (argument(user, 3, "beta", 1), argument(user, 4, "alpha", 1)) != (1, 1) and place:
-        return None
     b = user.args[place + 1]
     assert isinstance(b, Node)
     value(b)  # Refused where its extents are not known
     return Product(user, b, bias if isinstance(bias, Node) else None)
+
+
+def _has_factor(product: Node) -> bool:
+    if product.target is not aten.addmm.default:
+        return False
+    return (argument(product, 3, "beta", 1), argument(product, 4, "alpha", 1)) != (1, 1)
 
 
 def rewrite(graph: Graph, site: Gather, schedule: str) -> None:
@@ -172,6 +183,7 @@ def rewrite(graph: Graph, site: Gather, schedule: str) -> None:
         if keep:
             kept = write.from_front(outs.pop(), site.dim, extents)
             (site.cast or site.whole).replace_all_uses_with(kept)
+            site.start.replace_all_uses_with(kept, lambda user: user.op == "output")
     raise_above(fused, bs)
     for product, out in zip(site.products, outs, strict=True):
         _put(graph, product, out, site.dim, extents)
@@ -183,9 +195,9 @@ def _cast(write: Writer, shard: Node, cast: Node | None) -> Node:
 
 
 def _needed(site: Gather, products: set[Node]) -> bool:
-    """Whether anything but the products uses what was gathered."""
+    """Whether anything but the products uses what was gathered, or saves it before its wait."""
     users = {user for one in same_elements(site.cast or site.whole) for user in one.users}
-    return any(user not in products and user.target not in RESHAPES for user in users)
+    return len(site.start.users) > 1 or any(user not in products and user.target not in RESHAPES for user in users)
 
 
 def _put(graph: Graph, product: Product, out: Node, dim: int, extents: Sequence[int]) -> None:

@@ -141,7 +141,8 @@ def added(sites: Sequence[Scatter]) -> list[Scatter]:
 
 def _way_to_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
     """(the sum that has the result of `one`, as which argument), if one reduction could bring both: their results, reshaped
-    alike, meet in a chain of sums that nothing else looks into."""
+    alike, meet in a chain of sums that nothing else looks into, each of which takes the one before once. Nothing else takes
+    them before their wait either, as a graph does that saves them."""
     alike = (one.op, one.group, one.reduce, one.dim, one.extents) == (two.op, two.group, two.reduce, two.dim, two.extents)
     alike = alike and value(one.end).dtype == value(two.end).dtype
     if not alike or any(term.bias for site in (one, two) for term in site.terms):
@@ -149,10 +150,12 @@ def _way_to_sum(one: Scatter, two: Scatter) -> tuple[Node, Node] | None:
     mine, others = _only_use(one.end), same_elements(two.end)
     if mine is None or _only_use(two.end) is None or not _plain_sum(mine[0]):
         return None
+    if any(len(start.users) != 1 for site in (one, two) for start in site.starts):
+        return None
     total, node = mine
     while not any(part in others for part in total.args):
         users = list(total.users)
-        if len(users) != 1 or not _plain_sum(users[0]):
+        if len(users) != 1 or users[0].args[:2].count(total) != 1 or not _plain_sum(users[0]):
             return None
         total = users[0]
     return mine[0], node

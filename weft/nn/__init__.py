@@ -3,7 +3,7 @@
 styles.py  layouts.py                        ColwiseParallel, RowwiseParallel, ...; between torch's layouts and weft's
 models.py  moves.py                          weft.parallelize; how a decoder's tokens lie, and where that changes
 linear.py  products.py  adjacent.py          linears that call weft's operators, what they compute, weights side by side
-replicas.py                                  parameters that are whole on every rank
+replicas.py  sharing.py                      parameters that are whole on every rank; those that modules share
 experts.py  expert_parallel.py               mixture of experts, and the style that spreads them over ranks
 dlrm.py                                      tables over ranks
 sites.py  report.py  report_page.py          where a model communicates, what became of it, and that as a page

@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.nn.sites import Site, note
+from weft.nn.sites import Ran, Site, note
 from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
+from weft.ops.checks import group_of
 from weft.ops.optimizers import Optimizer
+
+_OPERATORS = ("embedding_bag_all_to_all",)
 
 
 def even_ranges(loads: Sequence[float], ranks: int) -> list[range]:
@@ -117,7 +120,8 @@ class ShardedEmbeddingBags(nn.Module):
                 self.states.register_buffer(str(at), torch.zeros(rows, dtype=torch.float32, device=device))
         self._ddp_params_and_buffers_to_ignore = [*dict(self.named_parameters()), *dict(self.named_buffers())]
         self.register_load_state_dict_pre_hook(_without_others)  # type: ignore[no-untyped-call]
-        note(self, Site(operators=("embedding_bag_all_to_all",), reason=f"tables {[len(own) for own in self.ranges]} by rank"))
+        self.ran = Ran()
+        note(self, self._site())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
         """A copy for the same ranks: a process group has none."""
@@ -125,6 +129,17 @@ class ShardedEmbeddingBags(nn.Module):
         memo |= {id(self): made, id(self.group): self.group}
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
+
+    def _site(self) -> Site:
+        return Site(
+            operators=_OPERATORS,
+            reason=f"tables {[len(own) for own in self.ranges]} by rank",
+            n=sum(map(sum, self.dims)),
+            k=self.pooling,
+            group=group_of(self.group)[0],
+            schedule=self.schedule if isinstance(self.schedule, str) else "",
+            ran=self.ran,
+        )
 
     def own_bags(self, indices: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's (indices, lengths) of those of all tables. lengths: [T * M], by table, then sample. Waits for the
@@ -137,6 +152,7 @@ class ShardedEmbeddingBags(nn.Module):
     def forward(self, indices: torch.Tensor, lengths: torch.Tensor, *, batch: int | None = None) -> torch.Tensor:
         """[m, sum of all dims], this rank's samples as torch.chunk cuts the batch. indices, lengths [tables of this rank * M]:
         of its tables, over the whole batch. batch: M, which a rank without tables has to say."""
+        self.ran.note(_OPERATORS, batch if batch is not None or not self.own else lengths.numel() // len(self.own))
         out = embedding_bag_all_to_all(
             indices,
             None,

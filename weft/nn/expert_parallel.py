@@ -17,10 +17,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.nn.experts import Activation, Experts, Routing, experts_apart, swiglu
 from weft.nn.linear import require_one_dimension
 from weft.nn.products import in_one_dtype
-from weft.nn.sites import Site, note
+from weft.nn.sites import Ran, Site, note
 
 _STACKED = ("gate_up_proj", "down_proj")
 """In one order on all ranks: each is a collective."""
+_OPERATORS = ("all_to_all_matmul", "matmul_all_to_all")
 _LISTED = {"w1.weight", "w2.weight", "w3.weight"}
 
 
@@ -70,7 +71,8 @@ class ExpertParallel(ParallelStyle):
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_capacity"] = self.capacity
         experts.__class__ = _apart(type(experts))
-        note(experts, Site(operators=("all_to_all_matmul", "matmul_all_to_all"), reason=f"{experts.num_experts} experts"))
+        ran = experts.__dict__["_weft_ran"] = Ran()
+        note(experts, Site(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
         return module
 
 
@@ -85,7 +87,9 @@ class _Apart(nn.Module):
         routing = Routing(top_k_index, cast(int, self.num_experts))
         hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
         group, capacity = weights[0].device_mesh.get_group(), self.__dict__["_weft_capacity"]
-        return experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, capacity)
+        found = experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, capacity)
+        self.__dict__["_weft_ran"].note(_OPERATORS, routing.order.shape[0])
+        return found
 
 
 def _activation(experts: nn.Module) -> Activation:

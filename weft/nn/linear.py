@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -31,7 +32,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.nn.adjacent import Adjacent, fits
-from weft.nn.products import How, columns, rows
+from weft.nn.products import How, columns, ops_of_columns, ops_of_rows, rows
+from weft.nn.sites import Ran
 from weft.problem import split
 
 Tensor = torch.Tensor
@@ -48,13 +50,14 @@ class Tokens:
 
 @dataclass(kw_only=True)
 class Shared:
-    """Column linears that read one tensor. adjacent: how their weights lie. _outs: what was announced and not yet taken, by
-    member; _stand_in: for what."""
+    """Column linears that read one tensor. adjacent: how their weights lie. ran: what they have run. _outs: what was announced
+    and not yet taken, by member; _stand_in: for what."""
 
     members: Sequence[ColumnLinear]
     tokens: Tokens
     how: How
     adjacent: Adjacent = field(default_factory=Adjacent)
+    ran: Ran = field(default_factory=Ran)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
 
@@ -102,6 +105,7 @@ class Shared:
         weights = [local(member.weight) for member in members]
         biases = [None if member.bias is None else local(member.bias) for member in members]
         group, total = group_of(members[0].weight), self.tokens.total
+        self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
         decodes = total is None and not torch.is_grad_enabled()
         whole = self.adjacent.whole_of(weights) if decodes and len(members) == len(self.members) else None
         if whole is None:
@@ -127,12 +131,21 @@ class RowLinear(nn.Linear):
 
     _weft_tokens: Tokens
     _weft_how: How
+    _weft_ran: Ran
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
         tokens, group = self._weft_tokens, group_of(self.weight)
         scatter = tokens.total is not None
+        self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
         return rows(input, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+
+
+def rows_of(x: Tensor, dim: int, total: int | None) -> int:
+    """How many rows all ranks' tokens are, of which x has all, or its part of `total` along `dim`."""
+    if total is None:
+        return prod(x.shape[:-1])
+    return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -165,13 +178,19 @@ class Distributor:
         self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
-        """Raises ValueError for a DTensor, which lies somewhere already."""
+        """Raises ValueError for a DTensor, which lies somewhere already, and for one that modules share and want otherwise."""
         if isinstance(parameter, DTensor):
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
         if id(parameter) not in self._done:
             spread = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
             self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-        return self._done[id(parameter)][1]
+        known = self._done[id(parameter)][1]
+        if cast(DTensor, known).placements != (placement,):
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is shared by modules of which one wants it as {placement!r}, another as "
+                f"{cast(DTensor, known).placements[0]!r}; give each a parameter of its own"
+            )
+        return known
 
     def has(self, parameter: Tensor) -> bool:
         """Whether this one has been spread."""
@@ -212,12 +231,13 @@ def _lay_side_by_side(shared: Shared, before: Sequence[Tensor], distribute: Dist
     shared.adjacent.live_with([cast(DTensor, member.weight)._local_tensor for member in shared.members])
 
 
-def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> None:
-    """Make a linear a RowLinear."""
+def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> Ran:
+    """Make a linear a RowLinear; where it writes down what it runs."""
     _spread(linear, distribute, Shard(1), Replicate())
     linear.__class__ = RowLinear
     row = cast(RowLinear, linear)
-    row._weft_tokens, row._weft_how = tokens, how
+    row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, Ran()
+    return row._weft_ran
 
 
 def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:

@@ -6,26 +6,28 @@ How the tokens of hidden states [B, S, H] lie, from the embedding to the head:
     first layer      pre-hook: each rank keeps its part of S, as torch.chunk cuts it        if there are more than few_tokens
     norm             on this rank's tokens; the gradient of its weight is summed
     attention, MLP   all_gather_matmul | heads, or columns, of this rank | matmul_reduce_scatter
-    last layer       hook: whole again
+    final norm       pre-hook: whole again, after whichever layer was the last to run
     norm, head       whole; the head's columns are sharded, and its logits gathered
 
 A call of few tokens (decoding) stays whole throughout: matmul | heads | matmul_all_reduce. Which of the two a layer runs
 follows from its inputs alone, at each call, so that lengths may change, and activation checkpoints recompute what they saw.
 
-A block that cannot be sharded runs whole on every rank, between a gather and a cut; its site says why.
+A block that cannot be sharded runs whole on every rank, between a gather and a cut; its site says why. All is decided, and
+refused, before the first module is changed.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.placement_types import Placement
 
 from weft.errors import require
 from weft.nn.expert_parallel import ExpertParallel
@@ -34,6 +36,7 @@ from weft.nn.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens
 from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
 from weft.nn.products import How
 from weft.nn.replicas import always, never, replicate, replicate_alone
+from weft.nn.sharing import whole_by_sharing
 from weft.nn.sites import Site, note
 from weft.nn.styles import column_site, row_site
 
@@ -80,14 +83,15 @@ def parallelize(
     how = How(schedule=schedule, keep_gathered=keep_gathered)
     _check_options(mesh, experts, src_data_rank)
     within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
-    within.check(decoder.layers)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    whole = within.check(model, decoder, embedding, head)
     if experts is not None:
         experts.src_data_rank = src_data_rank
         decoder.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
-    for layer in decoder.layers:
-        within.layer(layer)
-    within.ends(decoder.layers)
-    within.embeddings(model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    for layer in dict.fromkeys(decoder.layers):
+        within.layer(layer, whole)
+    within.ends(decoder.layers[0], decoder.norm)
+    within.embeddings(embedding, head, whole)
     within.rest(model)
     return model
 
@@ -109,6 +113,11 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
         raise ValueError(
             f"model is {type(model).__name__} around {type(found).__name__}, which has no layers of its own; pass the model of "
             "transformers itself, here the one inside. Adapters (LoRA) are put into it before this call, not afterwards"
+        )
+    if not isinstance(getattr(found, "norm", None), nn.Module):
+        raise ValueError(
+            f"model has a {type(found).__name__} without a norm after its layers, before which tokens become whole again; put "
+            "an nn.Identity in its place"
         )
     return found
 
@@ -170,7 +179,8 @@ def _has_more(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Within:
-    """One model on its way to being sharded. tokens: of all layers, set by the one that runs."""
+    """One model on its way to being sharded. tokens: of all layers, set by the one that runs. done: children of layers, which
+    may share some."""
 
     mesh: DeviceMesh
     config: Any
@@ -179,63 +189,97 @@ class _Within:
     tokens: Tokens
     few_tokens: int
     experts: ParallelStyle | None
+    done: set[nn.Module] = field(default_factory=set)
 
-    def check(self, layers: Any) -> None:
-        """ValueError if nothing in any layer can be sharded, or what a layer has is refused. Changes nothing."""
+    def check(self, model: nn.Module, decoder: Any, embedding: nn.Module, head: nn.Module | None) -> dict[nn.Module, str]:
+        """What runs whole of blocks, embedding and head, and why. ValueError if nothing in any layer can be sharded, or what a
+        layer has is refused. Changes nothing."""
         blocks = blocks_of(self.config)
-        for layer in layers:
+        for layer in decoder.layers:
             _place_of_positions(layer)
-        found = [(name, child) for layer in layers for name, child in layer.named_children() if not _is_leaf(child)]
-        for name, child in found:
-            if self._takes(name) and isinstance(self.experts, ExpertParallel):
+        found = {child: name for layer in decoder.layers for name, child in layer.named_children() if not _is_leaf(child)}
+        for child, name in found.items():
+            if self._takes(name, child) and isinstance(self.experts, ExpertParallel):
                 self.experts.check(child, self.mesh)
-        reasons = ["" if self._takes(name) else self._why_not(child, blocks.get(name)) for name, child in found]
+        rest = {child: name for child, name in found.items() if not self._takes(name, child)}
+        whole = {child: self._why_not(child, blocks.get(name)) for child, name in rest.items()}
+        whole[embedding] = _why_not_embedding(embedding)
+        if head is not None:
+            whole[head] = why_not_linear(head)
+        wanted = self._wanted({child: blocks.get(name) for child, name in found.items()}, embedding, head, whole)
+        whole |= whole_by_sharing(model, wanted)
+        reasons = [whole.get(child, "") for child in found]
         if all(reasons):
-            first = reasons[0] if reasons else "has no layers"
+            first = f"runs whole on every rank: {reasons[0]}" if reasons else "has no layers"
             raise ValueError(f"model: no block can be sharded over {self.mesh.size()} ranks; the first {first}")
+        return {module: why for module, why in whole.items() if why}
 
-    def _takes(self, name: str) -> bool:
+    def _takes(self, name: str, child: nn.Module) -> bool:
         """Whether a block is for the style of experts."""
-        return self.experts is not None and name not in blocks_of(self.config)
+        return self.experts is not None and name not in blocks_of(self.config) and _has_experts(child)
 
-    def layer(self, layer: nn.Module) -> None:
-        """Shard a decoder layer."""
+    def layer(self, layer: nn.Module, whole: Mapping[nn.Module, str]) -> None:
+        """Shard a decoder layer, but for the blocks that run whole."""
         blocks = blocks_of(self.config)
         for name, child in layer.named_children():
-            why = self._why_not(child, blocks.get(name))
+            if child in self.done:
+                continue
+            self.done.add(child)
             if _is_leaf(child):
                 replicate(child, self.distribute, Sharded(self.tokens))
-            elif self.experts is not None and self._takes(name):
+            elif self.experts is not None and self._takes(name, child):
                 self._experts(child, self.experts)
-            elif why:
-                self._whole(child, why)
+            elif child in whole:
+                self._whole(child, whole[child])
             else:
                 self._block(child, blocks[name])
         layer.__class__ = noting_tokens(cast(Any, type(layer)), _place_of_positions(layer))
         layer.__dict__["_weft_tokens"] = self.tokens
 
     def _why_not(self, child: nn.Module, block: Block | None) -> str:
-        """Why a block runs whole; empty if it can be sharded."""
+        """Why a block runs whole, whatever else the model has; empty if it can be sharded."""
+        if block is None and _has_experts(child):
+            return "all experts on all tokens; pass experts=weft.ExpertParallel()"
         if block is None:
-            return "runs whole on every rank, all experts on all tokens: pass experts=weft.ExpertParallel()"
+            return f"a {type(child).__name__} is no block that the model's plan names"
         for name in (*block.columns, block.row):
             found = getattr(child, name, None)
             why = why_not_linear(found) if isinstance(found, nn.Module) else "there is none"
             if why:
-                return f"runs whole on every rank: {name}: {why}"
+                return f"{name}: {why}"
         if hasattr(child, "head_dim"):
             for name in ("num_attention_heads", "num_key_value_heads"):
                 if getattr(self.config, name) % self.mesh.size():
-                    return f"runs whole on every rank: {name} is {getattr(self.config, name)}, for {self.mesh.size()} ranks"
+                    return f"{name} is {getattr(self.config, name)}, for {self.mesh.size()} ranks"
         return ""
+
+    def _wanted(
+        self,
+        blocks: Mapping[nn.Module, Block | None],
+        embedding: nn.Module,
+        head: nn.Module | None,
+        whole: Mapping[nn.Module, str],
+    ) -> dict[tuple[nn.Module, str], tuple[nn.Module, Placement]]:
+        """How what could be sharded wants its parameters; all others are whole. `whole` has a reason for what could not."""
+        found: dict[tuple[nn.Module, str], tuple[nn.Module, Placement]] = {}
+        for child, block in blocks.items():
+            if block is None or whole.get(child):
+                continue
+            for name in block.columns:
+                found |= {(child.get_submodule(name), own): (child, Shard(0)) for own in ("weight", "bias")}
+            found[child.get_submodule(block.row), "weight"] = child, Shard(1)
+        for module in (embedding, head):
+            if module is not None and not whole[module]:
+                found |= {(module, own): (module, Shard(0)) for own in ("weight", "bias")}
+        return found
 
     def _block(self, child: nn.Module, block: Block) -> None:
         linears = [cast(nn.Linear, child.get_submodule(name)) for name in block.columns]
         row = cast(nn.Linear, child.get_submodule(block.row))
-        note(child, column_site(linears, self.mesh, Shard(1), parts=block.columns))
-        note(child, row_site(row, self.mesh, Shard(1), parts=(block.row,), also=("matmul_all_reduce",)))
         shared = to_columns(linears, self.tokens, self.how, self.distribute)
-        to_row(row, self.tokens, self.how, self.distribute)
+        ran = to_row(row, self.tokens, self.how, self.distribute)
+        note(child, column_site(shared, self.mesh, Shard(1), parts=block.columns))
+        note(child, row_site(row, self.mesh, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
         for name, other in child.named_children():
             if name not in (*block.columns, block.row):
                 replicate(other, self.distribute, always)
@@ -254,43 +298,43 @@ class _Within:
         child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
     def _whole(self, child: nn.Module, why: str) -> None:
-        note(child, Site(reason=why))
+        note(child, Site(reason=f"runs whole on every rank: {why}"))
         replicate(child, self.distribute, never)
         child.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
         child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
 
-    def ends(self, layers: Any) -> None:
-        """What cuts the tokens before the first layer, and makes them whole after the last."""
+    def ends(self, first: nn.Module, norm: nn.Module) -> None:
+        """What cuts the tokens before the first layer, and makes them whole before the final norm: a model may run fewer layers
+        than it has."""
         cut = CutIfMany(self.mesh, self.tokens, self.few_tokens)
-        layers[0].register_forward_pre_hook(OnInput("hidden_states", cut), with_kwargs=True)
-        layers[-1].register_forward_hook(OfOutput(Gathered(self.mesh, self.tokens)))
-        note(layers[0], Site(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
-        note(layers[-1], Site(reason="its output is gathered for the final norm: no matmul follows in every call"))
+        first.register_forward_pre_hook(OnInput("hidden_states", cut), with_kwargs=True)
+        norm.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
+        note(first, Site(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
+        note(norm, Site(reason="its input is gathered: no matmul follows in every call"))
 
-    def embeddings(self, embedding: nn.Embedding, head: nn.Module | None) -> None:
+    def embeddings(self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str]) -> None:
         """Shard both by the vocabulary, also where they are one parameter."""
-        weight, why = embedding.weight, _why_not_embedding(embedding)
-        if why:
+        if embedding in whole:
             replicate(embedding, self.distribute, never)
-            note(embedding, Site(reason=why))
+            note(embedding, Site(reason=f"whole on every rank: {whole[embedding]}"))
         else:
+            weight = embedding.get_parameter("weight")
             style = RowwiseParallel(input_layouts=Replicate())
             style.src_data_rank = self.distribute.src_data_rank
             style._apply(embedding, self.mesh)
             self.distribute.adopt(weight, embedding.get_parameter("weight"))
             note(embedding, Site(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"))
         if head is not None:
-            self._head(head, "it shares its weight with the embedding, which is whole" if why and _tied(head, weight) else "")
+            self._head(head, whole.get(head, ""))
 
     def _head(self, head: nn.Module, why: str) -> None:
-        why = why or why_not_linear(head)
         if why:
             note(head, Site(reason=f"runs whole on every rank: {why}"))
             return
         linear = cast(nn.Linear, head)
-        note(linear, column_site([linear], self.mesh, Replicate()))
+        shared = to_columns([linear], Tokens(), self.how, self.distribute)
+        note(linear, column_site(shared, self.mesh, Replicate()))
         note(linear, Site(reason="its logits are gathered, so that every rank has all"))
-        to_columns([linear], Tokens(), self.how, self.distribute)
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
 
     def rest(self, model: nn.Module) -> None:
@@ -321,13 +365,15 @@ def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
 
 
-def _tied(head: nn.Module, weight: object) -> bool:
-    return getattr(head, "weight", None) is weight
+def _has_experts(module: nn.Module) -> bool:
+    """Whether there are experts in a module, or it is some itself."""
+    listed = any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
+    return listed or isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
 
 
 def _why_not_embedding(embedding: nn.Module) -> str:
     if type(embedding) is not nn.Embedding:
-        return f"{type(embedding).__name__} is no torch.nn.Embedding: whole on every rank"
+        return f"{type(embedding).__name__} is no torch.nn.Embedding"
     if embedding.padding_idx is not None or embedding.max_norm is not None:
-        return "an embedding with padding_idx or max_norm is whole on every rank"
+        return "it has padding_idx or max_norm"
     return ""

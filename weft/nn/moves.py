@@ -89,14 +89,14 @@ class CutIfMany:
 
 @dataclass(frozen=True)
 class Gathered:
-    """This rank's [B, s, H] to whole hidden states, where tokens are sharded. Backward: cut."""
+    """This rank's [B, s, H] to whole hidden states, where tokens are sharded. Backward: cut. What is whole already stays."""
 
     mesh: DeviceMesh
     tokens: Tokens
 
     def __call__(self, x: Tensor) -> Tensor:
         total = self.tokens.total
-        return x if total is None else gather(x, self.mesh, total)
+        return x if total in (None, x.shape[1]) else gather(x, self.mesh, total)
 
 
 @dataclass(frozen=True)

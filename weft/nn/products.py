@@ -91,6 +91,22 @@ def rows(
     return out if bias is None else out + summed(bias, group.group_name)
 
 
+def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
+    """What `columns` runs, in its backward too."""
+    if total is None:
+        return ("matmul_all_reduce",) if torch.is_grad_enabled() and x.requires_grad else ()
+    return ("all_gather_matmul", *_in_backward("matmul_reduce_scatter"))
+
+
+def ops_of_rows(scatter: bool) -> tuple[Op, ...]:
+    """What `rows` runs, in its backward too."""
+    return ("matmul_reduce_scatter", *_in_backward("all_gather_matmul")) if scatter else ("matmul_all_reduce",)
+
+
+def _in_backward(op: Op) -> tuple[Op, ...]:
+    return (op,) if torch.is_grad_enabled() else ()
+
+
 def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return [torch.nn.functional.linear(x, weight) for weight in weights]

@@ -3,7 +3,8 @@
     report = weft.overlap_report(model)        after some steps: schedules and times are of the calls made so far
     print(report)                              text; report.html() is a page that loads nothing; report.write(path)
 
-It reads what the process group's operators have run and measured (weft.choices), and matches problems to places by their sizes.
+It reads what the process group's operators have run and measured (weft.choices), and matches problems to places by their sizes,
+the schedule that was asked for, and the calls that each place has written down.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +23,18 @@ from weft.errors import require
 from weft.execute.choose import machine_for
 from weft.execute.groups import GROUPS
 from weft.execute.trial import Choice
+from weft.execute.widened import serves
+from weft.library import backward_schedule
 from weft.nn.report_page import page
-from weft.nn.sites import Site, sites
+from weft.nn.sites import Ran, Site, sites
 from weft.problem import REDUCTIONS, Op, Problem
+from weft.schedule import Schedule
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 """What an operator's gradient communicates by; matmul_all_reduce's is local."""
+_BY_SPLITS = "by splits"
+"""In a schedule's place, for rows that go in numbers that the device knows: one kernel, stores beside products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +68,16 @@ class Place:
     @property
     def waits(self) -> bool:
         """Whether weft's operator is there, and has not been called yet: nothing has been hidden so far."""
-        return self.site.overlapped and bool(self.site.n) and not self.calls
+        ran = self.site.ran
+        known = bool(self.site.n) or (ran is not None and not ran.compiled)
+        return self.site.overlapped and known and not self.calls
 
     @property
     def overlapped(self) -> bool:
-        """Not where all that ran was one after the other, since nothing was faster."""
-        return self.site.overlapped and not (self.calls and not any(schedules.overlaps(call.spec) for call in self.calls))
+        """Not where all that ran was one after the other, as was asked for, or since nothing was faster; and not where that is
+        asked for and nothing has run."""
+        specs = [call.spec for call in self.calls] or [self.site.schedule]
+        return self.site.overlapped and any(map(schedules.overlaps, specs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +124,9 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     which neither has left anything.
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
-    found: dict[Site, int] = {}
+    found: dict[Site, list[Site]] = {}
     for site in sites(model):
-        alike = _without_layer(site)
-        found[alike] = found.get(alike, 0) + 1
+        found.setdefault(_without_layer(site), []).append(site)
     if not found:
         raise ValueError(
             f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
@@ -124,10 +134,20 @@ def overlap_report(model: nn.Module) -> OverlapReport:
         )
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
-    # Problems that differ in nothing that is told, in their dtype say, are one line.
-    calls = {site: tuple(dict.fromkeys(_calls(site, device))) for site in found}
-    places = [Place(site=site, count=count, calls=calls[site]) for site, count in found.items()]
+    places = []
+    for alike in found.values():
+        site = replace(_without_layer(alike[0]), ran=_together(alike))
+        # Problems that differ in nothing that is told, in their dtype say, are one line.
+        places.append(Place(site=site, count=len(alike), calls=tuple(dict.fromkeys(_calls(site, device)))))
     return OverlapReport(model=type(model).__name__, places=tuple(places))
+
+
+def _together(alike: Sequence[Site]) -> Ran | None:
+    """What any of these sites has run; None if one of them has not written that down."""
+    all_ran = [site.ran for site in alike if site.ran is not None]
+    if len(all_ran) < len(alike):
+        return None
+    return Ran({call for ran in all_ran for call in ran.calls}, any(ran.compiled for ran in all_ran))
 
 
 def _without_layer(site: Site) -> Site:
@@ -137,21 +157,46 @@ def _without_layer(site: Site) -> Site:
 
 def _calls(site: Site, device: torch.device) -> Iterator[Called]:
     """What has run of a site's problems, forward and backward, the earliest first."""
+    if not site.n:
+        yield from _calls_by_splits(site, device)
+        return
     state = GROUPS.known(site.group)
-    if state is None or not site.n:
+    if state is None:
         return
     choices = {choice.problem: choice for choice in state.choices()}
     seen: set[tuple[Problem, str]] = set()
     for schedule in state.schedules():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
-        if isinstance(problem, Problem) and (problem, spec) not in seen and _is_of(problem, site):
+        if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, site):
+            continue
+        if _was_asked(schedule, problem, site, choices.get(problem)):
             seen.add((problem, spec))
             yield _called(problem, spec, choices.get(problem), device)
 
 
+def _calls_by_splits(site: Site, device: torch.device) -> Iterator[Called]:
+    """Experts' calls, which have no schedule to choose: on CPUs torch.distributed moves rows before or after products."""
+    spec = "sequential" if device.type == "cpu" else _BY_SPLITS
+    for op, rows in sorted(site.ran.calls if site.ran else ()):
+        yield Called(op=op, rows=rows, spec=spec, why="no other for rows by splits")
+
+
+def _was_asked(schedule: Schedule, problem: Problem, site: Site, choice: Choice | None) -> bool:
+    """Whether a schedule is what the site has asked for, as far as that is known."""
+    asked = backward_schedule(site.schedule, problem.op)
+    if asked in ("", "planned", "heuristic"):
+        return True
+    if asked == "auto":
+        return choice is None or choice.spec == schedules.spec(schedule.name, schedule.chunks)
+    name, chunks = schedules.parse(asked)
+    return schedule.name == name and chunks in (None, schedule.chunks)
+
+
 def _is_of(problem: Problem, site: Site) -> bool:
-    """Whether a problem is a site's, forward or backward: by its operator and sizes. What gathers has n and k swapped where
-    what reduces has them straight."""
+    """Whether a problem is a site's, forward or backward: by its operator, its sizes, and what the site has run. What gathers
+    has n and k swapped where what reduces has them straight."""
+    if site.ran is not None and not site.ran.may_have(problem.op, partial(serves, problem)):
+        return False
     if problem.op not in {*site.operators, *(_BACKWARD.get(operator) for operator in site.operators)}:
         return False
     alike = (problem.op in REDUCTIONS) == (site.operators[0] in REDUCTIONS)

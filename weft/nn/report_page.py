@@ -28,7 +28,7 @@ def page(report: OverlapReport) -> str:
 
 def _rows(place: Place) -> Iterator[str]:
     site, kind = place.site, "yes" if place.overlapped else "no"
-    state = "overlapped" if place.overlapped else "one after the other was the fastest" if site.overlapped else "not overlapped"
+    state = "overlapped" if place.overlapped else "one after the other" if site.overlapped else "not overlapped"
     waiting = "not called yet" if place.waits else ""
     said = "; ".join(filter(None, (", ".join(site.operators), site.reason, waiting)))
     yield f'<tr class="place {kind}"><th scope="row">{html.escape(site.name)}</th>{_cell(str(place.count), "number")}'

@@ -6,12 +6,33 @@ place that was left alone is listed, too, and nothing is left alone silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 _NOTED = "_weft_sites"
+
+
+@dataclass(eq=False)
+class Ran:
+    """What a place has run: (operator, rows of all ranks) of its calls. compiled: of some that is not known, since they were in
+    compiled code."""
+
+    calls: set[tuple[str, int]] = field(default_factory=set)
+    compiled: bool = False
+
+    def note(self, operators: Iterable[str], rows: int | None) -> None:
+        """A call has run these, or will in its backward. Reads nothing while it is compiled: a guard would compile it again."""
+        if torch.compiler.is_compiling() or not isinstance(rows, int):
+            self.compiled = True
+        else:
+            self.calls.update((operator, rows) for operator in operators)
+
+    def may_have(self, operator: str, served: Callable[[int], bool]) -> bool:
+        """Whether a call of such rows may have been among them."""
+        return self.compiled or any(one == operator and served(rows) for one, rows in self.calls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +42,8 @@ class Site:
     module: the module's name in the model, filled in by `sites`; parts: which of its children share the collective.
     operators: weft's that run there, by the call's sizes one or another; none if weft does not overlap it. reason: why not, or
     what else there is to know. where: file:line of the user's code, where that is known. n, k, group: of the first operator's
-    problem, whole, and the process group's name, by which measured times are found; 0 and "" where there is none.
+    problem, whole, and the process group's name, by which measured times are found; 0 and "" where there is none. schedule:
+    what was asked for; "" where that is not known. ran: what it has run; None where nobody writes that down.
     """
 
     module: str = ""
@@ -32,6 +54,8 @@ class Site:
     n: int = 0
     k: int = 0
     group: str = ""
+    schedule: str = ""
+    ran: Ran | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.operators and not self.reason:

@@ -27,10 +27,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.errors import require
 from weft.nn.layouts import Announced, ColumnsOut, RowsIn, Taken, TokensOut
-from weft.nn.linear import Distributor, OnInput, Tokens, require_one_dimension, to_columns, to_row, why_not_linear
+from weft.nn.linear import Distributor, OnInput, Shared, Tokens, require_one_dimension, to_columns, to_row, why_not_linear
 from weft.nn.products import How
 from weft.nn.replicas import always, replicate
-from weft.nn.sites import Site, note
+from weft.nn.sites import Ran, Site, note
 
 
 class ColwiseParallel(style.ColwiseParallel):
@@ -60,9 +60,9 @@ class ColwiseParallel(style.ColwiseParallel):
             note(module, Site(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens = cast(nn.Linear, module), Tokens()
-        note(linear, column_site([linear], device_mesh, self.input_layouts[0]))
+        shared = to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
+        note(linear, column_site(shared, device_mesh, self.input_layouts[0]))
         _note_moved(linear, "output", self.output_layouts[0], "after")
-        to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
         linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
         linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
         return linear
@@ -93,9 +93,9 @@ class RowwiseParallel(style.RowwiseParallel):
             note(module, Site(reason=f"torch's RowwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
-        note(linear, row_site(linear, device_mesh, output))
+        ran = to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
+        note(linear, row_site(linear, device_mesh, output, self.how, ran))
         _note_moved(linear, "input", self.input_layouts[0], "before")
-        to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
         linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
         if not self.use_local_output:
@@ -138,7 +138,7 @@ class SharedInput(style.ParallelStyle):
             why = why_not_linear(children[name]) if name in children else f"{type(module).__name__} has no child of that name"
             if why:
                 raise ValueError(f"linears names {name!r}, but {why}")
-        share_input(
+        shared = share_input(
             module,
             self.linears,
             Taken(device_mesh, self.input_layout, Tokens()),
@@ -146,8 +146,7 @@ class SharedInput(style.ParallelStyle):
             Distributor(device_mesh, self.src_data_rank),
             argument=self.argument,
         )
-        linears = [cast(nn.Linear, children[name]) for name in self.linears]
-        note(module, column_site(linears, device_mesh, self.input_layout, parts=self.linears))
+        note(module, column_site(shared, device_mesh, self.input_layout, parts=self.linears))
         return module
 
 
@@ -169,17 +168,19 @@ class SequenceParallel(style.SequenceParallel):
 
 def share_input(
     module: nn.Module, names: Sequence[str], taken: Taken, how: How, distribute: Distributor, *, argument: str
-) -> None:
+) -> Shared:
     """Let these children share a gather of the module's input, which `taken` makes plain."""
     linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
     shared = to_columns(linears, taken.tokens, how, distribute)
     module.register_forward_pre_hook(OnInput(argument, Announced(taken, shared)), with_kwargs=True)
     module.register_forward_hook(shared.forget)
+    return shared
 
 
-def column_site(linears: Sequence[nn.Linear], mesh: DeviceMesh, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
-    """The site of linears that share an input; before they are sharded."""
-    n, k, whole = sum(linear.out_features for linear in linears), linears[0].in_features, layout.is_replicate()
+def column_site(shared: Shared, mesh: DeviceMesh, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
+    """The site of linears that share an input."""
+    linears, whole = shared.members, layout.is_replicate()
+    n, k = sum(linear.out_features for linear in linears), linears[0].in_features
     return Site(
         parts=tuple(parts),
         operators=("matmul_all_reduce",) if whole else ("all_gather_matmul",),
@@ -187,16 +188,25 @@ def column_site(linears: Sequence[nn.Linear], mesh: DeviceMesh, layout: Placemen
         n=k if whole else n,
         k=n if whole else k,
         group=mesh.get_group().group_name,
+        schedule=shared.how.schedule,
+        ran=shared.ran,
     )
 
 
 def row_site(
-    linear: nn.Linear, mesh: DeviceMesh, output: Placement, *, parts: Sequence[str] = (), also: Sequence[str] = ()
+    linear: nn.Linear,
+    mesh: DeviceMesh,
+    output: Placement,
+    how: How,
+    ran: Ran,
+    *,
+    parts: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> Site:
-    """The site of a row-sharded linear; before it is sharded. also: operators of some calls."""
+    """The site of a row-sharded linear. ran: what it has run. also: operators of some calls."""
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, mesh.get_group().group_name
-    return Site(parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name)
+    return Site(parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=how.schedule, ran=ran)
 
 
 def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:

@@ -38,8 +38,9 @@ def plan(
         only: candidates of this family alone, so that it is chosen even if it loses; `sequential_us` is there to compare.
         chunks: with only, this count alone.
 
-    Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype, for chunks without only,
-    for a family that weft or the operator lacks, and for a schedule of another problem.
+    An empty result has the sequential program alone, unless others are asked for. Raises ValueError if the machine has fewer
+    GPUs than the problem, or no rate for its dtype, for chunks without only or of a family that has none, for a family that
+    weft or the operator lacks, and for a schedule of another problem.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
     machine = as_machine(machine)
@@ -67,25 +68,33 @@ def plan(
 def _considered(
     problem: Problem, machine: Machine, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None
 ) -> list[Schedule]:
+    _check_asked(problem, schedules, only, chunks)
+    if schedules is not None:
+        found = [s for s in schedules if only in (None, s.name) and chunks in (None, s.chunks)]
+    elif only is not None and (chunks is not None or not FAMILIES[only].chunked):
+        found = [build(problem, only, chunks, fan_out=machine.fans_out)]
+    else:
+        empty = only is None and not (problem.m and problem.n)
+        found = [] if empty else candidates(problem, fan_out=machine.fans_out, only=only)
+    if only is None and all(schedule.name != "sequential" for schedule in found):
+        found.insert(0, build(problem, "sequential"))
+    if not found:
+        raise ValueError(f"schedules has none of family {only}" + (f" in {chunks} chunks" if chunks is not None else ""))
+    return found
+
+
+def _check_asked(problem: Problem, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None) -> None:
     if only is None and chunks is not None:
         raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
     if only is not None and only not in FAMILIES:
         raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
     if only is not None:
         check_op(only, problem.op)
-    if only is not None and (chunks is not None or not FAMILIES[only].chunked):
-        return [build(problem, only, chunks, fan_out=machine.fans_out)]
+        if chunks is not None and not FAMILIES[only].chunked:
+            raise ValueError(f"chunks is {chunks}, but only is {only!r}, which has no chunks; leave it out")
     for schedule in schedules or ():
         if schedule.problem != problem:
             raise ValueError(f"schedules holds one for {schedule.problem}; this plan is for {problem}")
-    if schedules is None:
-        schedules = candidates(problem, fan_out=machine.fans_out, only=only)
-    found = [schedule for schedule in schedules if only in (None, schedule.name)]
-    if only is None and all(schedule.name != "sequential" for schedule in found):
-        found.insert(0, build(problem, "sequential"))
-    if not found:
-        raise ValueError(f"schedules has none of family {only}")
-    return found
 
 
 def _predict(schedules: Iterable[Schedule], machine: Machine, ideal_us: float) -> tuple[list[Option], Outcome]:

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.machine import Machine
+from weft.planner.signature import without_fixed_costs
 from weft.planner.values import Candidate
 from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
-from weft.schedule import Collective, Copy, Gemm, Lookup, Reduce, Schedule, SendReceive, Signal, Wait
+from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
 from weft.schedules import MOST_RANKS, overlaps
+from weft.sim import run
 from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
+from weft.together import riding
 
 BALANCED = 1.1
 """Computation and communication within this factor of each other bind together."""
@@ -34,8 +37,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """The steps of rank 0 that cost time whatever their size, and that time."""
+    """What of rank 0 costs time whatever its size, and by how much the call would be shorter if nothing did. lanes: beside the
+    compute lane."""
 
+    lanes: int
     kernels: int
     copies: int
     flags: int
@@ -43,6 +48,7 @@ class _Fixed:
 
     def __str__(self) -> str:
         words = (
+            (self.lanes, "lane that starts", "lanes that start"),
             (self.kernels, "launch", "launches"),
             (self.copies, "copy", "copies"),
             (self.flags, "wait or signal", "waits and signals"),
@@ -115,7 +121,7 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
     """What costs `slow` most beyond what `fast` pays: its kernels, its transfers, or fixed costs."""
     if overlaps(fast.schedule.name) and not overlaps(slow.schedule.name):
         return "it hides nothing"
-    paid, base = _fixed(slow.schedule, machine), _fixed(fast.schedule, machine)
+    paid, base = _fixed(slow, machine), _fixed(fast, machine)
     kernels = slow.candidate.computation_us - fast.candidate.computation_us
     transfers = slow.candidate.communication_us - fast.candidate.communication_us
     most = max(kernels, transfers, paid.us - base.us)
@@ -126,19 +132,19 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
         return f"its kernels work {slow.candidate.computation_us:.0f} us, not {fast.candidate.computation_us:.0f}"
     if most == transfers:
         return f"its data is under way for {slow.candidate.communication_us:.0f} us, not {fast.candidate.communication_us:.0f}"
-    return f"a rank pays {paid.us:.0f} us of fixed costs, not {base.us:.0f} ({paid})"
+    return f"{paid.us:.0f} us of its time are fixed costs, not {base.us:.0f} (a rank has {paid})"
 
 
-def _fixed(schedule: Schedule, machine: Machine) -> _Fixed:
-    """Copies of communication blocks cost nothing beyond their bytes."""
-    kinds = Counter(
-        type(step)
-        for lane in schedule.ranks[0]
-        for position, step in enumerate(lane.steps)
-        if not any(low < position < high for low, high in lane.fused) and not (lane.kind == "blocks" and isinstance(step, Copy))
-    )
-    kernels = kinds[Gemm] + kinds[Lookup] + kinds[Reduce] + kinds[Collective]
-    flags = kinds[Wait] + kinds[Signal]
-    messages = kinds[SendReceive] * (machine.network.step_us if machine.network else 0.0)
-    us = messages + kernels * machine.launch_us + kinds[Copy] * machine.copies.copy_us + flags * machine.flag_us
-    return _Fixed(kernels, kinds[Copy], flags, us)
+def _fixed(option: Option, machine: Machine) -> _Fixed:
+    """Steps count that pay: none that a kernel runs which began earlier, and no collective, whose time is a whole's."""
+    kinds: Counter[type] = Counter()
+    for lane in option.schedule.ranks[0]:
+        begun = {low for low, _ in lane.fused}
+        for position in set(range(len(lane.steps))) - riding(lane):
+            kind = type(lane.steps[position])
+            if kind is not Copy or lane.kind != "blocks":
+                kinds[Gemm if position in begun or (kind is Copy and lane.kind == "compute") else kind] += 1
+    kernels, flags = kinds[Gemm] + kinds[Lookup] + kinds[Reduce], kinds[Wait] + kinds[Signal]
+    lanes = sum(lane.kind != "compute" for lane in option.schedule.ranks[0])
+    us = option.predicted_us - run(option.schedule, without_fixed_costs(machine)).total_us
+    return _Fixed(lanes if machine.fork_us else 0, kernels, kinds[Copy], flags, max(0.0, us))

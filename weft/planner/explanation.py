@@ -1,11 +1,12 @@
 """`explain`: a plan taken apart. Where the chosen schedule's predicted time goes, what the runner-up would cost, and what would
-have to be otherwise for the runner-up, or the sequential program, to be faster. Everything is simulated; nothing runs.
+have to be otherwise for another family's best schedule to be faster. Everything is simulated; nothing runs.
 
     predicted = whole half alone + fixed costs + smaller pieces + contention + head, tail, waits
 
-for the half that binds, the longer one of the schedule's matmuls alone and of its transfers alone. Fixed costs are launches or
-copies beyond one, smaller pieces what else decomposition loses (DIL), contention what the other half costs it meanwhile (CIL),
-head, tail, waits what nothing hides. They add up to the prediction; of what is gained, a part may be negative.
+for the half that binds, the longer one of the schedule's matmuls alone and of its transfers alone. Fixed costs are by how much
+that half would be shorter if launches, or copies, cost nothing beyond their bytes, less one of them; smaller pieces what else
+decomposition loses (DIL), contention what the other half costs it meanwhile (CIL), head, tail, waits what nothing hides. They
+add up to the prediction; of what is gained, a part may be negative.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from pathlib import Path
 
 from weft.machine import AlphaBeta, Machine, Table, as_machine
 from weft.planner.choose import plan
-from weft.planner.signature import Signature, signature
+from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
 from weft.planner.values import Plan
 from weft.problem import LookupProblem, Problem
 from weft.rules import heuristic
-from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule
+from weft.schedule import Schedule
 from weft.schedules import build, overlaps, parse
 from weft.sim import run
 
 FACTORS = (2.0, 4.0, 16.0)
 """By which sizes and rates are varied, both ways, to see what changes the choice."""
+NOTHING = (
+    f"With rows, links' rates and copies' costs up to {FACTORS[-1]:.0f} times as large or small, no other family's best of now "
+    "would be faster."
+)
 DEFAULT_MACHINE = "h200x8"
 _MARGIN = 0.01
 
@@ -35,7 +40,7 @@ _MARGIN = 0.01
 class Explanation:
     """parts: of the chosen schedule's predicted time, by name, in us; they add up to it. signatures: the chosen schedule's, and
     the runner-up's, of another family, where there is one. by_sizes: what the heuristic names. changes: sentences, each of what
-    would let the runner-up or the sequential program be faster."""
+    would let another family be faster, in as many chunks as are best for it now."""
 
     plan: Plan
     parts: Mapping[str, float]
@@ -48,7 +53,7 @@ class Explanation:
         named = ", ".join(f"{name} {us:+.0f}" for name, us in self.parts.items())
         if self.parts:
             lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
-        changes = self.changes or ("Nothing that was tried would change the choice.",) * bool(self.parts)
+        changes = self.changes or (NOTHING,) * (len(self.signatures) > 1)
         return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
 
 
@@ -75,9 +80,10 @@ def explained(found: Plan, machine: Machine) -> Explanation:
 
 
 def _rivals(found: Plan) -> list[str]:
-    """The runner-up, of another family, and the sequential program."""
-    others = [c.spec for c in found.candidates if c.schedule != found.chosen.schedule]
-    return list(dict.fromkeys([*others[:1], *(["sequential"] if found.chosen.schedule != "sequential" else [])]))
+    """The fastest of each other family, the runner-up first, and the sequential program."""
+    best = {"sequential": "sequential"} | {c.schedule: c.spec for c in reversed(found.candidates)}
+    fastest = sorted(best.values(), key=[*(c.spec for c in found.candidates), "sequential"].index)
+    return [spec for spec in fastest if spec != best[found.chosen.schedule]]
 
 
 def _built(problem: Problem, spec: str, machine: Machine) -> Schedule:
@@ -93,7 +99,7 @@ def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, 
     whole = found.computation_us if computes else found.communication_us
     pieces = found.pieces_us if computes else found.transfers_us
     cil = (found.gemm_cil if computes else found.communication_cil) or 1.0
-    fixed = _fixed_us(schedule, machine, computes=computes)
+    fixed = _fixed_us(pieces, schedule, machine, computes=computes)
     contention = min(pieces * (cil - 1), found.total_us - pieces)
     return {
         f"{name} alone": whole,
@@ -104,12 +110,16 @@ def _parts(found: Signature, schedule: Schedule, machine: Machine) -> dict[str, 
     }
 
 
-def _fixed_us(schedule: Schedule, machine: Machine, *, computes: bool) -> float:
-    """What rank 0's kernels, or its copies, cost beyond the first, whatever their size."""
-    kinds: tuple[type, ...] = (Gemm, Reduce, Lookup) if computes else (Copy,)
-    lanes = [lane for lane in schedule.ranks[0] if lane.kind == ("compute" if computes else "copy")]
-    count = sum(isinstance(step, kinds) for lane in lanes for step in lane.steps)
-    return max(0, count - 1) * (machine.launch_us if computes else machine.copies.copy_us)
+def _fixed_us(pieces_us: float, schedule: Schedule, machine: Machine, *, computes: bool) -> float:
+    """Of a half alone, by how much it would be shorter if launches, or copies, cost nothing beyond their bytes, less one."""
+    if computes:
+        one_us, cheaper = machine.launch_us, dataclasses.replace(machine, launch_us=FREE_US)
+        alone = without_communication(cheaper)
+    else:
+        one_us = machine.copies.copy_us
+        copies = dataclasses.replace(machine.copies, copy_us=FREE_US)
+        alone = without_computation(dataclasses.replace(machine, copies=copies))
+    return max(0.0, pieces_us - run(schedule, alone).total_us - one_us)
 
 
 def _told(found: Signature) -> str:
@@ -124,8 +134,8 @@ def _told(found: Signature) -> str:
 
 
 def _changes(problem: Problem, specs: Sequence[str], machine: Machine) -> Iterator[str]:
-    """Of each kind of change the smallest that lets a rival win, both ways."""
-    for words, vary in _variations(problem, machine):
+    """Of each kind of change the smallest that lets a rival win, both ways; nothing where there is none."""
+    for words, vary in _variations(problem, machine) if specs[1:] else ():
         for factor in FACTORS:
             changed = vary(factor)
             if changed is None:

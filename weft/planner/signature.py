@@ -7,7 +7,8 @@ each for the matmul and for the communication; 1 is no loss. A family's ineffici
 sizes and chunk counts. Exposed is what a call takes beyond the longer of its pieces' times alone: head, tail, waits, and CIL.
 
 In the simulator a schedule's pieces alone are the same schedule on a machine whose other half costs nothing: copies, stores,
-flags and collectives, or tiles and memory. So waits and orders stay as they are, and only the other half's time is gone.
+flags, collectives and the network between nodes, or tiles and memory. So waits and orders stay as they are, and only the other
+half's time is gone.
 """
 
 from __future__ import annotations
@@ -112,12 +113,13 @@ def apart(machine: Machine) -> Machine:
         {path: value for path, value in known.items() if not path.startswith("contention.")}
         for known in (machine.sources, machine.spreads)
     )
-    return dataclasses.replace(machine, contention={}, sources=sources, spreads=spreads)  # type: ignore[arg-type]
+    return dataclasses.replace(machine, contention={}, slow_lookups=False, sources=sources, spreads=spreads)  # type: ignore[arg-type]
 
 
 def without_communication(machine: Machine) -> Machine:
-    """`machine`, whose copies, stores, links, flags and collectives cost nothing."""
+    """`machine`, whose copies, stores, links, flags, collectives and network cost nothing; their SMs stay theirs."""
     machine = apart(machine)
+    network = machine.network and dataclasses.replace(machine.network, gbps=FREE_GBPS, latency_us=FREE_US, step_us=FREE_US)
     host_gbps = FREE_GBPS if machine.links.host_gbps else None
     # Numbers of a model have other paths than a table's, and every number needs a source.
     gone = ("collectives.", "fork_us")
@@ -134,6 +136,7 @@ def without_communication(machine: Machine) -> Machine:
         wake_us=machine.wake_us and FREE_US,
         fork_us=None,
         collectives=dict.fromkeys(machine.collectives, AlphaBeta(fixed_us=FREE_US, step_us=FREE_US, gbps=FREE_GBPS)),
+        network=network,
         sources=sources,
         spreads=spreads,
     )
@@ -145,9 +148,27 @@ def without_computation(machine: Machine) -> Machine:
     gpu = machine.gpu
     tiles = tuple(Tile(rows=tile.rows, cols=tile.cols, efficiency=1.0) for tile in gpu.tiles)
     fast = dataclasses.replace(
-        gpu, tflops=dict.fromkeys(gpu.tflops, FREE_TFLOPS), tiles=tiles, tile_us=FREE_US, hbm_gbps=FREE_GBPS
+        gpu,
+        tflops=dict.fromkeys(gpu.tflops, FREE_TFLOPS),
+        tiles=tiles,
+        tile_us=FREE_US,
+        hbm_gbps=FREE_GBPS,
+        row_us=FREE_US,
     )
-    return dataclasses.replace(machine, gpu=fast)
+    return dataclasses.replace(machine, gpu=fast, sources={**machine.sources, "gpu.row_us": "assumed, nothing"})
+
+
+def without_fixed_costs(machine: Machine) -> Machine:
+    """`machine`, where launches, copies, waits, signals, messages and lanes that start cost nothing beyond their bytes."""
+    return dataclasses.replace(
+        machine,
+        launch_us=FREE_US,
+        flag_us=FREE_US,
+        wake_us=machine.wake_us and FREE_US,
+        fork_us=machine.fork_us and FREE_US,
+        copies=dataclasses.replace(machine.copies, copy_us=FREE_US),
+        network=machine.network and dataclasses.replace(machine.network, step_us=FREE_US),
+    )
 
 
 def correlations(

@@ -125,9 +125,10 @@ class Builder:
         self, rank: int, sends: list[Send], receives: list[Receive], *, after: list[Flag], then: Flag | None
     ) -> None:
         """A step of the network lane, if there is anything to send or receive, after these flags; what it receives raises
-        `then`."""
+        `then`. Messages without elements are left out, at both ends; flags stay as they are."""
+        full = SendReceive(tuple(s for s in sends if s.src.size), tuple(r for r in receives if r.dst.size))
         if sends or receives:
-            self.add(rank, "network", *map(Wait, after), SendReceive(tuple(sends), tuple(receives)))
+            self.add(rank, "network", *map(Wait, after), *([full] if full.peers else []))
         if receives and then is not None:
             self.add(rank, "network", Signal(then))
 

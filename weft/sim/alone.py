@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.machine import Machine
 from weft.schedule import Bags, Gemm, LaneKind, Schedule, Sum
 from weft.sim.cost import gathered_bytes, gemm_cost, hbm_us, local_copy_us
+from weft.sim.room import free_sms
 from weft.work import region_bytes
 
 
@@ -19,7 +20,7 @@ def parts_us(schedule: Schedule, machine: Machine, rank: int, step: Gemm) -> tup
         n=n,
         k=k,
         dtype=schedule.problem.dtype,
-        sms=machine.gpu.sms - sum(machine.stores.sms for lane in schedule.ranks[rank] if lane.kind == "blocks"),
+        sms=free_sms(schedule, machine, rank),
         accumulate=step.accumulate,
         out_itemsize=4 if schedule.buffer[step.parts[0].out.buffer].float32 else None,
         flags=not plain,

@@ -101,7 +101,7 @@ def gemm_cost(
     counts or stores to peers. shape: of weft's own kernel, whose row tiles sweep over B in groups of `shape.group`.
     apart: further sweeps of row tiles that started too late to find in the cache what those before them have read.
     """
-    sms = sms or machine.gpu.sms
+    sms = machine.gpu.sms if sms is None else sms
     itemsize = ITEMSIZE[dtype]
     out_itemsize = out_itemsize or itemsize
     total = sum(rows)
@@ -161,15 +161,17 @@ def across_us(machine: Machine, op: str, shard_bytes: float, nodes: tuple[int, .
     """A vendor collective over several nodes, each with this machine's GPUs and an adapter for each of them.
 
     Assumed: what crosses nodes is spread over all adapters, each byte once a node (all to all: once a rank), and goes on while
-    ranks of a node exchange theirs: the slower of the two counts, and the network's fixed costs.
+    ranks of a node exchange theirs, and pass on what came by the adapters of others: the slower of the two counts, and the
+    network's fixed costs. So a node's ranks gather, or scatter, all shards, of which each has brought its part.
     """
     assert machine.network is not None, "the machine of several nodes has a network"
     if op == "all_reduce":
         return sum(across_us(machine, half, shard_bytes, nodes) for half in ("reduce_scatter", "all_gather"))
-    share = 1 if op.startswith("all_to_all") else min(nodes)
-    crossing = (sum(nodes) - min(nodes)) * shard_bytes / share
+    most, passed_on = max(nodes), op != "all_to_all"
+    crossing = (sum(nodes) - min(nodes)) * shard_bytes / (min(nodes) if passed_on else 1)
     network_us = machine.network.step_us + machine.network.latency_us + crossing / (machine.network.gbps * 1e3)
-    return max(network_us, collective_us(machine, op, shard_bytes, max(nodes)))
+    within_bytes = shard_bytes * sum(nodes) / most if passed_on else shard_bytes
+    return max(network_us, collective_us(machine, op, within_bytes, most))
 
 
 def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int, nodes: tuple[int, ...] = ()) -> float:
@@ -181,8 +183,13 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
     cross each port.
     What a Table has of that number of ranks goes before. An all_to_all of columns then lays what came side by side.
     An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
+    On more ranks than a Table's each further one is a hop more, and none is faster than its bytes cross a rank's links
+    (`wire_us`); up to the Table's, what was measured counts.
     nodes: ranks on each, where there are several: see `across_us`. Raises ValueError if the machine has fewer GPUs.
     """
+    if op == "all_to_all_columns":
+        laid_us = local_copy_us(machine, round(world_size * shard_bytes)) if world_size > 1 else 0.0
+        return laid_us + collective_us(machine, "all_to_all", shard_bytes, world_size, nodes)
     if nodes:
         return across_us(machine, op, shard_bytes, nodes) if shard_bytes else 0.0
     machine.require(world_size)
@@ -190,29 +197,48 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
         return 0.0
     if op == "all_reduce" and op not in machine.collectives:
         return sum(collective_us(machine, half, shard_bytes, world_size) for half in ("reduce_scatter", "all_gather"))
-    if op == "all_to_all_columns":
-        laid_us = local_copy_us(machine, round(world_size * shard_bytes))
-        return laid_us + collective_us(machine, "all_to_all", shard_bytes, world_size)
-    known = op
-    known = "all_gather" if known == "all_to_all" and known not in machine.collectives else known
+    known = "all_gather" if op == "all_to_all" and op not in machine.collectives else op
     model = machine.collectives[known]  # type: ignore[index]
     if isinstance(model, AlphaBeta):
         fixed = model.fixed_us + (world_size - 1) * model.step_us
         return fixed + (machine.world_size - 1) * shard_bytes / (model.gbps * 1e3) * _share(
             machine, world_size, machine.world_size
         )
-    return _from_table(machine, model, shard_bytes, world_size)
+    return _from_table(machine, op, model, shard_bytes, world_size)
 
 
-def _from_table(machine: Machine, table: Table, shard_bytes: float, world_size: int) -> float:
-    """Scaled to so many ranks, and corrected by what was measured on them: by the ratio at the sizes around."""
+def wire_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> float:
+    """The least that a collective of one host takes: every other rank's shard comes in by a rank's links, at their rate. A mesh
+    has a link for each, a ring two for all; all to all the shards of others pass through a ring's, too.
+
+    >>> from weft.machine import load
+    >>> wire_us(load("h200x8"), "all_gather", 390_000, 8), wire_us(load("mi300x8"), "all_gather", 48_000, 8)
+    (7.0, 1.0)
+    """
+    links, shards = machine.links, world_size - 1.0
+    if links.topology == "mesh":
+        shards = 1.0
+    elif links.topology == "ring":
+        hops = (min(ahead, world_size - ahead) for ahead in range(1, world_size))
+        shards = (sum(hops) if op == "all_to_all" else shards) / 2
+    if links.topology == "pcie" and links.host_gbps:
+        shards = max(shards, world_size * (world_size - 1) * links.gbps / links.host_gbps)
+    return shards * shard_bytes / (links.gbps * 1e3)
+
+
+def _from_table(machine: Machine, op: str, table: Table, shard_bytes: float, world_size: int) -> float:
+    """Scaled to so many ranks, and corrected by what was measured on them: by the ratio at the sizes around. On more than were
+    measured latency grows by a hop for each, and the links bound it."""
     fixed = min(us for _, us in table.points)
     scaled = fixed + (_interpolate(table, shard_bytes) - fixed) * _share(machine, world_size, table.world_size)
+    if world_size > table.world_size:
+        hops_us = (world_size - table.world_size) * machine.links.latency_us
+        return max(scaled + hops_us, wire_us(machine, op, shard_bytes, world_size))
     known = next((other for other in table.also if other.world_size == world_size), None)
     if known is None:
         return scaled
     bare = replace(table, also=())
-    ratios = [math.log(us / _from_table(machine, bare, size, world_size)) for size, us in known.points]
+    ratios = [math.log(us / _from_table(machine, op, bare, size, world_size)) for size, us in known.points]
     return scaled * math.exp(np.interp(math.log(shard_bytes), [math.log(size) for size, _ in known.points], ratios))
 
 

@@ -13,8 +13,9 @@ Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 Costs: a lane beside the compute lane starts fork_us late, and a copy lane takes as long to come back; a kernel pays launch_us,
 a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps
 only the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs
-from kernels that start while it runs, one of a network network.sms. Copies within a GPU, sums and lookups share its memory's
-rate; GEMMs and copies to peers slow each other where the profile says by how much (weft.sim.contention).
+from kernels that start before it has ended, one of a network network.sms; all lanes begin together, in whatever order they
+are given. Copies within a GPU, sums and lookups share its memory's rate; GEMMs and copies to peers slow each other where the
+profile says by how much (weft.sim.contention).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from weft.problem import CollectiveProblem
 from weft.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
 from weft.sim import kernels, lookups, messages, transfers
 from weft.sim.network import Resource, Usage
+from weft.sim.room import taken_sms
 from weft.sim.world import Process, Ran, Recorder, World, ns
 from weft.span import Span
 from weft.together import riding
@@ -76,8 +78,9 @@ def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, .
 def run(schedule: Schedule, machine: Machine) -> Outcome:
     """Interpret one call of `schedule` on `machine`.
 
-    Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or if the
-    schedule never ends because a step waits for what nobody signals, or takes longer than is simulated.
+    Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or no SMs beside the
+    lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
+    simulated.
     """
     machine.require_for(schedule.problem)
     world = World(schedule, machine)
@@ -104,8 +107,6 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
 def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
     """One lane's steps in order. at: the step that each unfinished lane is in."""
     record = Recorder(world, rank, lane.name)
-    taken = world.taken_sms(lane.kind)
-    world.free_sms[rank] -= taken
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
@@ -120,7 +121,7 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
         record(step, start)
-    world.free_sms[rank] += taken
+    world.free_sms[rank] += taken_sms(world.machine, lane.kind)
     at.pop((rank, lane.name), None)
 
 

@@ -269,10 +269,11 @@ def graph(schedule: Schedule, machine: Machine) -> tuple[tuple[Node, ...], ...]:
     while lanes:
         rank, lane, walk = lanes.popleft()
         before = builder.done
-        if next(walk, 0) is None:
+        ended = next(walk, 0) is not None
+        if not ended:
             lanes.append((rank, lane, walk))
-        idle = 0 if builder.done != before else idle + 1
-        if idle > len(lanes) > 0:
+        idle = 0 if ended or builder.done != before else idle + 1
+        if idle > len(lanes):
             raise ValueError(
                 f"schedule {schedule.name} never ends: rank {rank}, lane {lane.name} waits for what nobody signals"
             )

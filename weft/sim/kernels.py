@@ -63,6 +63,7 @@ class Blocks:
     """SMs by the time at which they are free, earliest first; those that are free together stay together."""
 
     def __init__(self, sms: int, now: int) -> None:
+        assert sms > 0, "a kernel has an SM"
         self._free = [(now, sms)]
         self._sms = sms
 
@@ -236,7 +237,8 @@ def _streamed(world: World, step: Gemm) -> Tile:
         problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms
     )
     full_us = 2 * rows * cols / (world.machine.tflops(problem.dtype) * 1e6 / gpu.sms * STREAMED)
-    return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / STREAMED_ROW_US))
+    row_us = STREAMED_ROW_US if gpu.row_us is None else gpu.row_us
+    return Tile(rows=rows, cols=cols, efficiency=STREAMED * min(1.0, full_us / row_us))
 
 
 def _apart(world: World, step: Gemm) -> float:
@@ -347,9 +349,9 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
 def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:
     local = region_bytes(world.schedule, part.out)
     local += sum(region_bytes(world.schedule, src) for src in part.srcs if src.rank == rank)
-    limits = (world.network.limit(("sums", rank, sms), sms * SM_GBPS),) if sms else ()
+    limits = () if sms is None else (world.network.limit(("sums", rank, sms), sms * SM_GBPS),)
     events: list[simpy.Event] = [world.env.process(world.local(rank, local, *limits))]
-    sms = sms or world.free_sms[rank]
+    sms = world.free_sms[rank] if sms is None else sms
     for src in part.srcs:
         if src.rank != rank:
             path = world.sm_path(rank, sms, src.rank, rank)

@@ -5,7 +5,7 @@ way, and blocks wait for room. Else they are hidden but for the machine's `store
 a block waits until its stores are acknowledged.
 
 Copies to peers of rows that do not lie together, which kernels make on some machines, run beside a lookup, whose blocks of one
-warp leave room. They are slower then, and so is the lookup.
+warp leave room. They are slower then, and so is the lookup, unless the machine says `slow_lookups` false.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
     for part in step.parts:
         yield from _part(world, rank, part)
         if part.count is not None:
-            late = world.machine.copies.strided == "kernel" and part.out.rank == rank
+            late = world.machine.slow_lookups and world.machine.copies.strided == "kernel" and part.out.rank == rank
             world.post(rank, part.count, after=world.env.timeout(ns(TOLD_US)) if late else None)
     world.kernels[rank] += world.now - start
     ended.succeed()
@@ -42,6 +42,9 @@ def lookup(world: World, rank: int, step: Lookup) -> Process:
 
 def copied_beside(world: World, rank: int, size: int, path: tuple[Resource, ...]) -> Process:
     """Rows that a kernel copies over a path to a peer."""
+    if not world.machine.slow_lookups:
+        yield from world.move(rank, size, path)
+        return
     limit = world.network.limit(("beside lookups", rank), BESIDE_GBPS)
     world.transfers[rank].start(world.now)
     yield world.network.transfer_alike(size, (*((each, 1) for each in (*path, limit)), (("hbm", rank), BESIDE_BYTES)))

@@ -22,15 +22,20 @@ __all__ = ["Network", "Resource", "Usage"]
 
 @dataclass
 class Network(Fluid):
-    """Flows on a machine's links. ranks: how many the problem uses (a ring closes over them)."""
+    """Flows on a machine's links. ranks: how many the problem uses. nodes: ranks on each node, where there are several: each
+    has links and a host of its own, and a ring closes over its ranks."""
 
     machine: Machine
     ranks: int
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._caps: dict[Resource, float] = {}
         self._ends: dict[tuple[Resource, ...], tuple[int, int]] = {}
+        self._of: list[tuple[int, int, int]] = []  # by rank: its node, that one's first rank, and how many it has
+        for node, size in enumerate(self.nodes or (self.ranks,)):
+            self._of += [(node, len(self._of), size)] * size
         self.contention = Contention(self.env, self.machine, self.ranks, self._reset)
 
     def _reset(self) -> None:
@@ -55,17 +60,18 @@ class Network(Fluid):
             self.contention.moving(moved)
 
     def path(self, src: int, dst: int) -> tuple[Resource, ...]:
-        """The links from one rank to another."""
+        """The links from one rank to another of its node."""
         topology = self.machine.links.topology
+        node, first, size = self._of[src]
         if topology == "mesh":
             return (("link", src, dst),)
         if topology == "ring":
-            ahead = (dst - src) % self.ranks
-            way, hops = (1, ahead) if 2 * ahead <= self.ranks else (-1, self.ranks - ahead)
-            stops = [(src + way * i) % self.ranks for i in range(hops + 1)]
+            ahead = (dst - src) % size
+            way, hops = (1, ahead) if 2 * ahead <= size else (-1, size - ahead)
+            stops = [first + (src - first + way * i) % size for i in range(hops + 1)]
             return tuple(("link", a, b) for a, b in itertools.pairwise(stops))
         ports: tuple[Resource, ...] = (("out", src), ("in", dst))
-        return (*ports, ("host",)) if topology == "pcie" else ports
+        return (*ports, ("host", node)) if topology == "pcie" else ports
 
     def latency_ns(self, src: int, dst: int) -> int:
         """From a signal on `src` to its sight on `dst`; 0 within a rank."""

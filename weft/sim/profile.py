@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from weft import codec
-from weft.machine import numbers
+from weft.machine import LEAST, MOST, numbers
 from weft.settings import numbers_of, replaced
 
 STEP = 0.25
@@ -32,12 +32,14 @@ P = TypeVar("P", bound=Profile)
 
 
 def check(profile: Profile, zero: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError unless every number is above zero (those of `zero`: or zero) and has a source, and every source a
-    number."""
+    """Raises ValueError unless every number is above zero (those of `zero`: or zero), as small and as large as a machine's may
+    be, and has a source, and every source a number."""
     found = dict(numbers(profile))
     for path, value in numbers(profile):
         if not value > 0 and not (path in zero and value == 0):
             raise ValueError(f"{path} is {value!r}; it must be above zero")
+        if value and not LEAST <= value <= MOST:
+            raise ValueError(f"{path} is {value!r}; it must be from {LEAST:g} to {MOST:g}")
     for path in sorted(found.keys() ^ profile.sources.keys()):
         what = "is missing; say where the number is from" if path in found else "is about no number of this system"
         raise ValueError(f"sources.{path} {what}")

@@ -17,6 +17,7 @@ from weft.machine import Machine
 from weft.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
 from weft.sim.cost import GemmCost, hbm_us
 from weft.sim.network import Network, Resource
+from weft.sim.room import free_sms
 
 Process = Generator[simpy.Event, Any, None]
 
@@ -130,7 +131,8 @@ class World:
     """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
     has, by pair and whether it is the sender. costs: of matmuls, by what they depend on, since most are alike. filled: by rank,
     the last kernel that takes all SMs. kernels: ns per rank that its kernels worked; transfers: while its data moved;
-    multiplied: us per rank that its matmuls so far take at full rate."""
+    multiplied: us per rank that its matmuls so far take at full rate. free_sms: by rank, what its lanes leave, all of which
+    begin together."""
 
     schedule: Schedule
     machine: Machine
@@ -146,12 +148,12 @@ class World:
     def __post_init__(self) -> None:
         ranks = range(len(self.schedule.ranks))
         self.flags = Flags(self.env)
-        self.network = Network(self.env, self.machine, len(ranks))
+        self.network = Network(self.env, self.machine, len(ranks), self.schedule.problem.nodes)
         self.kernels = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
         self.multiplied = [0.0 for _ in ranks]
         self.rounds = [max(map(_rounds, lanes), default=1) for lanes in self.schedule.ranks]
-        self.free_sms = [self.machine.gpu.sms for _ in ranks]
+        self.free_sms = [free_sms(self.schedule, self.machine, rank) for rank in ranks]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 
     @property
@@ -163,11 +165,6 @@ class World:
         inner = copy.copy(self)
         inner.machine = self.machine.within_a_kernel
         return inner
-
-    def taken_sms(self, kind: LaneKind) -> int:
-        """SMs that a lane of this kind keeps from kernels while it runs."""
-        network = self.machine.network
-        return {"blocks": self.machine.stores.sms, "network": network.sms if network else 0}.get(kind, 0)
 
     def before(self, kind: LaneKind) -> float:
         """Microseconds until a lane of this kind takes its first step."""

@@ -175,7 +175,8 @@ def last_of(count_ptr, arrivals):
 
     count_ptr: int32 or int64 in this rank's memory, zero before the first block; zero again when the last has come. Acquires
     and releases at system scope: the last block sees what the others stored, and what it signals speaks for them, also for
-    what they put at peers. The word may be used again by whoever runs after the last block: a later kernel, or what waits for it.
+    what they put at peers. The word may be used again by whoever runs after the last block: a later kernel, or what waits
+    for it.
     """
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="sys") == arrivals - 1

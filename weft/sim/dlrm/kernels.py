@@ -4,6 +4,8 @@ Tables are spread evenly over the nodes, whole or, where there are more nodes th
 
     tables of a node = tables * cuts / nodes      width of a row there = dim / cuts      cuts = nodes / tables, at least 1
 
+Cuts and widths are rounded up: where they do not divide, all nodes do as one that has a column more.
+
 | kernel | memory traffic, for the L lookups of a table by all nodes' samples | at |
 | --- | --- | --- |
 | lookup | L (row + index), and writes what is pooled | the rate of gathering |
@@ -45,6 +47,16 @@ class Bags:
     def message(self, itemsize: int) -> int:
         """Bytes that a node has for each other one."""
         return math.ceil(self.batch / self.nodes * self.tables * self.width * itemsize)
+
+
+def require_columns(system: System, nodes: int) -> None:
+    """Raises ValueError if there are more nodes than columns, which `bags` would then have more of than the tables."""
+    model = system.model
+    columns = model.tables * model.dim
+    if nodes > columns:
+        raise ValueError(
+            f"nodes is {nodes}; model.tables, {model.tables}, of model.dim, {model.dim}, have {columns} columns: use no more"
+        )
 
 
 def bags(system: System, nodes: int) -> Bags:

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from weft.sim.dlrm import iteration
+from weft.sim.dlrm import iteration, kernels
 from weft.sim.dlrm.fabrics import fabric
 from weft.sim.dlrm.iteration import Run, operator_ns
 from weft.sim.dlrm.kernels import Bags
@@ -83,11 +83,13 @@ class Study:
 def run(system: System, progress: Progress = lambda text, done, total: None) -> Study:
     """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
 
-    Raises ValueError where a topology has no fabric of so many nodes, before anything is simulated.
+    Raises ValueError where a topology has no fabric of so many nodes, or the tables no columns for them, before anything is
+    simulated.
     """
     wanted = list(itertools.product(system.topologies, system.nodes))
     for topology, nodes in (PUBLISHED, *wanted):
         fabric(system, topology, nodes)
+        kernels.require_columns(system, nodes)
     total = len(wanted) + 3
     cases = []
     for done, (topology, nodes) in enumerate(wanted):

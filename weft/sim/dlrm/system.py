@@ -1,8 +1,9 @@
 """System: a DLRM, the GPU of each node, and the fabric between nodes, as numbers, each with its source. One value serves every
 node count, topology and way.
 
-Contract: as weft.machine's profiles: a System that exists is complete, every number is above zero (message_ns and sort_bytes
-may be zero), and `sources` says of each where it is from. weft.sim.profile has what gives a System with one number replaced.
+Contract: as weft.machine's profiles: a System that exists is complete, every number is from 1e-12 to 1e15 (message_ns and
+sort_bytes may be zero), and `sources` says of each where it is from. weft.sim.profile has what gives a System with one number
+replaced.
 
 Times are nanoseconds, but launch_us, which is a Machine's; rates are 1e9 bytes/s, which is bytes a nanosecond.
 """
@@ -95,6 +96,8 @@ class Pair:
 
 
 MOST_NODES = 1 << 16
+MOST_SLICES = 1 << 12
+"""Each is an event of its own, and beyond a few dozen none gains anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +136,8 @@ class System:
         profile.check(self, MAY_BE_ZERO)
         if max(self.nodes) > MOST_NODES:
             raise ValueError(f"nodes is {max(self.nodes)}; use at most {MOST_NODES}, which takes a minute")
+        if self.fused.slices > MOST_SLICES:
+            raise ValueError(f"fused.slices is {self.fused.slices}; use at most {MOST_SLICES}")
         for path, value in (
             ("gather_share", self.gather_share),
             ("vendor.share", self.vendor.share),

@@ -72,6 +72,10 @@ def assumed(machine: Machine) -> tuple[str, ...]:
     return tuple(path for path in found if not path.startswith(UNUSED))
 
 
-def sensitivity(machine: Machine, progress: Progress = lambda text, done, total: None) -> Iterator[Sensitivity]:
-    """The headline as it is, then with each assumed number a STEP lower and higher."""
-    return swept(assumed(machine), partial(headline, machine), progress)
+def sensitivity(
+    machine: Machine,
+    progress: Progress = lambda text, done, total: None,
+    cases: Sequence[GemmCase] = FICCO_GEMMS,
+) -> Iterator[Sensitivity]:
+    """The headline of these scenarios as it is, then with each assumed number a STEP lower and higher."""
+    return swept(assumed(machine), partial(headline, machine, cases=cases), progress)

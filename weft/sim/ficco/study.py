@@ -92,6 +92,11 @@ class Study:
     unseen: tuple[Scenario, ...]
     signatures: tuple[Signature, ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of FiCCO's GEMMs are there, which its maxima are over."""
+        return {one.case for one in self.mesh} >= set(FICCO_GEMMS)
+
 
 def load() -> Machine:
     """The full mesh that FiCCO was evaluated on."""

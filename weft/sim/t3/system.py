@@ -1,7 +1,7 @@
 """System: the simulated GPU of T3, as numbers, each with its source. One value serves every sub-layer and configuration.
 
-Contract: as weft.machine's profiles: a System that exists is complete, every number is above zero, and `sources` says of
-each where it is from. weft.sim.profile has what gives a System with one number replaced.
+Contract: as weft.machine's profiles: a System that exists is complete, every number is from 1e-12 to 1e15, and `sources` says
+of each where it is from. weft.sim.profile has what gives a System with one number replaced.
 
 Times are whole nanoseconds, rates 1e9 bytes/s, which is bytes a nanosecond.
 """

@@ -1,0 +1,115 @@
+"""What does a row count cost that was never called before? Of `auto` between measured ones, and of a schedule by name.
+
+Serving calls with another number of tokens at nearly every step. `auto` is measured at the row counts EDGES; then it is called
+with many between two that have the same choice, each of them twice, and with some of them by name, which binds a program of its
+own. A sample is one call, until the GPU is done; the ranks meet before it.
+
+    first    the call that brings a new row count, where the program that it runs by was bound before (what binds it is apart)
+    again    the next call of the same rows
+    bound    the same where it has to be bound: of a step on the scale of row counts
+    named    the first call of a new row count by name, which binds a program of its own
+    own      the next one by name: what the copies of rows cost
+
+    torchrun --nproc-per-node 2 benchmarks/row_counts.py --json benchmarks/results/row_counts.jsonl
+
+Protocol: medians of the slowest rank's times; eager. Trap: a call whose tensors lie where none lay is enqueued step by step.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Failed, alarm, append, parser, release, row, say, start, stop
+
+import weft
+from weft.execute.groups import GROUPS
+
+EDGES = (1024, 1536, 2048, 3072, 4096)
+COUNTS = 60
+N, K = 28672, 8192
+"""Of Llama 3 70B's MLP."""
+
+
+def sample(call: Callable[[], object]) -> float:
+    """us of one call until the GPU is done, on the slowest rank."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    begun = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    times = [0.0] * dist.get_world_size()
+    dist.all_gather_object(times, 1e6 * (time.perf_counter() - begun))
+    return max(times)
+
+
+def bound() -> int:
+    group: Any = dist.group.WORLD
+    return len(GROUPS.state(group.group_name).programs())
+
+
+def measured(op: str) -> dict[str, Any]:
+    """Medians of one operator's calls."""
+    size = dist.get_world_size()
+    gather = op == "all_gather_matmul"
+    k, n = (K, N // size) if gather else (N // size, K)
+    b = torch.randn(k, n, device="cuda", dtype=torch.bfloat16)
+    operator = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
+
+    def call(rows: int, schedule: str) -> Callable[[], object]:
+        a = torch.randn(rows // size if gather else rows, k, device="cuda", dtype=torch.bfloat16)
+        return lambda: operator(a, b, schedule=schedule)
+
+    for rows in EDGES:
+        sample(call(rows, "auto"))
+        alarm()
+    chosen = [choice.spec for choice in weft.choices()]
+    alike = [at for at in range(len(EDGES) - 1) if chosen[at] == chosen[at + 1]]
+    if not alike:
+        raise Failed(op, f"no two neighbours of {EDGES} have the same choice: {chosen}")
+    at = max(alike, key=lambda at: EDGES[at + 1] - EDGES[at])
+    spec, low, high = chosen[at], EDGES[at], EDGES[at + 1]
+    drawn = random.Random(1).sample(range(low // size + 1, high // size), COUNTS)
+    found: dict[str, list[float]] = {"first": [], "again": [], "bound": [], "named": [], "own": []}
+    for shard in drawn:
+        before = bound()
+        one = call(shard * size, "auto")
+        us = sample(one)
+        found["bound" if bound() > before else "first"].append(us)
+        found["again"].append(sample(one))
+        alarm()
+    for shard in drawn[: COUNTS // 4]:
+        one = call(shard * size, spec)
+        found["named"].append(sample(one))
+        found["own"].append(sample(one))
+        alarm()
+    medians = {name: statistics.median(samples) for name, samples in found.items() if samples}
+    return {"rows": f"{low} to {high}", "schedule": spec, "programs": bound(), "us": medians}
+
+
+def main() -> None:
+    arguments = parser(__doc__, rounds=1, modes="eager").parse_args()
+    start()
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        try:
+            with torch.no_grad():
+                found = measured(op)
+        except Failed as failed:
+            say(f"LEFT OUT {failed}")
+            continue
+        case = f"rows {found.pop('rows')}, N={N} K={K}"
+        line = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
+        append(arguments.json, line | found)
+        times = ", ".join(f"{name} {us:.0f} us" for name, us in found["us"].items())
+        say(op, found["schedule"], times, f"{found['programs']} programs")
+        release()
+    stop()
+
+
+if __name__ == "__main__":
+    main()

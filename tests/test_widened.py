@@ -1,0 +1,165 @@
+"""Row counts that come and go: calls by the program of a few rows more give what they would give by their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
+from test_cache import trials_by_a_clock
+
+import weft
+from weft.execute import widened
+from weft.execute.groups import GROUPS
+from weft.execute.widened import Widened, serves, wider
+from weft.problem import Op, Problem
+from weft.schedules import parse
+
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def _problem(op: Op, m: int, world_size: int = 4, **options: Any) -> Problem:
+    return Problem(op=op, m=m, n=64, k=64, world_size=world_size, **options)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul"])
+def test_a_scale_of_shards(op: Op) -> None:
+    """At most an eighth more; each of its counts is its own; every rank's shard has as many rows."""
+    found = set()
+    for m in range(1, 4096):
+        wide = wider(_problem(op, m))
+        if wide is None:
+            found.add(m)
+            continue
+        assert m < wide.m <= -(-m // 4) * 4 * 1.125
+        assert wide.m % 4 == 0
+        assert wider(wide) is None
+        found.add(wide.m)
+    assert len(found) < 64 + 4 * 8 * 7
+
+
+def test_what_has_no_wider_program() -> None:
+    assert wider(_problem("matmul_all_reduce", 17)) == _problem("matmul_all_reduce", 18)
+    assert wider(_problem("matmul_all_reduce", 16)) is None
+    assert wider(_problem("all_gather_matmul", 0)) is None
+    assert wider(_problem("all_gather_matmul", 1000, 4, nodes=(2, 2))) is None
+    assert wider(_problem("all_gather_matmul", 3 * 1000, 4, row_multiple=3)) == _problem(
+        "all_gather_matmul", 3 * 1024, 4, row_multiple=3
+    )
+
+
+def test_whom_a_program_serves() -> None:
+    program = _problem("all_gather_matmul", 416)
+    assert [rows for rows in range(1, 500) if serves(program, rows)] == list(range(385, 417))
+    assert serves(_problem("all_gather_matmul", 413), 413)
+    assert not serves(_problem("all_gather_matmul", 413), 412)
+
+
+def test_a_count_that_stays_gets_its_own_program() -> None:
+    left = Widened()
+    assert left.may("a")
+    assert [left.used("a") for _ in range(widened.CALLS)] == [False] * (widened.CALLS - 1) + [True]
+    assert not left.may("a")
+    assert left.may("b")
+
+
+@contextmanager
+def clocked(spec: str) -> Iterator[None]:
+    """In a group that is new, `auto` finds that one schedule beats sequential."""
+    weft.close()
+    with trials_by_a_clock(parse(spec)[0], spec):
+        yield
+        weft.close()
+
+
+def _programs() -> list[int]:
+    state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    return sorted({problem.m for problem, _, _ in state._programs.values()})
+
+
+def _check_exchange(rows: int, seed: int, operator: Callable[..., torch.Tensor]) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    every = torch.randn(size, rows, 16, generator=generator).to(here(), DTYPE)
+    b = torch.randn(16, 24, generator=generator).to(here(), DTYPE)
+    out = operator(every[rank], b)
+    expected = torch.cat([a.chunk(size)[rank] for a in every]).double() @ b.double()
+    error = (out.double() - expected).abs().max().item()
+    assert error <= bound(DTYPE, 16, 1, expected), (rows, seed, error)
+
+
+def _call(op: Op, rows: int, seed: int) -> None:
+    if op == "all_gather_matmul":
+        check_gather(rows, 24, 16, DTYPE, "auto", seed)
+    elif op == "matmul_reduce_scatter":
+        check_scatter(rows, 24, 16, DTYPE, "auto", seed)
+    elif op == "matmul_all_reduce":
+        check_all_reduce(rows, 24, 16, DTYPE, "auto", seed, addends=3)
+    elif op == "matmul_all_to_all":
+        _check_exchange(rows, seed, weft.matmul_all_to_all)
+    else:
+        _check_exchange(rows, seed, weft.all_to_all_matmul)
+
+
+def changing(op: Op, spec: str, uneven: bool) -> tuple[list[int], list[int], list[int]]:
+    """The row counts of programs: after two that were measured, after many in between, and after one that stayed."""
+    size = dist.get_world_size()
+    with clocked(spec), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(widened, "CALLS", 5)
+        for seed, rows in enumerate((64 * size, 192 * size)):
+            _call(op, rows, seed)
+        measured = _programs()
+        for seed, shard in enumerate(range(97, 104)):
+            _call(op, shard * size - (1 if uneven else 0), seed)
+        between = _programs()
+        for seed in range(7):
+            _call(op, 111 * size, seed)
+        return measured, between, _programs()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("op", "spec"),
+    [
+        ("all_gather_matmul", "shard_p2p"),
+        ("matmul_reduce_scatter", "hetero_unfused_1d:2"),
+        ("matmul_all_reduce", "two_shot"),
+        ("matmul_all_to_all", "shard_p2p"),
+        ("all_to_all_matmul", "shard_p2p"),
+    ],
+)
+def test_results_are_right_and_programs_few(ranks: RankFixture, world_size: int, op: Op, spec: str) -> None:
+    for uneven in (False, op not in ("matmul_all_to_all", "all_to_all_matmul")):
+        for measured, between, stayed in ranks(world_size).run(changing, op, spec, uneven):
+            assert measured == [64 * world_size, 192 * world_size]
+            step = 16 if op == "matmul_all_reduce" and world_size > 2 else 8
+            assert len(between) <= len(measured) + 3, between
+            assert all(rows % step == 0 for rows in between)
+            assert 111 * world_size in stayed
+
+
+def _gathered(uneven: bool) -> None:
+    """Several b, what is gathered, and entries of several rows."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    bs = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    with clocked("shard_p2p"):
+        for seed, entries in enumerate((64 * size, 192 * size, 101 * size - uneven, 102 * size - uneven)):
+            whole = torch.randn(entries, 3, 16, generator=torch.Generator().manual_seed(seed))
+            a = torch.chunk(whole, size)[rank]
+            outs, gathered = weft.all_gather_matmul(a, bs, rows=entries, return_gathered=True)
+            assert torch.equal(gathered, whole)
+            for out, b in zip(outs, bs, strict=True):
+                torch.testing.assert_close(out, whole @ b, rtol=1e-4, atol=1e-4)
+        assert len(_programs()) == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("uneven", [False, True])
+def test_what_is_gathered_and_several_b(ranks: RankFixture, uneven: bool) -> None:
+    ranks(3).run(_gathered, uneven)

@@ -1,0 +1,120 @@
+"""Calls of row counts that come and go, by the program of a few rows more.
+
+A program is for one row count. To bind one takes milliseconds in which ranks meet, and where tokens differ from step to step
+nearly every call would. So a call whose schedule is taken over from the row counts around its own (weft.between) runs by the
+program of the next count on a coarse scale, which those around it run by, too:
+
+    a         each piece: its rows | as many more as make it as high as the program's      one copy
+    result    each piece: its rows | cut off                                                one copy; of one piece none
+
+A piece is a rank's shard, or what goes to, or comes from, one rank. Rows are multiplied each by itself, so nobody has to fill
+those that are added. A row count that stays, for CALLS calls, gets a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from weft.execute.bound import Outputs
+from weft.execute.calls import MatmulCall
+from weft.problem import Op, Problem, split
+
+CALLS = 100
+"""Of one row count by a program of more rows. A model calls with one count once a layer and step: such counts may still go."""
+_STEPS = 3
+"""Binary digits of a piece's rows that count, after the first: up to an eighth more rows."""
+_Pieces = Literal["own", "each", "mine", "whole"]
+_PIECES: dict[Op, tuple[_Pieces, _Pieces]] = {
+    "all_gather_matmul": ("own", "each"),
+    "matmul_reduce_scatter": ("each", "own"),
+    "matmul_all_reduce": ("whole", "whole"),
+    "matmul_all_to_all": ("each", "mine"),
+    "all_to_all_matmul": ("each", "mine"),
+}
+"""Of a and of the result: the own shard; each rank's, one below the other; as high as the own, one of each rank; all rows."""
+
+
+def wider(problem: Problem) -> Problem | None:
+    """The problem whose program serves this one's calls, too; None if that is its own alone."""
+    if problem.op not in _PIECES or problem.nodes or not problem.m:
+        return None
+    pieces = 1 if problem.op == "matmul_all_reduce" else problem.world_size
+    entries = problem.m // problem.row_multiple
+    high = -(-entries // pieces)
+    step = 1 << max(0, high.bit_length() - 1 - _STEPS)
+    wide = -(-high // step) * step * pieces
+    return None if wide == entries else replace(problem, m=wide * problem.row_multiple)
+
+
+def serves(problem: Problem, rows: int) -> bool:
+    """Whether calls of so many rows may run by the problem's program."""
+    if rows == problem.m:
+        return True
+    if problem.op not in _PIECES or not 0 < rows < problem.m or rows % problem.row_multiple:
+        return False
+    return wider(replace(problem, m=rows)) == problem
+
+
+class Widened:
+    """How often calls alike may still run by a program of more rows. As many calls alike are made on every rank."""
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, int] = {}
+
+    def may(self, key: Hashable) -> bool:
+        return self._left.get(key, CALLS) > 0
+
+    def used(self, key: Hashable) -> bool:
+        """Count a call. Whether it was the last one."""
+        self._left[key] = self._left.get(key, CALLS) - 1
+        return self._left[key] == 0
+
+
+def widened(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
+    """The call with as many rows. They hold anything."""
+    sizes = _sizes(call, _PIECES[call.op][0], rank, world_size)
+    high = rows if call.op == "matmul_all_reduce" else rows // world_size
+    extras = {name: _spread(tensor, sizes, high) if name == "residual" else tensor for name, tensor in call.extras.items()}
+    return replace(call, a=_spread(call.a, sizes, high), rows=rows, extras=extras)
+
+
+def narrowed(found: Outputs, call: MatmulCall, rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
+    """What the widened call gave, as `call` has it."""
+    sizes = _sizes(call, _PIECES[call.op][1], rank, world_size)
+    return {name: [_taken(matrix, sizes) for matrix in matrices] for name, matrices in found.items()}
+
+
+def _sizes(call: MatmulCall, pieces: _Pieces, rank: int, world_size: int) -> list[int]:
+    """Rows of the pieces, one below the other."""
+    if pieces == "whole":
+        return [call.rows]
+    sizes = [(high - low) * call.row_multiple for low, high in split(call.rows // call.row_multiple, world_size)]
+    if pieces == "each":
+        return sizes
+    return [sizes[rank]] * (world_size if pieces == "mine" else 1)
+
+
+def _spread(matrix: torch.Tensor, sizes: Sequence[int], high: int) -> torch.Tensor:
+    columns = matrix.shape[1]
+    out = matrix.new_empty(len(sizes) * high, columns)
+    places = out.view(len(sizes), high, columns)
+    if len(set(sizes)) == 1:
+        places[:, : sizes[0]].copy_(matrix.view(len(sizes), sizes[0], columns))
+    else:
+        for place, piece in zip(places, torch.split(matrix, list(sizes)), strict=True):
+            place[: piece.shape[0]].copy_(piece)
+    return out
+
+
+def _taken(matrix: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    if len(sizes) == 1:
+        return matrix[: sizes[0]]
+    columns = matrix.shape[1]
+    pieces = matrix.view(len(sizes), matrix.shape[0] // len(sizes), columns)
+    if len(set(sizes)) == 1:
+        return pieces[:, : sizes[0]].reshape(len(sizes) * sizes[0], columns)
+    return torch.cat([piece[:rows] for piece, rows in zip(pieces, sizes, strict=True)])
