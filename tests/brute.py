@@ -3,7 +3,8 @@
 `verdict(schedule)` is "" if a small schedule is right, else what went wrong. It runs three calls, with new random inputs
 in each, in many directed interleavings:
 
-    - lanes and parts of kernels are coroutines; a flag is a word, to which a signal writes call * D + its ordinal;
+    - lanes, parts of kernels and copies of a run are coroutines; a flag is a word, to which a signal writes call * D + its
+      ordinal;
     - every buffer element is a number modulo a prime, or poison until it is first written;
     - once in the order given, once backwards, once with each rank held back, and once for every copy, part and
       collective with that one held back for as long as anything else can run. If two accesses are not ordered by the

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.schedule import Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.together import runs
 
 Place = tuple[int, int, int]
 Damage = Callable[[Schedule, random.Random], Schedule | None]
@@ -295,6 +296,18 @@ def _mix_sums(schedule: Schedule, rng: random.Random) -> Schedule | None:
     return with_step(schedule, place, dataclasses.replace(step_at(schedule, place), parts=tuple(parts)))
 
 
+def _one_row(part: Any, rng: random.Random) -> Any:
+    """A row of a source in the place of the source: it is added to every row, and is right for one at most."""
+    at = rng.randrange(1, len(part.srcs))
+    row = rng.randrange(*part.srcs[at].rows)
+    srcs = (*part.srcs[:at], dataclasses.replace(part.srcs[at], rows=(row, row + 1)), *part.srcs[at + 1 :])
+    return dataclasses.replace(part, srcs=srcs)
+
+
+def _sums_rows(part: Any) -> bool:
+    return len(getattr(part, "srcs", ())) > 1 and part.out.shape[0] > 1
+
+
 def _summing(step: Any) -> list[int]:
     """The parts that sum."""
     return [i for i, part in enumerate(step.parts) if getattr(part, "adds", True)]
@@ -333,6 +346,25 @@ def _signal_other(schedule: Schedule, rng: random.Random) -> Schedule | None:
     return with_step(with_step(schedule, one, second), two, first)
 
 
+def _other_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """With all copies by stores: drop the waits for one copy of a run, and let a wait for another one stand for it, or (which
+    harms nothing) wait for both there."""
+    lanes = (
+        tuple(dataclasses.replace(x, kind="blocks" if x.kind == "copy" else x.kind) for x in own) for own in schedule.ranks
+    )
+    schedule = dataclasses.replace(schedule, ranks=tuple(lanes))
+    found = [run for lanes in schedule.ranks for lane in lanes for run in runs(lane)]
+    pairs = [(f, g) for run in found for _, f in run.copies for _, g in run.copies if f != g and f.rank == g.rank]
+    if not pairs:
+        return None
+    gone, kept = rng.choice(pairs)
+    dropped = map_steps(schedule, lambda step: step if isinstance(step, Signal) else _without(step, gone))
+    if rng.random() < 0.7:
+        return dropped
+    place = next((p for p in places(dropped, lambda step: isinstance(step, Wait) and step.flag == kept)), None)
+    return with_step(dropped, place, step_at(dropped, place), Wait(gone)) if place else None
+
+
 def _at_least(schedule: Schedule, rng: random.Random) -> Schedule | None:
     found = places(schedule, lambda step: isinstance(step, Wait))
     if not found:
@@ -360,7 +392,8 @@ def _split_lane(schedule: Schedule, rng: random.Random) -> Schedule | None:
     lanes = list(schedule.ranks[rank])
     lane = lanes[index]
     lanes[index] = dataclasses.replace(lane, steps=lane.steps[:at])
-    return with_lanes(schedule, rank, [*lanes, Lane(f"{lane.name}{len(lanes)}", lane.kind, lane.steps[at:])])
+    kind = "blocks" if lane.kind == "compute" else lane.kind  # a rank has one lane of kind compute
+    return with_lanes(schedule, rank, [*lanes, Lane(f"{lane.name}{len(lanes)}", kind, lane.steps[at:])])
 
 
 def _split_in_order(schedule: Schedule, rng: random.Random) -> Schedule | None:
@@ -399,6 +432,8 @@ DAMAGES: dict[str, Damage] = {
     "reuse a flag": _reuse_flag,
     "swap two operands": _swap_operands,
     "mix two sums": _mix_sums,
+    "one row for all": _change_part(_sums_rows, _one_row),
+    "wait for another copy": _other_copy,
     "swap two signals": _signal_other,
     "change what is added": _change_part(lambda part: bool(getattr(part, "adds", ())), _change_adds),
     "drop a late gate": _change_part(lambda part: bool(getattr(part, "adds", ()) and part.gates), _drop_gate),

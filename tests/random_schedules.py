@@ -45,11 +45,12 @@ def random_sync(rng: random.Random) -> Schedule:
     """
     size = rng.choice((1, 1, 2, 2, 3))
     problem = Problem(op="all_gather_matmul", m=0, n=0, k=2, world_size=size)
-    names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 2, 3)))]
+    names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 3, 3)))]
     flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(2)] for lane in names}
     lanes: list[list[Lane]] = [[] for _ in range(size)]
     for rank, index in names:
-        kind = rng.choice(("compute", "compute", "compute", "copy", "blocks"))
+        # A rank has one lane of kind compute; beside it, copies within the rank are kernels, too.
+        kind = rng.choice(("copy", "copy", "copy", "blocks")) if index else "compute"
         heard = [f for found in flags.values() for f in found if f.rank == rank]
         steps = [s for _ in range(rng.randrange(1, 5)) for s in _sync_steps(rng, rank, kind, flags[rank, index], heard)]
         lanes[rank].append(Lane(f"{kind}{index}", kind, tuple(steps)))
@@ -73,7 +74,8 @@ def _with_collective(schedule: Schedule, rng: random.Random) -> Schedule:
 
 def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], heard: list[Flag]) -> list[Step]:
     nothing, b = Region("a_full", rank, (0, 0), (0, 2)), Region("b", rank, (0, 2), (0, 0))
-    what = rng.choice(("wait", "signal", "signal", "copy", "kernel", "kernel"))
+    here = ("copy", "copy") if kind == "copy" else ("copy", "kernel", "kernel", "kernel")
+    what = rng.choice(("wait", "signal", "signal", *here))
     if what == "wait" and heard:
         return [Wait(rng.choice(heard), rng.choice((1, 1, 2)))]
     if what == "kernel" and kind != "copy":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from weft import codec
+from weft import codec, machine
 from weft.problem import Problem
 from weft.schedule import Schedule, Step
 from weft.schedules import build
@@ -95,6 +95,23 @@ def test_writes_no_numbers_that_are_none() -> None:
 def test_refuses_what_is_not_json(text: str) -> None:
     with pytest.raises(ValueError, match=r"file\.json is not JSON"):
         codec.loads(Tree, text, "file.json")
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    """A table holds tables for fewer ranks, and those hold none. Deeper than Python goes, nothing else is said of it."""
+    profile = codec.dumps(machine.load("h200x8"))
+    gathers = json.dumps(json.loads(profile)["collectives"]["all_gather"])
+    assert profile.count(gathers) == 1
+    for depth, message in ((1, ""), (2, "has also of its own"), (50, "has also of its own"), (400, "nested too deeply")):
+        table = '{"type": "Table", "world_size": 2, "points": [[1, 1.0]], "also": ['
+        deep = table * depth + table.removesuffix(', "also": [') + "}" + "]}" * depth
+        path = tmp_path / "machine.json"
+        path.write_text(profile.replace(gathers, deep))
+        if message:
+            with pytest.raises(ValueError, match=rf"machine\.json: .*{message}"):
+                machine.load(path)
+        else:
+            machine.load(path)
 
 
 def test_names_the_file(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def loads(cls: type[T], text: str, where: str = "JSON") -> T:
         return typing.cast(T, load(cls, data))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: a {cls.__name__} is nested too deeply; use fewer levels") from None
 
 
 def read(cls: type[T], path: str | Path) -> T:

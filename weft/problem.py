@@ -50,24 +50,22 @@ Op = Literal[
     "all_to_all",
 ]
 DType = Literal["bfloat16", "float16", "float32", "uint8"]
-OPS: tuple[Op, ...] = (
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_to_all",
-    "all_to_all_matmul",
-    "matmul_all_reduce",
-)
+Ops = tuple[Op, ...]
+OPS: Ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul", "matmul_all_reduce")
 """Those around a matmul: a Problem each."""
-LOOKUP_OPS: tuple[Op, ...] = ("embedding_bag_all_to_all",)
+LOOKUP_OPS: Ops = ("embedding_bag_all_to_all",)
 """Those around a lookup: a LookupProblem each."""
-COLUMN_OPS: tuple[Op, ...] = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
+COLUMN_OPS: Ops = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
 """Those around a matmul one side of whose exchange lies across columns: a ColumnProblem each."""
-COLLECTIVE_OPS: tuple[Op, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+COLLECTIVE_OPS: Ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """Those of no computation but a sum: a CollectiveProblem each."""
-EXCHANGES: tuple[Op, ...] = ("matmul_all_to_all", "all_to_all_matmul")
+EXCHANGES: Ops = ("matmul_all_to_all", "all_to_all_matmul")
 """Those around a matmul whose rows go all to all."""
-REDUCTIONS: tuple[Op, ...] = ("matmul_reduce_scatter", "matmul_all_reduce")
+REDUCTIONS: Ops = ("matmul_reduce_scatter", "matmul_all_reduce")
 """Those whose products are summed over ranks: K is sharded."""
+AVERAGES: Ops = ("matmul_reduce_scatter", "reduce_scatter", "all_reduce")
+GATHERS: Ops = ("all_gather_matmul", "all_to_all_matmul", "all_to_all_columns_matmul")
+"""Those that may average what they sum; that hand back what they have received and multiplied."""
 Addend = Literal["bias", "residual"]
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
 """What matmul_all_reduce adds to its sum, alike on every rank: a row, added to each, and a matrix."""
@@ -99,8 +97,7 @@ class Problem:
     op: which operator. m, n, k: global extents (rows of the result, columns of the result, contraction); of an all-to-all, each
     rank's (rows of its a, columns of its result, contraction).
     dtype: of inputs and result; partial results are summed in float32. world_size: ranks that share the work.
-    return_gathered: all_gather_matmul and all_to_all_matmul also hand back the rows that they multiply. reduce_op: of
-    matmul_reduce_scatter.
+    return_gathered: those of GATHERS also hand back the rows that they multiply. reduce_op: "avg" for one of AVERAGES.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K), where that is not what `split` gives; not of an all-to-all.
     addends: of matmul_all_reduce, what is added to the sum over ranks, in the order of ADDENDS.
@@ -132,6 +129,11 @@ class Problem:
             raise ValueError(f"dtype is {self.dtype!r}; weft overlaps {', '.join(self.DTYPES)}")
         if self.reduce_op not in ("sum", "avg"):
             raise ValueError(f"reduce_op is {self.reduce_op!r}; use 'sum' or 'avg'")
+        if self.reduce_op != "sum" and self.op not in AVERAGES:
+            does = "averages" if self.op in REDUCTIONS else "sums"
+            raise ValueError(f"reduce_op is {self.reduce_op!r}; {self.op} {does} nothing, use 'sum'")
+        if self.return_gathered and self.op not in GATHERS:
+            raise ValueError(f"return_gathered is {self.return_gathered!r}; {self.op} gathers nothing to hand back, use False")
         for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1)):
             value, most = getattr(self, name), MOST_WORLD if name == "world_size" else MOST_EXTENT
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
@@ -439,8 +441,6 @@ class CollectiveProblem(Problem):
             raise ValueError(f"m is {self.m}; {self.op} needs a multiple of world_size, {self.world_size}")
         if self.sums and self.dtype == "uint8":
             raise ValueError(f"dtype is 'uint8'; {self.op} sums {', '.join(ITEMSIZE)}")
-        if self.reduce_op != "sum" and not self.sums:
-            raise ValueError(f"reduce_op is {self.reduce_op!r}; {self.op} sums nothing, use 'sum'")
 
     @property
     def sums(self) -> bool:

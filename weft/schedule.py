@@ -34,8 +34,8 @@ from typing import ClassVar, Literal
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, Span1D
 
 LaneKind = Literal["compute", "copy", "blocks", "network"]
-"""compute: kernels on all SMs. copy: a copy engine. blocks: communication blocks on SMs of their own (SM stores). network: the
-vendor's sends and receives."""
+"""compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
+their own (SM stores). network: the vendor's sends and receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Advance `flag` by one, after all earlier steps of this lane are done and visible."""
+    """Advance `flag` by one, after all earlier steps of this lane are done and visible; but where copies, each with a signal
+    to its receiver, are one kernel (`weft.together`), after its own copy and the steps before the first of them."""
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
@@ -231,7 +232,7 @@ class Collective:
 
     all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
     all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
-    all_reduce: dst = the sum over ranks of src; dst may be src. divide_by: of the two that sum.
+    all_reduce: dst = the sum over ranks of src; dst may be src. divide_by: of the two that sum, 1 or world_size.
     all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s; dst has those of all side by side.
     """
 
@@ -297,7 +298,9 @@ class Lane:
 
     fused: ranges of steps that one persistent kernel runs, where the device has it, tile by tile: a tile takes the steps in
     this order, and need not wait for another tile but by the flags. What is proved of the steps holds of any such refinement:
-    tiles of a region share no element, and each tile has signals and waits of its own for those of the steps.
+    tiles of a region share no element, and each tile has signals and waits of its own for those of the steps. So the flags of
+    such steps, and the scratch that they write, are for such steps alone, and no product reads what they write. Its tiles that
+    wait may fill the rank's SMs: no other lane of the rank then needs any.
     """
 
     name: str
@@ -308,7 +311,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named buffer: rows and cols by rank. float32: holds partial sums, whatever the problem's dtype."""
+    """A named buffer: rows and cols by rank. float32: holds partial sums, whatever the problem's dtype; a local one alone."""
 
     name: str
     kind: Literal["input", "output", "symmetric", "local"]

@@ -6,6 +6,9 @@ Such a lane is one of communication blocks ("blocks"), or the compute lane:
                                      each add to the flag of their Signal, tile by tile
     Wait, Wait, Signal ...           one kernel of one warp (weft.kernels.words)
 
+Nothing orders the copies of such a run: the flag of a later one may be full while an earlier one is under way, and tells of its
+own copy, and of what came before the run, alone. So a run ends where an order within it is needed.
+
 Copy lanes have streams' memory operations and copy engines, one by one. A lane's fused steps are another kernel's.
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weft.schedule import Copy, Flag, Lane, Signal, Wait
+from weft.schedule import Copy, Flag, Lane, Region, Signal, Wait, advances
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +32,66 @@ class Run:
 def runs(lane: Lane) -> Iterator[Run]:
     """The runs of copies of a lane, in order. They depend on the schedule alone, since a flag that a kernel counts grows by
     tiles, and its waiter must know."""
+    if lane.kind == "copy" or not any(isinstance(step, Copy) for step in lane.steps):
+        return
     position, fused = 0, dict(lane.fused)
-    while lane.kind != "copy" and position < len(lane.steps):
+    raised = {flag for step in lane.steps if not isinstance(step, (Copy, Wait, Signal)) for flag in advances(step)}
+    while position < len(lane.steps):
         if position in fused:
             position = fused[position]
-            continue
-        copies, first = [], position
-        pairs = zip(lane.steps[position::2], lane.steps[position + 1 :: 2], strict=False)
-        for copy, signal in pairs:
-            # A signal to anyone but the receiver may stand for more than this copy.
-            if not (isinstance(copy, Copy) and isinstance(signal, Signal) and signal.flag.rank == copy.dst.rank):
-                break
-            copies.append((copy, signal.flag))
-        position += 2 * len(copies)
-        if copies:
-            yield Run(first, position, tuple(copies))
-        position += not copies
+        elif isinstance(lane.steps[position], Copy):
+            end = min((low for low in fused if low > position), default=len(lane.steps))
+            copies = tuple(_copies(lane, position, end, raised))
+            if copies:
+                yield Run(position, position + 2 * len(copies), copies)
+            position += 2 * len(copies) or 1
+        else:
+            position += 1
+
+
+def _copies(lane: Lane, first: int, end: int, raised: set[Flag]) -> Iterator[tuple[Copy, Flag]]:
+    """The copies from one step on that may be one kernel. raised: by kernels of the lane, and copies
+    before; theirs are added to it."""
+    source, taken = None, _Taken()
+    for at in range(first, end - 1, 2):
+        copy, signal = lane.steps[at], lane.steps[at + 1]
+        # A signal to anyone but the receiver may stand for more than this copy.
+        if not (isinstance(copy, Copy) and isinstance(signal, Signal) and signal.flag.rank == copy.dst.rank):
+            return
+        src, dst = (copy.src.buffer, copy.src.rank), (copy.dst.buffer, copy.dst.rank)
+        # One without elements has no tile that counts, and a flag that two kernels raise grows by the tiles of either. The
+        # kernel reads one tensor, which may lie elsewhere in each call, and writes none of it.
+        if not copy.src.size or signal.flag in raised or src == dst or src != (source or src) or taken.meets(copy.dst):
+            return
+        source = src
+        raised.add(signal.flag)
+        taken.add(copy.dst)
+        yield copy, signal.flag
+
+
+class _Taken:
+    """Where the copies of a run store. Pieces come mostly one behind the other, so that few are looked at."""
+
+    def __init__(self) -> None:
+        self._regions: dict[tuple[str, int], list[Region]] = {}
+        self._ends: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def meets(self, region: Region) -> bool:
+        """Whether it overlaps one of them."""
+        (top, bottom), (left, right), key = region.rows, region.cols, (region.buffer, region.rank)
+        below, beside = self._ends.get(key, (0, 0))
+        if top >= below or left >= beside:
+            return False
+        return any(
+            other.rows[0] < bottom and top < other.rows[1] and other.cols[0] < right and left < other.cols[1]
+            for other in self._regions[key]
+        )
+
+    def add(self, region: Region) -> None:
+        key = region.buffer, region.rank
+        below, beside = self._ends.get(key, (0, 0))
+        self._regions.setdefault(key, []).append(region)
+        self._ends[key] = max(region.rows[1], below), max(region.cols[1], beside)
 
 
 def riding(lane: Lane) -> frozenset[int]:

@@ -6,7 +6,8 @@ A content says what element (i, j) of its buffer holds, by displacement, so that
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("?", why)                  something that no result may hold
 
-What is added to a result stands for one more k each: ADDED tells its range. dr of a row that is added to every row is None.
+What is added to a result stands for one more k each: ADDED tells its range. dr of a row that is added to every row is None; any
+other row that is laid on several stands for nothing that a result may hold.
 
 ks is a tuple of disjoint, sorted, merged ranges, each k counted once. Nothing summed at all is ZERO, wherever it lies.
 """
@@ -33,7 +34,7 @@ def moved(cells: Cells, src: Rect, dst: Rect) -> Cells:
     """The cells of `src` as they lie in `dst` once copied there."""
     down, right = dst[0] - src[0], dst[2] - src[2]
     if src[1] - src[0] == 1 < dst[1] - dst[0]:
-        return [((dst[0], dst[1], r[2] + right, r[3] + right), _displaced(c, down, right)) for r, c in cells]
+        return [((dst[0], dst[1], r[2] + right, r[3] + right), _for_all(_displaced(c, down, right))) for r, c in cells]
     if not (down or right):
         return cells
     return [((r[0] + down, r[1] + down, r[2] + right, r[3] + right), _displaced(c, down, right)) for r, c in cells]
@@ -44,6 +45,13 @@ def _displaced(content: Content, down: int, right: int) -> Content:
         return content
     rows = None if content[1] is None else content[1] - down
     return (content[0], rows, content[2] - right, *content[3:])
+
+
+def _for_all(content: Content) -> Content:
+    """Of one row that is laid on several: the same numbers in all of them."""
+    if content[0] == "?" or content == ZERO or content[1] is None:
+        return content
+    return ("?", "one row of a matrix, the same for all rows")
 
 
 def add(one: Content, two: Content) -> Content:

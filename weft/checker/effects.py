@@ -17,7 +17,7 @@ from operator import or_
 
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Given, Memory
-from weft.checker.program import Access, Action, Do, Program, Rect, ScheduleError, overlap
+from weft.checker.program import CALLER, Access, Action, Do, Program, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
 from weft.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
 
@@ -187,18 +187,17 @@ class Effects:
         return [cell for m, rect in reads for cell in self.memories[m].read(rect, node, ancestors)]
 
     def _collected(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
-        """What lands on `rank`: all shards below each other, the sum over ranks of its own, or its own of each rank."""
+        """What lands on `rank`: all shards below each other, the sum over ranks of its own or all, or its own of each."""
         if actions[rank].do is Do.COPY:
             landed: Cells = []
             for (low, high), action, cells in zip(self.problem.shards, actions, found, strict=True):
                 if action.reads:
                     landed += moved(cells, action.reads[0][1], (dst[0] + low, dst[0] + high, dst[2], dst[3]))
             return landed
-        if actions[rank].do is Do.EXCHANGE:
+        if actions[rank].do in (Do.EXCHANGE, Do.EXCHANGE_COLUMNS):
             return self._exchanged(actions, found, rank, dst)
-        # Of an all-reduce all rows; so are they where one shard is the whole.
-        whole = dst[1] - dst[0] == self.problem.m
-        low, high = (0, self.problem.m) if whole else self.problem.shards[rank]
+        shards = self.problem.shards
+        low, high = (0, shards[-1][1]) if actions[rank].do is Do.ADD_ALL else shards[rank]
         parts = []
         for action, cells in zip(actions, found, strict=True):
             own, cut = _rows_of(action, cells, low, high)
@@ -206,34 +205,34 @@ class Effects:
         return divided(total(parts), actions[rank].divide_by)
 
     def _exchanged(self, actions: list[Action], found: list[Cells], rank: int, dst: Rect) -> Cells:
-        """The shard of `rank` of every rank: below each other, or a lookup's columns side by side."""
+        """The shard of `rank` of every rank: below each other, or columns side by side."""
         landed: Cells = []
         for src_rank, (action, cells) in enumerate(zip(actions, found, strict=True)):
             if action.reads:
                 own, cut = _rows_of(action, cells, *self.problem.shards[rank])
-                landed += moved(cut, own, self._landing(src_rank, rank, dst))
+                landed += moved(cut, own, self._landing(action.do, src_rank, rank, dst))
         return landed
 
-    def _landing(self, src_rank: int, rank: int, dst: Rect) -> Rect:
+    def _landing(self, do: Do, src_rank: int, rank: int, dst: Rect) -> Rect:
         """Where on `rank` the rows of `src_rank` for it land."""
-        if self.problem.op in (*LOOKUP_OPS, "all_to_all_columns_matmul"):
+        if do is Do.EXCHANGE_COLUMNS:
             left, right = self.problem.blocks[src_rank]
             return dst[0], dst[1], dst[2] + left, dst[2] + right
         first, last = self.problem.arrivals(src_rank, rank)
         return dst[0] + first, dst[0] + last, dst[2], dst[3]
 
-    def read_by_caller(self, rank: int, at: At, ancestors: int) -> int:
-        """Between two calls the caller reads, and may write, results that peers can reach. ancestors: with that among them."""
+    def left_to_caller(self, rank: int, call: int, ancestors: int) -> int:
+        """Between two calls the caller reads and writes results that peers can reach. ancestors: with that among them."""
         if not reachable_outputs(self.program.schedule):
             return ancestors
+        at = (rank, *CALLER, 0, call)
         node = self.node(at)
-        number = self.program.memories.index(("out", rank))
-        whole = self.program.schedule.buffer["out"].whole(rank)
-        if whole.size:
-            try:
-                self.memories[number].read((*whole.rows, *whole.cols), node, ancestors)
-            except Conflict as conflict:
-                raise self._refusal(at, conflict) from None
+        memory = self.memories[self.program.memories.index(("out", rank))]
+        assert isinstance(memory, Memory)
+        try:
+            memory.give_back(node, ancestors)
+        except Conflict as conflict:
+            raise self._refusal(at, conflict) from None
         return ancestors | 1 << node
 
     def check_outputs(self, rank: int) -> None:
@@ -298,9 +297,22 @@ class Effects:
         if conflict.other is None:
             return ScheduleError(f"{where}: it reads {region}, but no write of all of it is ordered before that")
         other = self.nodes[conflict.other]
-        they = self.program.where(*other[:4]) + (" of the call before" if other[4] < at[4] else "")
+        they = self.program.where(*other[:4])
+        if conflict.given:
+            return ScheduleError(f"{where}: {_in_place(region, they, conflict)}, since out may be the memory of a")
+        if other[1:3] == CALLER:
+            return ScheduleError(f"{where}: it touches {region}, which {they} has between two calls; nothing orders that")
+        they += " of the call before" if other[4] < at[4] else ""
+        does = "has its result between two calls, and may write" if at[1:3] == CALLER else "it touches"
         verb = "writes" if conflict.wrote else "reads"
-        return ScheduleError(f"{where}: it touches {region}, which {they} {verb}; nothing orders the two")
+        return ScheduleError(f"{where}: {does} {region}, which {they} {verb}; nothing orders the two")
+
+
+def _in_place(region: str, they: str, conflict: Conflict) -> str:
+    """What conflicts where the result is written in place: with a read that came before, or that comes after."""
+    if conflict.wrote:
+        return f"it touches {region}, where {they} may have written the result"
+    return f"the result touches {region}, which {they} reads, and nothing orders the two"
 
 
 def _wanted_of_columns(problem: ColumnProblem, name: str, rank: int) -> list[tuple[Span1D, Content]]:

@@ -14,11 +14,12 @@ Reader = tuple[int, Rect]
 
 
 class Conflict(Exception):
-    """An access that is not ordered after another, or (other is None) that reads what nobody wrote."""
+    """An access that is not ordered after another, or (other is None) that reads what nobody wrote. given: by memory that an
+    input and the result may share, the input's."""
 
-    def __init__(self, memory: int, rect: Rect, other: int | None, *, wrote: bool = True) -> None:
-        super().__init__(memory, rect, other, wrote)
-        self.memory, self.rect, self.other, self.wrote = memory, rect, other, wrote
+    def __init__(self, memory: int, rect: Rect, other: int | None, *, wrote: bool = True, given: bool = False) -> None:
+        super().__init__(memory, rect, other, wrote, given)
+        self.memory, self.rect, self.other, self.wrote, self.given = memory, rect, other, wrote, given
 
 
 class Fragment:
@@ -79,6 +80,12 @@ class Memory:
         self._check_write(exact, rect, node, ancestors)
         exact.content, exact.writer, exact.readers = content, node, []
 
+    def give_back(self, node: int, ancestors: int) -> None:
+        """The caller has all of it, to read and to write: nobody else may touch it meanwhile."""
+        for rect, fragment in self.fragments.items():
+            self._check_write(fragment, rect, node, ancestors)
+            fragment.content, fragment.writer, fragment.readers = None, node, []
+
     def _cut(self, place: Rect, rect: Rect, node: int, ancestors: int) -> None:
         """Take `rect` out of the fragment at `place`."""
         fragment = self.fragments.pop(place)
@@ -121,7 +128,7 @@ class Given:
         for writer, place in self._overwritten:
             common = overlap(place, rect)
             if common:
-                raise Conflict(self.number, common, writer)
+                raise Conflict(self.number, common, writer, given=True)
         self._readers.append((node, rect))
         return [(rect, self.content)]
 
@@ -134,7 +141,7 @@ class Given:
         for reader, place in self._readers:
             same = reader == node and (vendor or place == rect)
             if not same and not ancestors >> reader & 1 and overlap(place, rect):
-                raise Conflict(self.number, rect, reader, wrote=False)
+                raise Conflict(self.number, rect, reader, wrote=False, given=True)
         self._overwritten.append((node, rect))
 
 

@@ -23,11 +23,18 @@ def check_buffers(schedule: Schedule) -> None:
         names = [lane.name for lane in lanes]
         if len(names) > len(set(names)):
             raise ScheduleError(f"rank {rank} has two lanes of one name, of {', '.join(names)}")
+        compute = [lane.name for lane in lanes if lane.kind == "compute"]
+        if len(compute) > 1:
+            several = f"lanes {', '.join(compute)} of kind compute, which is the caller's one stream"
+            raise ScheduleError(f"rank {rank} has {several}; put their steps on one, or give the others kind blocks")
     if len(schedule.buffer) < len(schedule.buffers):
         raise ScheduleError(f"two buffers share a name, of {', '.join(b.name for b in schedule.buffers)}")
     expected = caller_buffers(schedule.problem)
     for buffer in schedule.buffers:
         _check_buffer(buffer, size, expected)
+        if buffer.float32 and buffer.kind != "local" and schedule.problem.dtype != "float32":
+            what = f"buffer {buffer.name} is {buffer.kind} and holds float32, where the problem has {schedule.problem.dtype}"
+            raise ScheduleError(f"{what}; only local buffers hold partial sums wider than that: round them by a reduce first")
     for name, (kind, _) in expected.items():
         if name not in schedule.buffer:
             raise ScheduleError(f"buffer {name} is missing; the problem has it as {kind}")
@@ -157,6 +164,10 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
     low, high = problem.shards[rank]
     full, part, cols = problem.shards[-1][1], high - low, step.src.shape[1]
     blocks = problem.blocks
+    if step.op == "all_to_all" and isinstance(problem, ColumnProblem) and not problem.sends_columns:
+        return f"all_to_all lays rows below each other; what {problem.op} sends lies side by side: use all_to_all_columns"
+    if step.op == "all_to_all_columns" and sum(right - left for left, right in blocks) != blocks[-1][1]:
+        return f"all_to_all_columns lays columns side by side; in {problem.op} every rank has all of them: use all_to_all"
     shapes = {
         "all_gather": ((part, cols), (full, cols)),
         "reduce_scatter": ((full, cols), (part, cols)),
@@ -169,6 +180,8 @@ def collective_fault(step: Collective, problem: Problem, rank: int) -> str:
             return f"{region} has shape {region.shape}; {step.op} on rank {rank} needs {shape}"
     if step.divide_by != 1 and step.op not in ("reduce_scatter", "all_reduce"):
         return f"divide_by is {step.divide_by}; {step.op} divides nothing"
+    if step.divide_by not in (1, problem.world_size):
+        return f"divide_by is {step.divide_by}; a vendor's collective sums (1), or averages ({problem.world_size})"
     return ""
 
 

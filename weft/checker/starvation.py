@@ -205,7 +205,7 @@ class _State:
         held = self._holders()
         kept = next((lane for lane in self._unstarted(points) if lane[0] in held), None)
         if kept is None:
-            return "several kernels with gates share the SMs of a rank"
+            return "kernels with gates and other lanes share the SMs of a rank"
         kernel = held[kept[0]]
         part = self.inside[kernel][0]
         step = self.program.where(*kernel, self.at[kernel], part)

@@ -41,15 +41,17 @@ from weft.schedule import (
     Sum,
     Wait,
 )
+from weft.together import runs
 
-_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES = Do
+_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, _EXCHANGE_COLUMNS = Do
 _COLLECTS = {
     "all_gather": _COPY,
     "reduce_scatter": _ADD,
-    "all_reduce": _ADD,
+    "all_reduce": _ADD_ALL,
     "all_to_all": _EXCHANGE,
-    "all_to_all_columns": _EXCHANGE,
+    "all_to_all_columns": _EXCHANGE_COLUMNS,
 }
+_NOTHING = Op(_WORK)
 
 
 def compile_schedule(schedule: Schedule) -> Program:
@@ -91,7 +93,7 @@ class _Compiler:
 
     def lanes(self, rank: int, lanes: tuple[Lane, ...]) -> tuple[tuple[Op, ...], ...]:
         self.rank = rank
-        return tuple(self.ops(index, lane) for index, lane in enumerate(lanes))
+        return tuple([self.ops(index, lane) for index, lane in enumerate(lanes)])
 
     def ops(self, index: int, lane: Lane) -> tuple[Op, ...]:
         self.index, self.lane = index, lane
@@ -102,6 +104,8 @@ class _Compiler:
         for position, step in enumerate(lane.steps):
             self.position, self.step = position, step
             ops.append(self.op(step))
+        if lane.kind != "copy":
+            _join_runs(lane, ops)
         return tuple(ops)
 
     def fail(self, text: str) -> NoReturn:
@@ -324,7 +328,7 @@ class _Compiler:
         touched = write if area(write[1]) else None
         if touched is None and not collective:
             return Action(do, waits, number, (), None, accumulate, divide_by, (), None)
-        self.disjoint(reads, write, in_place=do is _ADD)
+        self.disjoint(reads, write, in_place=do is _ADD or do is _ADD_ALL)
         reads = tuple([r for r in reads if r[1][0] < r[1][1] and r[1][2] < r[1][3]])
         shared_reads = tuple([r for r in reads if self.shared[r[0]]])
         shared_write = touched if self.shared[write[0]] else None
@@ -346,3 +350,13 @@ class _Compiler:
             if at_least > self.per_call[flag]:
                 self.rank, self.lane, self.position, self.step = rank, lane, position, step
                 self.fail(f"it waits for {at_least} signals of {self.flags[flag]}; a call has {self.per_call[flag]}")
+
+
+def _join_runs(lane: Lane, ops: list[Op]) -> None:
+    """Copies that are one kernel become one op, as they are to each other what parts are."""
+    for run in runs(lane):
+        if len(run.copies) > 1:
+            copies, signals = ops[run.first : run.last : 2], ops[run.first + 1 : run.last : 2]
+            actions = [copy.actions[0]._replace(counts=signal.flag) for copy, signal in zip(copies, signals, strict=True)]
+            on_sms = any(copy.needs_sms for copy in copies)
+            ops[run.first : run.last] = [Op(_WORK, -1, 0, tuple(actions), on_sms), *[_NOTHING] * (run.last - run.first - 1)]

@@ -175,12 +175,12 @@ class BoundProgram(ABC):
                 self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem)
 
     def _add_sums(self, problem: CollectiveProblem) -> None:
-        from weft.execute.sums import FusedSum
+        from weft.execute.sums import FusedSum, adds_pieces
         from weft.kernels.runs import launcher
 
         device, by = self._space.device, launcher()
         for rank, lane, position, step in self.schedule:
-            if rank == self.rank and isinstance(step, Reduce):
+            if rank == self.rank and isinstance(step, Reduce) and adds_pieces(step, self.schedule):
                 where = Where(rank, lane.name, position, step)
                 self.kernels[id(step)] = FusedSum(step, where, device, self, problem, by)
 

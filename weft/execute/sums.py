@@ -9,7 +9,22 @@ from weft.execute.fused import FlagWords, FusedStep
 from weft.kernels.launch import Launcher
 from weft.kernels.runs import RunTable, load, run_table, sum_runs
 from weft.problem import CollectiveProblem
-from weft.schedule import Reduce, Region
+from weft.schedule import Reduce, Region, Schedule
+
+
+def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
+    """Whether it is one sum of contiguous pieces of one length, one of them the caller's, that neither waits nor counts: what
+    the kernel does. All other sums go step by step."""
+    if len(step.parts) != 1:
+        return False
+    part, buffers = step.parts[0], schedule.buffer
+    others = [buffers[src.buffer] for src in part.srcs if src.buffer != "a"]
+    # The table keeps the addresses of all but the caller's, which may be others in each call.
+    fixed = len(part.srcs) == len(others) + 1 and all(buffer.kind in ("symmetric", "local") for buffer in others)
+    narrow = schedule.problem.dtype == "float32" or not any(buffer.float32 for buffer in (*others, buffers[part.out.buffer]))
+    columns = {width for region in (*part.srcs, part.out) for width in buffers[region.buffer].cols}
+    plain = not part.gates and part.count is None and all(src.shape == part.out.shape for src in part.srcs)
+    return fixed and narrow and columns == {1} and plain
 
 
 class FusedSum(FusedStep):

@@ -1,0 +1,50 @@
+"""A Problem refuses what its operator does not have, and names it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from weft.problem import (
+    AVERAGES,
+    COLLECTIVE_OPS,
+    COLUMN_OPS,
+    GATHERS,
+    OPS,
+    CollectiveProblem,
+    ColumnProblem,
+    LookupProblem,
+    Op,
+    Problem,
+)
+
+
+def _make(op: Op, **more: Any) -> Problem:
+    if op in COLLECTIVE_OPS:
+        return CollectiveProblem(op=op, m=8, world_size=2, **more)
+    if op in COLUMN_OPS:
+        return ColumnProblem(op=op, m=8, n=4, k=4, world_size=2, **more)
+    if op == "embedding_bag_all_to_all":
+        return LookupProblem(m=8, n=4, k=1, world_size=2, b_sizes=(2, 2), dims=((2,), (2,)), **more)
+    return Problem(op=op, m=8, n=4, k=4, world_size=2, **more)
+
+
+@pytest.mark.parametrize("op", [*OPS, *COLUMN_OPS, *COLLECTIVE_OPS, "embedding_bag_all_to_all"])
+def test_what_an_operator_does_not_have_is_refused(op: Op) -> None:
+    for name, value, those, message in (
+        ("reduce_op", "avg", AVERAGES, f"reduce_op is 'avg'; {op} (averages|sums) nothing, use 'sum'"),
+        ("return_gathered", True, GATHERS, f"return_gathered is True; {op} gathers nothing to hand back, use False"),
+    ):
+        assert getattr(_make(op), name) != value
+        if op in those:
+            assert getattr(_make(op, **{name: value}), name) == value
+        else:
+            with pytest.raises(ValueError, match=message):
+                _make(op, **{name: value})
+
+
+def test_an_all_reduce_of_products_is_told_that_it_sums() -> None:
+    with pytest.raises(ValueError, match=re.escape("matmul_all_reduce averages nothing")):
+        _make("matmul_all_reduce", reduce_op="avg")
