@@ -159,6 +159,41 @@ def _gathered(uneven: bool) -> None:
         assert len(_programs()) == 3
 
 
+def _trained() -> None:
+    """Gradients, and results that are changed in place."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with clocked("shard_p2p"):
+        for seed, rows in enumerate((64 * size, 192 * size, 101 * size, 102 * size)):
+            generator = torch.Generator().manual_seed(seed)
+            whole, up, down = (
+                torch.randn(*shape, generator=generator) for shape in ((rows, 16), (16, 8 * size), (8 * size, 16))
+            )
+            a = whole.chunk(size)[rank].clone().requires_grad_()
+            one, two = (
+                up[:, 8 * rank : 8 * rank + 8].clone().requires_grad_(),
+                down[8 * rank : 8 * rank + 8].clone().requires_grad_(),
+            )
+            out = weft.matmul_reduce_scatter(weft.all_gather_matmul(a, one), two)
+            out += a
+            out.square().sum().backward()
+            full = [tensor.requires_grad_() for tensor in (whole, up, down)]
+            expected = whole @ up @ down + whole
+            expected.square().sum().backward()
+            torch.testing.assert_close(out, expected.chunk(size)[rank], rtol=1e-4, atol=1e-3)
+            grads = (
+                full[0].grad.chunk(size)[rank],
+                full[1].grad[:, 8 * rank : 8 * rank + 8],
+                full[2].grad[8 * rank : 8 * rank + 8],
+            )
+            for found, wanted in zip((a.grad, one.grad, two.grad), grads, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.ranks
+def test_in_training(ranks: RankFixture) -> None:
+    ranks(2).run(_trained)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("uneven", [False, True])
 def test_what_is_gathered_and_several_b(ranks: RankFixture, uneven: bool) -> None:

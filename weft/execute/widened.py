@@ -111,9 +111,10 @@ def _spread(matrix: torch.Tensor, sizes: Sequence[int], high: int) -> torch.Tens
 
 
 def _taken(matrix: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    if len(sizes) == 1:
-        return matrix[: sizes[0]]
     columns = matrix.shape[1]
+    if len(sizes) == 1:
+        # Of the same memory, but no view: one that was made without gradients could not be changed in place with them.
+        return matrix.new_empty(0).set_(matrix.untyped_storage(), matrix.storage_offset(), (sizes[0], columns), matrix.stride())
     pieces = matrix.view(len(sizes), matrix.shape[0] // len(sizes), columns)
     if len(set(sizes)) == 1:
         return pieces[:, : sizes[0]].reshape(len(sizes) * sizes[0], columns)
