@@ -128,8 +128,8 @@ def words(row: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many sites that overlap are slower than sequential by more than luck. The others run sequential itself: how far its
-    two times are apart is luck."""
+    """How many sites that run another program are slower than sequential by more than luck. The others run sequential: how far
+    its two times are apart is luck."""
     told = []
     for mode in dict.fromkeys(row["mode"] for row in rows):
         some = [row for row in rows if row["mode"] == mode]
@@ -139,7 +139,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             slower = sum(ratio > 1 + AS_FAST for ratio in ratios)
             back = sum(row["put_back"][asked] for row in some)
             told.append(
-                f"{mode:5} {asked:9} {len(ratios)} of {len(some)} sites overlap, slower by more than {AS_FAST:.0%}: {slower}, "
+                f"{mode:5} {asked:9} {len(ratios)} of {len(some)} run others, slower by more than {AS_FAST:.0%}: {slower}, "
                 f"at most {max(ratios, default=0):.2f}x sequential's time; put back in {back}, "
                 f"the same program twice: {min(same, default=1):.2f} to {max(same, default=1):.2f}x"
             )

@@ -125,6 +125,18 @@ def _mistakes() -> None:
     weft.close()
 
 
+def _shares(tables: list[torch.Tensor]) -> bool:
+    """Whether tables are refused since they share memory."""
+    given = [table.detach().requires_grad_() for table in tables]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    offsets = torch.zeros(2 * dist.get_world_size() + 1, dtype=torch.int64)
+    try:
+        weft.embedding_bag_all_to_all(nothing, offsets, given, optimizer=weft.SGD(lr=1.0), schedule="sequential")
+    except ValueError as error:
+        return "share memory" in str(error)
+    return False
+
+
 def _columns_of_one_matrix() -> None:
     """Tables that lie beside each other share no row of memory: an optimizer may have them."""
     matrix = torch.ones(6, 12).requires_grad_()
@@ -133,6 +145,11 @@ def _columns_of_one_matrix() -> None:
     out = weft.embedding_bag_all_to_all(offsets[:-1] % 6, offsets, tables, optimizer=weft.SGD(lr=1.0), schedule="sequential")
     out.sum().backward()
     assert matrix.sum() == 72 - 4 * 12  # each of 4 samples takes 1 from every column of a row
+    row = matrix.detach()[1, 4:12].as_strided((1, 8), (8, 1))
+    assert _shares([matrix.detach()[:, :8], row])
+    assert not _shares([matrix.detach()[:, :4], row])
+    with torch.no_grad():
+        assert not _shares([matrix.detach()] * 2)
     weft.close()
 
 

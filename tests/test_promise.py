@@ -80,13 +80,13 @@ def test_table(promise: ModuleType) -> None:
         row("eager", False, sequential=100.0, heuristic=90.0, planned=95.0),
     ]
     assert promise.table(rows).splitlines() == [
-        "graph heuristic 1 of 2 sites overlap, slower by more than 1%: 0, at most 0.90x sequential's time; put back in 1, "
+        "graph heuristic 1 of 2 run others, slower by more than 1%: 0, at most 0.90x sequential's time; put back in 1, "
         "the same program twice: 1.04 to 1.04x",
-        "graph planned   2 of 2 sites overlap, slower by more than 1%: 1, at most 1.07x sequential's time; put back in 0, "
+        "graph planned   2 of 2 run others, slower by more than 1%: 1, at most 1.07x sequential's time; put back in 0, "
         "the same program twice: 1.00 to 1.00x",
-        "eager heuristic 1 of 1 sites overlap, slower by more than 1%: 0, at most 0.90x sequential's time; put back in 0, "
+        "eager heuristic 1 of 1 run others, slower by more than 1%: 0, at most 0.90x sequential's time; put back in 0, "
         "the same program twice: 1.00 to 1.00x",
-        "eager planned   1 of 1 sites overlap, slower by more than 1%: 0, at most 0.95x sequential's time; put back in 0, "
+        "eager planned   1 of 1 run others, slower by more than 1%: 0, at most 0.95x sequential's time; put back in 0, "
         "the same program twice: 1.00 to 1.00x",
     ]
     assert promise.words(rows[0]) == "graph all_gather_matmul one: sequential 100 us; heuristic 1.04 (put back), planned 0.80"

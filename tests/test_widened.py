@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from fake_gpu import fake_gpu
 from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
 from test_cache import trials_by_a_clock
 
 import weft
-from weft.execute import widened
-from weft.execute.groups import GROUPS
+from weft.errors import WeftError
+from weft.execute import groups, widened
+from weft.execute.groups import GROUPS, GroupState
 from weft.execute.widened import Widened, serves, wider
 from weft.problem import Op, Problem
 from weft.schedules import parse
@@ -56,6 +59,10 @@ def test_what_has_no_wider_program() -> None:
 def test_whom_a_program_serves() -> None:
     program = _problem("all_gather_matmul", 416)
     assert [rows for rows in range(1, 500) if serves(program, rows)] == list(range(385, 417))
+    measured = _problem("all_gather_matmul", 400)
+    assert wider(_problem("all_gather_matmul", 390), at_most=400) == measured, "the next count on the scale is 416"
+    assert wider(_problem("all_gather_matmul", 390), at_most=401) == program, "shards of 401 rows differ"
+    assert [rows for rows in range(1, 500) if serves(measured, rows)] == list(range(385, 401))
     assert serves(_problem("all_gather_matmul", 413), 413)
     assert not serves(_problem("all_gather_matmul", 413), 412)
 
@@ -63,9 +70,13 @@ def test_whom_a_program_serves() -> None:
 def test_a_count_that_stays_gets_its_own_program() -> None:
     left = Widened()
     assert left.may("a")
-    assert [left.used("a") for _ in range(widened.CALLS)] == [False] * (widened.CALLS - 1) + [True]
+    for _ in range(widened.CALLS):
+        assert left.may("a")
+        left.used("a")
     assert not left.may("a")
     assert left.may("b")
+    left.again(["a", "c"])
+    assert left.may("a")
 
 
 @contextmanager
@@ -198,3 +209,118 @@ def test_in_training(ranks: RankFixture) -> None:
 @pytest.mark.parametrize("uneven", [False, True])
 def test_what_is_gathered_and_several_b(ranks: RankFixture, uneven: bool) -> None:
     ranks(3).run(_gathered, uneven)
+
+
+def _near_the_most() -> list[int]:
+    """Counts whose next one on the scale was not measured around: the most rows that were stand for it."""
+    size = dist.get_world_size()
+    with clocked("shard_p2p"):
+        for seed, shard in enumerate((100, 250, *range(242, 250))):
+            check_gather(shard * size, 24, 16, DTYPE, "auto", seed)
+        return _programs()
+
+
+@pytest.mark.ranks
+def test_below_the_most_rows_that_were_measured(ranks: RankFixture) -> None:
+    assert ranks(2).run(_near_the_most) == [[200, 500]] * 2
+
+
+def _nothing_to_sum() -> None:
+    """K is 0, and what is gathered has no columns."""
+    size = dist.get_world_size()
+    with clocked("shard_p2p"):
+        for shard in (64, 192, 101, 101):
+            out, gathered = weft.all_gather_matmul(torch.ones(shard, 0), torch.ones(0, 8), return_gathered=True)
+            assert out.eq(0).all()
+            assert (out.shape, gathered.shape) == ((shard * size, 8), (shard * size, 0))
+
+
+@pytest.mark.ranks
+def test_where_nothing_is_summed(ranks: RankFixture) -> None:
+    ranks(2).run(_nothing_to_sum)
+
+
+def _no_room() -> tuple[str, float]:
+    """Rank 1 has no room for the rows that are added; what each rank is told, and after how long."""
+    size = dist.get_world_size()
+    with clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
+        for seed, shard in enumerate((64, 192, 101)):
+            check_gather(shard * size, 24, 16, DTYPE, "auto", seed)
+        if dist.get_rank() == 1:
+
+            def full(*given: Any) -> torch.Tensor:
+                raise torch.OutOfMemoryError("no room")
+
+            patch.setattr(widened, "_spread", full)
+        begun = time.monotonic()
+        with pytest.raises((torch.OutOfMemoryError, WeftError)) as caught:
+            check_gather(102 * size, 24, 16, DTYPE, "auto", 3)
+        return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - begun
+
+
+@pytest.mark.ranks
+def test_a_rank_without_room_is_told_of(ranks: RankFixture) -> None:
+    (first, seconds), (second, _) = ranks(2).run(_no_room)
+    assert first.startswith("PeerLost: rank 1 failed: no room")
+    assert second == "OutOfMemoryError: no room"
+    assert seconds < 3
+
+
+def _gather(shard: int, seed: int) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.randn(shard * size, 16, generator=torch.Generator().manual_seed(seed))
+    b = torch.randn(16, 8, generator=torch.Generator().manual_seed(rank))
+    dist.barrier()  # programs of CPUs share their buffers
+    torch.testing.assert_close(weft.all_gather_matmul(whole.chunk(size)[rank], b), whole @ b, rtol=1e-4, atol=1e-4)
+
+
+def _captured(calls: int) -> list[int]:
+    """After any number of calls a graph can be captured; by a program of its own once one was bound."""
+    size = dist.get_world_size()
+    with fake_gpu() as capture, clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(widened, "CALLS", 5)
+        _gather(64, 0)
+        _gather(192, 1)
+        for seed in range(calls):
+            _gather(101, seed)
+        capture.on = True
+        _gather(101, 9)
+        capture.on = False
+        return [rows // size for rows in _programs()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("calls", [1, 4, 5, 6])
+def test_a_graph_can_be_captured_at_any_time(ranks: RankFixture, calls: int) -> None:
+    own = [101] if calls > 5 else []
+    assert ranks(2).run(_captured, calls) == [[64, *own, 104, 192]] * 2
+
+
+def _many_counts() -> list[int]:
+    """Programs that are bound in each round over more row counts than programs are kept for."""
+    made: list[int] = []
+    bind = GroupState._bind
+
+    def noted(self: GroupState, schedule: weft.Schedule, device: torch.device) -> object:
+        made[-1] += 1
+        return bind(self, schedule, device)
+
+    with fake_gpu(), clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(widened, "CALLS", 5)
+        patch.setattr(groups, "PROGRAMS_PER_GROUP", 12)
+        patch.setattr(groups, "PROVED_AFTER", 10**6)
+        _gather(64, 0)
+        _gather(192, 1)
+        patch.setattr(GroupState, "_bind", noted)
+        for seed in range(18):
+            made.append(0)
+            for shard in range(97, 128):
+                _gather(shard, seed)
+    return made
+
+
+@pytest.mark.ranks
+def test_counts_that_come_back_do_not_bind_each_time(ranks: RankFixture) -> None:
+    for made in ranks(2).run(_many_counts):
+        assert made[1:5] == [0] * 4
+        assert sum(made) < 31 * 18 / 3, made

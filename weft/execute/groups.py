@@ -81,22 +81,19 @@ class GroupState:
         scratch outlives the mode."""
         with self.lock, PLAIN:
             # CPU ranks meet in every call: their buffers are shared by all programs (weft.execute.host).
-            on_gpu = call.device.type == "cuda"
-            site = self._sites.get(call.key) if on_gpu else None
+            on_gpu, known_by = call.device.type == "cuda", call.key
+            site = self._sites.get(known_by) if on_gpu else None
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-            if site is None:
+            stays = site is not None and site.wide and not capturing and not self._widened.may(known_by)
+            if site is None or stays:
                 site = self._meet(call, kept)
             elif capturing:
                 self.team.check_usable()
             else:
                 self.team.repeat(site.number)
-            call = call.filled(self.team.world_size) if site.empty else call
-            asked = call
-            if site.wide:
-                assert isinstance(call, MatmulCall)
-                call = widened(call, site.wide, self.team.rank, self.team.world_size)
-                if not capturing and self._widened.used(asked.key):
-                    self._sites.pop(asked.key, None)
+            asked, call = call, self._as_bound(call, site)
+            if site.wide and not capturing:
+                self._widened.used(known_by)
             if not capturing and call.tried and self._unproved.due(site.program):
                 site = self._proved(call, site)
             if not capturing:
@@ -108,8 +105,19 @@ class GroupState:
                 raise self.team.fail(error) from error.__cause__
             if site.wide:
                 assert isinstance(asked, MatmulCall)
-                return narrowed(found, asked, self.team.rank, self.team.world_size)
+                found = narrowed(found, asked, self.team.rank, self.team.world_size)
             return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if site.empty else found
+
+    def _as_bound(self, call: Call, site: Site) -> Call:
+        """The call as the site's program is for it. Peers are in the call: what is raised on the way ends theirs."""
+        try:
+            call = call.filled(self.team.world_size) if site.empty else call
+            if not site.wide:
+                return call
+            assert isinstance(call, MatmulCall)
+            return widened(call, site.wide, self.team.rank, self.team.world_size)
+        except BaseException as error:
+            raise self.team.fail(error) from error.__cause__
 
     def run_ragged(self, call: RaggedCall) -> Arrived:
         """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
@@ -127,7 +135,7 @@ class GroupState:
         problem = replace(call.problem(sizes), nodes=self.team.nodes)
         key = (problem, call.schedule, call.device)
         program, wide = self._bound(key), 0
-        if program is None and (found := self._wider(call, key)):
+        if program is None and self._widened.may(known_by) and (found := self._wider(call, key)):
             wide, key = found.m, (found, call.schedule, call.device)
             program = self._bound(key)
         if program is None:
@@ -146,12 +154,12 @@ class GroupState:
         problem, spec, device = key
         if spec != "auto" or not isinstance(call, MatmulCall) or call.spans is not None or (problem, device) in self._choices:
             return None
-        found = wider(problem) if self._widened.may(call.key) else None
-        around = self._earlier.around(problem) if found else None
-        if found is None or around is None:
+        around = self._earlier.around(problem)
+        if around is None or (found := wider(problem, at_most=around.like[1])) is None:
             return None
         known = self._choices.get((found, device)) or self._earlier.around(found)
-        return found if known is not None and known.spec == around.spec else None
+        measured = found.m == around.like[1]
+        return found if measured or (known is not None and known.spec == around.spec) else None
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
@@ -272,7 +280,11 @@ class GroupState:
         return held
 
     def _forget(self, program: BoundProgram) -> None:
+        self._widened.again(key for key, site in self._sites.items() if site.program is program)
         self._sites = {key: site for key, site in self._sites.items() if site.program is not program}
+        problem, _, device = self._programs[program]
+        if (choice := self._choices.get((problem, device))) and choice.like:
+            del self._choices[problem, device]  # the program of more rows serves such calls until they stay again
         self._drop(program)
 
     def programs(self) -> set[BoundProgram]:

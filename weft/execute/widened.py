@@ -13,7 +13,7 @@ those that are added. A row count that stays, for CALLS calls, gets a program of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -38,16 +38,19 @@ _PIECES: dict[Op, tuple[_Pieces, _Pieces]] = {
 """Of a and of the result: the own shard; each rank's, one below the other; as high as the own, one of each rank; all rows."""
 
 
-def wider(problem: Problem) -> Problem | None:
-    """The problem whose program serves this one's calls, too; None if that is its own alone."""
+def wider(problem: Problem, at_most: int | None = None) -> Problem | None:
+    """The problem whose program serves this one's calls, too; None if that is its own alone. at_most: rows that are known, and
+    stand for the next count on the scale where that is beyond them."""
     if problem.op not in _PIECES or problem.nodes or not problem.m:
         return None
     pieces = 1 if problem.op == "matmul_all_reduce" else problem.world_size
     entries = problem.m // problem.row_multiple
     high = -(-entries // pieces)
     step = 1 << max(0, high.bit_length() - 1 - _STEPS)
-    wide = -(-high // step) * step * pieces
-    return None if wide == entries else replace(problem, m=wide * problem.row_multiple)
+    wide = -(-high // step) * step * pieces * problem.row_multiple
+    if at_most is not None and at_most < wide and at_most % (pieces * problem.row_multiple) == 0:
+        wide = at_most
+    return None if wide == problem.m else replace(problem, m=wide)
 
 
 def serves(problem: Problem, rows: int) -> bool:
@@ -56,7 +59,7 @@ def serves(problem: Problem, rows: int) -> bool:
         return True
     if problem.op not in _PIECES or not 0 < rows < problem.m or rows % problem.row_multiple:
         return False
-    return wider(replace(problem, m=rows)) == problem
+    return wider(replace(problem, m=rows), at_most=problem.m) == problem
 
 
 class Widened:
@@ -68,10 +71,14 @@ class Widened:
     def may(self, key: Hashable) -> bool:
         return self._left.get(key, CALLS) > 0
 
-    def used(self, key: Hashable) -> bool:
-        """Count a call. Whether it was the last one."""
+    def used(self, key: Hashable) -> None:
+        """Count a call."""
         self._left[key] = self._left.get(key, CALLS) - 1
-        return self._left[key] == 0
+
+    def again(self, keys: Iterable[Hashable]) -> None:
+        """Their programs are gone: count from the start."""
+        for key in keys:
+            self._left.pop(key, None)
 
 
 def widened(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:

@@ -9,6 +9,8 @@ Legend: M the global batch, m a rank's part of it, T the tables of this rank, N 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
 from operator import index
 from typing import Literal
 
@@ -215,24 +217,24 @@ def _states(optimizer: Optimizer | None, tables: Sequence[torch.Tensor], sparse:
         raise ValueError("sparse is True, and there is an optimizer: it leaves no gradient; use one of them")
     if torch.is_grad_enabled() and not all(table.requires_grad for table in tables):
         raise ValueError("optimizer updates tables in backward; let all of them require a gradient, or use torch.no_grad()")
-    if not torch.compiler.is_compiling():
-        _check_apart(tables)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _check_apart(tuple([(table.data_ptr(), *table.shape, table.stride(0), table.element_size()) for table in tables]))
     return optimizer.states_of(tables)
 
 
-def _check_apart(tables: Sequence[torch.Tensor]) -> None:
-    """Of rows that two tables have, one update would be lost: each is made by a block of its own."""
-    placed = sorted((table.data_ptr(), at) for at, table in enumerate(tables) if table.numel())
-    for number, (first_ptr, first) in enumerate(placed):
-        one = tables[first]
-        stride, item = one.stride(0), one.element_size()
-        end_ptr = first_ptr + item * ((one.shape[0] - 1) * stride + one.shape[1])
-        for second_ptr, second in placed[number + 1 :]:
+@lru_cache(maxsize=64)
+def _check_apart(tables: tuple[tuple[int, ...], ...]) -> None:
+    """Of rows that two tables have, one update would be lost: each is made by a block of its own. tables: of each its address,
+    rows, columns, elements from row to row, and bytes of one."""
+    placed = sorted((table, at) for at, table in enumerate(tables) if table[1])
+    for number, ((first_ptr, rows, cols, stride, item), first) in enumerate(placed):
+        end_ptr = first_ptr + item * ((rows - 1) * stride + cols)
+        for (second_ptr, others, width, pitch, _), second in islice(placed, number + 1, None):
             if second_ptr >= end_ptr:
                 break
-            other, column = tables[second], (second_ptr - first_ptr) // item % stride
-            beside = stride == other.stride(0) and one.shape[1] <= column <= stride - other.shape[1]
-            if not beside:
+            column = (second_ptr - first_ptr) // item % stride
+            alike = others == 1 or stride == pitch
+            if not (alike and cols <= column <= stride - width):
                 raise ValueError(
                     f"tables[{min(first, second)}] and tables[{max(first, second)}] share memory; with an optimizer, give each "
                     "table rows of its own, or look both features up in one table"

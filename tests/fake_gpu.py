@@ -1,0 +1,54 @@
+"""A group's way of calling on GPUs, over CPU programs: calls alike are known by number, and captures are asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from weft.execute import groups, kept
+from weft.execute.calls import MatmulCall
+from weft.execute.groups import GroupState
+from weft.execute.host import HostSpace
+
+
+class Device:
+    """Of a type that is no CPU's."""
+
+    type, index = "cuda", 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device)
+
+    def __hash__(self) -> int:
+        return 7
+
+
+class Capture:
+    """Whether the current stream is captured."""
+
+    on = False
+
+
+def _space(self: GroupState, device: Any) -> HostSpace:
+    spaces: dict[Any, Any] = self._spaces
+    if device not in spaces:
+        spaces[device] = HostSpace(self.team)
+    return spaces[device]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def fake_gpu() -> Iterator[Capture]:
+    capture = Capture()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MatmulCall, "device", property(lambda call: Device()))
+        patch.setattr(GroupState, "_space", _space)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.on)
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+        patch.setattr(kept, "gpu_number", lambda device: 5)
+        patch.setattr(kept, "links_between", lambda numbers: "x")
+        patch.setattr(groups, "queued_timer_for", lambda device: None)
+        yield capture
