@@ -126,6 +126,35 @@ def test_places_of_equal_sizes_have_their_own_calls(ranks: RankFixture) -> None:
         assert ran("shard_p2p") in compiled
 
 
+def _chosen_by_sizes() -> list[list[str]]:
+    """What is told of two linears that ask for other schedules of one problem; and of other rows by one schedule."""
+    told = []
+    with torch.no_grad():
+        for asked in ("heuristic", "planned"):
+            weft.close(dist.group.WORLD)
+            model = _pair(asked, "flag_gated:2")
+            model["one"](torch.randn(4, 8))
+            model["two"](torch.randn(4, 8))
+            told.append(_told(model))
+        model = _pair("sequential", "sequential")
+        model["one"](torch.randn(500, 8))
+        model["two"](torch.randn(512, 8))
+    return [*told, _told(model)]
+
+
+def test_a_call_is_of_the_place_that_asked_so(ranks: RankFixture) -> None:
+    def ran(spec: str, rows: int) -> str:
+        return f"all_gather_matmul M={rows} {spec} not measured (asked for)"
+
+    for *others, rows in ranks(2).run(_chosen_by_sizes):
+        for told in others:
+            one, two = told.index("1 x one: all_gather_matmul"), told.index("1 x two: all_gather_matmul")
+            assert len(told[one + 1 : two]) == 1
+            assert "flag_gated" not in told[one + 1]
+            assert told[two + 1 :] == [ran("flag_gated:2", 8)]
+        assert [line for line in rows if "M=" in line] == [ran("sequential", 1000), ran("sequential", 1024)]
+
+
 def _up_and_down() -> list[list[str]]:
     """One of two linears is called, then both, then their backward: up's forward has the sizes of down's backward."""
     model = nn.ModuleDict({"up": nn.Linear(8, 12, bias=False), "down": nn.Linear(12, 8, bias=False)})

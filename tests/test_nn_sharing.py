@@ -99,6 +99,21 @@ def _one_block(model: Any) -> None:
     second.mlp = first.mlp
 
 
+def _one_linear(model: Any) -> None:
+    first, second = model.model.layers
+    second.mlp.up_proj = first.mlp.up_proj
+
+
+def _one_linear_in_an_adapter(model: Any) -> None:
+    first, second = model.model.layers
+    second.mlp.up_proj = Adapter(first.mlp.up_proj)
+
+
+def _one_linear_twice(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj = layer.self_attn.q_proj
+
+
 def _both_ways(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight = layer.self_attn.q_proj.weight
@@ -114,6 +129,9 @@ CASES = {
     _tied_in_an_adapter: {"tie_word_embeddings": True, "vocab_size": 36},
     _by_layers: {},
     _one_block: {},
+    _one_linear: {},
+    _one_linear_in_an_adapter: {},
+    _one_linear_twice: {"num_key_value_heads": 4},
     _both_ways: {},
     _wrapped: {},
 }
@@ -137,7 +155,8 @@ def _cases() -> list[dict[str, str]]:
 def test_what_is_shared_or_wrapped_is_as_in_one_process(ranks: RankFixture) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
     shares = "it shares {} with a module that has it laid otherwise"
-    for to, adapter, layers, block, ways, wrapped in ranks(2).run(_cases):
+    several = "runs whole on every rank: {}: it is one module in several places"
+    for to, adapter, layers, block, linear, adapted, twice, ways, wrapped in ranks(2).run(_cases):
         for head in (to, adapter):
             assert head["model.embed_tokens"] == f"whole on every rank: {shares.format('embed_tokens.weight')}"
         assert to["lm_head"].startswith("runs whole on every rank: Head is no torch.nn.Linear")
@@ -145,10 +164,33 @@ def test_what_is_shared_or_wrapped_is_as_in_one_process(ranks: RankFixture) -> N
         assert layers["model.layers.*.mlp"].startswith("runs whole on every rank: ")
         assert "model.layers.*.mlp: down_proj" not in layers
         assert block["model.layers.*.mlp: down_proj"] == ""
+        assert linear["model.layers.*.mlp"] == several.format("up_proj")
+        assert not {"model.layers.*.mlp: down_proj"} & {*linear, *adapted}
+        assert twice["model.layers.*.self_attn"] == several.format("q_proj")
+        assert twice["model.layers.*.mlp: down_proj"] == ""
         assert ways["model.layers.*.self_attn"] == f"runs whole on every rank: {shares.format('q_proj.weight')}"
         norm = "runs whole on every rank: a Wrapped is no block that the model's plan names"
         assert wrapped["model.layers.*.input_layernorm"] == norm
         assert wrapped["model.embed_tokens"] == "whole on every rank: Wrapped is no torch.nn.Embedding"
+
+
+def _repeated() -> None:
+    """Layers that come again, the first one too, also where they are recomputed: as in one process."""
+    for order in ((0, 0), (0, 1, 0), (0, 1, 1)):
+        alone = tiny("llama", use_cache=False)
+        alone.model.layers = nn.ModuleList([alone.model.layers[at] for at in order])
+        alone.config.num_hidden_layers = len(order)
+        for recomputed in (False, True):
+            model = sharded(alone, few_tokens=0)
+            if recomputed:
+                model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            alike(trained(model, (11, 8, 9)), trained(copy.deepcopy(alone), (11, 8, 9)))
+
+
+@pytest.mark.ranks
+def test_layers_may_come_again(ranks: RankFixture) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
+    ranks(2).run(_repeated)
 
 
 def _experts() -> list[str]:

@@ -15,6 +15,7 @@ from conftest import RankFixture
 from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole, written
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.checkpoint import checkpoint
 
 import weft
 import weft.nn.sites
@@ -95,6 +96,46 @@ def _first_layers() -> None:
 
 def test_a_model_may_run_its_first_layers_alone(ranks: RankFixture) -> None:
     ranks(2).run(_first_layers)
+
+
+def _norm_alone() -> None:
+    """The final norm takes what it is given as whole once a forward has gathered: after a prefill, after a forward without
+    layers, after a backward that has recomputed them, and after a call that failed."""
+    alone = tiny("llama")
+    model = sharded(alone, few_tokens=0)
+
+    def last_token(each: Any) -> torch.Tensor:
+        return each.model.norm(each.model(text(2, 9), use_cache=False).last_hidden_state[:, -1:])
+
+    with torch.no_grad():
+        alike(last_token(model), last_token(alone))
+    for each in (alone, model):
+        each.config.num_hidden_layers = 0
+    with torch.no_grad():
+        alike(model(text(2, 7)).logits, alone(text(2, 7)).logits)
+    for each in (alone, model):
+        each.config.num_hidden_layers = 2
+        each.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        each(input_ids=text(2, 9), labels=text(2, 9), use_cache=False).loss.backward()
+    given = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        alike(model.model.norm(given), alone.model.norm(given))
+    broken = model.model.layers[1].register_forward_hook(_fail)
+    with pytest.raises(KeyError):
+        model(text(2, 9), use_cache=False)
+    broken.remove()
+    for each in (alone, model):
+        each.config.num_hidden_layers = 0
+    with torch.no_grad():
+        alike(model(text(2, 7)).logits, alone(text(2, 7)).logits)
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError
+
+
+def test_the_final_norm_gathers_once_a_forward(ranks: RankFixture) -> None:
+    ranks(2).run(_norm_alone)
 
 
 class Adapter(nn.Module):
@@ -249,7 +290,7 @@ def test_the_report_as_a_page(ranks: RankFixture) -> None:
 
 
 def _checkpointed_and_compiled() -> None:
-    """Activation checkpoints recompute after a call of another length, and torch.compile sees whole layers."""
+    """Activation checkpoints recompute after a call of another length, and a whole decoder; torch.compile sees whole layers."""
     alone = tiny("llama").train()
     model = sharded(alone, few_tokens=0)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -257,7 +298,13 @@ def _checkpointed_and_compiled() -> None:
     for each in losses:
         sum(each).backward()
     alike({n: whole(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in alone.named_parameters()})
-    model.gradient_checkpointing_disable()
+    for each in (model, alone):
+        each.gradient_checkpointing_disable()
+        each.zero_grad()
+        hidden = checkpoint(each.model, text(2, 9), use_cache=False, use_reentrant=False).last_hidden_state
+        hidden.square().sum().backward()
+    alike(whole(model.model.norm.weight.grad), alone.model.norm.weight.grad)
+    alike(whole(model.model.layers[0].mlp.up_proj.weight.grad), alone.model.layers[0].mlp.up_proj.weight.grad)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     alike(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)

@@ -340,6 +340,10 @@ class GroupState:
         """What has been chosen so far, oldest use first."""
         return [program.schedule for program in self._programs]
 
+    def asked(self) -> list[tuple[Schedule, str]]:
+        """As `schedules`, each with what the callers asked for that run it."""
+        return [(program.schedule, spec) for program, (_, spec, _) in self._programs.items()]
+
     def runs(self, asked: str) -> Schedule:
         """What calls that asked for `asked` run, for the problem called last by it. KeyError if there was none."""
         for program, (_, spec, _) in reversed(self._programs.items()):

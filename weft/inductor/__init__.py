@@ -8,8 +8,8 @@ Models that torch parallelizes (parallelize_module with torch's own styles, DTen
     print(overlap.report())
 
 The pass sees each graph after autograd, forward and backward apart: gathers.py and scatters.py say what it looks for, graph.py
-reads and writes graphs, outputs.py keeps their results' strides, places.py tells where a node is from. A place that it leaves
-alone is listed, with the reason.
+reads and writes graphs, outputs.py keeps their results' strides and views, places.py tells where a node is from. A place that
+it leaves alone is listed, with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 from weft.errors import require
 from weft.inductor import gathers, scatters
 from weft.inductor.graph import Refused, place_in, shape
-from weft.inductor.outputs import laid_by, strides_of_outputs
+from weft.inductor.outputs import layout_of_outputs
 from weft.inductor.places import file_and_line, module_name
 from weft.nn.sites import Site
 from weft.ops.checks import spec_of
@@ -106,10 +106,10 @@ class CompilePass(CustomGraphPass):
     def _eagerly(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
-        strides = strides_of_outputs(module.graph)
+        layout = layout_of_outputs(module.graph)
         self(module.graph)
         module.recompile()
-        found: Callable[..., Any] = make_boxed_func(lambda *given: laid_by(strides, module.forward(*given)))
+        found: Callable[..., Any] = make_boxed_func(lambda *given: layout.laid(module.forward(*given)))
         return found
 
     def __call__(self, graph: Graph) -> None:

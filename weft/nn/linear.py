@@ -42,10 +42,12 @@ Tensor = torch.Tensor
 @dataclass(kw_only=True)
 class Tokens:
     """How the tokens of what a module is given lie on ranks, along `dim`. total: of all ranks, where each has its part, as
-    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
+    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs. open: in a
+    forward that has not yet gathered at its end, total, or 0; None outside."""
 
     dim: int = 1
     total: int | None = None
+    open: int | None = None
 
 
 @dataclass(kw_only=True)

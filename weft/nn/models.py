@@ -19,7 +19,7 @@ refused, before the first module is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -33,10 +33,10 @@ from weft.errors import require
 from weft.nn.expert_parallel import ExpertParallel
 from weft.nn.layouts import ColumnsOut
 from weft.nn.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
-from weft.nn.moves import Cut, CutIfMany, Gathered, OfOutput, Sharded, evenly, noting_tokens
+from weft.nn.moves import Begun, Cut, CutIfMany, Gathered, GatheredOnce, OfOutput, Sharded, evenly, noting_tokens
 from weft.nn.products import How
 from weft.nn.replicas import always, never, replicate, replicate_alone
-from weft.nn.sharing import whole_by_sharing
+from weft.nn.sharing import in_several_places, whole_by_sharing
 from weft.nn.sites import Site, note
 from weft.nn.styles import column_site, row_site
 
@@ -88,9 +88,9 @@ def parallelize(
     if experts is not None:
         experts.src_data_rank = src_data_rank
         decoder.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
+    within.ends(decoder)
     for layer in dict.fromkeys(decoder.layers):
         within.layer(layer, whole)
-    within.ends(decoder.layers[0], decoder.norm)
     within.embeddings(embedding, head, whole)
     within.rest(model)
     return model
@@ -202,7 +202,8 @@ class _Within:
             if self._takes(name, child) and isinstance(self.experts, ExpertParallel):
                 self.experts.check(child, self.mesh)
         rest = {child: name for child, name in found.items() if not self._takes(name, child)}
-        whole = {child: self._why_not(child, blocks.get(name)) for child, name in rest.items()}
+        several = in_several_places(model)
+        whole = {child: self._why_not(child, blocks.get(name), several) for child, name in rest.items()}
         whole[embedding] = _why_not_embedding(embedding)
         if head is not None:
             whole[head] = why_not_linear(head)
@@ -236,8 +237,9 @@ class _Within:
         layer.__class__ = noting_tokens(cast(Any, type(layer)), _place_of_positions(layer))
         layer.__dict__["_weft_tokens"] = self.tokens
 
-    def _why_not(self, child: nn.Module, block: Block | None) -> str:
-        """Why a block runs whole, whatever else the model has; empty if it can be sharded."""
+    def _why_not(self, child: nn.Module, block: Block | None, several: Collection[nn.Module]) -> str:
+        """Why a block runs whole, whatever its parameters are shared with; empty if it can be sharded. several: modules that
+        have several places in the model."""
         if block is None and _has_experts(child):
             return "all experts on all tokens; pass experts=weft.ExpertParallel()"
         if block is None:
@@ -245,6 +247,8 @@ class _Within:
         for name in (*block.columns, block.row):
             found = getattr(child, name, None)
             why = why_not_linear(found) if isinstance(found, nn.Module) else "there is none"
+            if not why and found in several:
+                why = "it is one module in several places"
             if why:
                 return f"{name}: {why}"
         if hasattr(child, "head_dim"):
@@ -303,12 +307,14 @@ class _Within:
         child.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
         child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
 
-    def ends(self, first: nn.Module, norm: nn.Module) -> None:
+    def ends(self, decoder: Any) -> None:
         """What cuts the tokens before the first layer, and makes them whole before the final norm: a model may run fewer layers
-        than it has."""
-        cut = CutIfMany(self.mesh, self.tokens, self.few_tokens)
-        first.register_forward_pre_hook(OnInput("hidden_states", cut), with_kwargs=True)
-        norm.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
+        than it has, or none."""
+        first, norm = decoder.layers[0], decoder.norm
+        decoder.register_forward_pre_hook(Begun(self.tokens))
+        cut = CutIfMany(self.mesh, self.few_tokens, _place_of_positions(first))
+        first.register_forward_pre_hook(cut, with_kwargs=True)
+        norm.register_forward_pre_hook(OnInput("hidden_states", GatheredOnce(self.mesh, self.tokens)), with_kwargs=True)
         note(first, Site(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
         note(norm, Site(reason="its input is gathered: no matmul follows in every call"))
 

@@ -8,9 +8,9 @@ What is whole is the same on every rank, and so is its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.nn.layouts import as_dtensor
-from weft.nn.linear import Tokens
+from weft.nn.linear import OnInput, Tokens
 
 Tensor = torch.Tensor
 
@@ -37,19 +37,33 @@ def gather(x: Tensor, mesh: DeviceMesh, total: int) -> Tensor:
     return spread.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
+def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int) -> int:
+    """How many tokens a decoder layer is called for, of all ranks. position: of position_embeddings among its arguments."""
+    cosine = (kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[position])[0]
+    found: int = cosine.shape[-2]
+    return found
+
+
 @cache
 def noting_tokens(cls: type[Any], position: int) -> type[Any]:
     """A decoder layer's class that notes how the tokens of its input lie: the positions say how many there are. position: of
     position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cosine = (kwargs["position_embeddings"] if "position_embeddings" in kwargs else args[position])[0]
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        total = cosine.shape[-2]
-        self._weft_tokens.total = total if hidden.shape[1] != total else None
+        total = length_of_positions(args, kwargs, position)
+        tokens = self._weft_tokens
+        tokens.total = total if hidden.shape[1] != total else None
+        if tokens.open is not None or not _recomputes():
+            tokens.open = tokens.total or 0
         return cls.forward(self, *args, **kwargs)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _recomputes() -> bool:
+    """Whether a checkpoint calls this from a backward. After a layer alone no norm gathers. A compiled layer cannot ask."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True)
@@ -75,16 +89,23 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutIfMany:
-    """As Cut, for the first layer: here it is decided. Each rank of a group that is as long as the sequence has a token."""
+    """A pre-hook that cuts the first layer's input: here it is decided. Each rank of a group that is as long as the sequence
+    has a token. A layer that comes again is given what has been cut, which stays. position: as noting_tokens'."""
 
     mesh: DeviceMesh
-    tokens: Tokens
     few_tokens: int
+    position: int
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        total = length_of_positions(args, kwargs, self.position)
+        return OnInput("hidden_states", partial(self._cut, total))(module, args, kwargs)
+
+    def _cut(self, total: int, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
         many = batch * length > self.few_tokens and length >= self.mesh.size() > 1
-        return cut(x, self.mesh) if many else x
+        return cut(x, self.mesh) if many and length == total else x
 
 
 @dataclass(frozen=True)
@@ -97,6 +118,28 @@ class Gathered:
     def __call__(self, x: Tensor) -> Tensor:
         total = self.tokens.total
         return x if total in (None, x.shape[1]) else gather(x, self.mesh, total)
+
+
+@dataclass(frozen=True)
+class GatheredOnce:
+    """As Gathered, at the end of a forward: what comes after it is whole, until a layer has run once more."""
+
+    mesh: DeviceMesh
+    tokens: Tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        total, self.tokens.open = self.tokens.open, None
+        return gather(x, self.mesh, total) if total else x
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A pre-hook of the decoder: its tokens are whole, whatever a call that ended early has left."""
+
+    tokens: Tokens
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.tokens.open = 0
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from weft.library import backward_schedule
 from weft.nn.report_page import page
 from weft.nn.sites import Ran, Site, sites
 from weft.problem import REDUCTIONS, Op, Problem
-from weft.schedule import Schedule
 from weft.sim.cost import whole_collective_us, whole_gemm_us
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
@@ -165,11 +164,11 @@ def _calls(site: Site, device: torch.device) -> Iterator[Called]:
         return
     choices = {choice.problem: choice for choice in state.choices()}
     seen: set[tuple[Problem, str]] = set()
-    for schedule in state.schedules():
+    for schedule, asked in state.asked():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
-        if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, site):
+        if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, site):
             continue
-        if _was_asked(schedule, problem, site, choices.get(problem)):
+        if _was_asked(asked, spec, problem, site, choices.get(problem)):
             seen.add((problem, spec))
             yield _called(problem, spec, choices.get(problem), device)
 
@@ -181,26 +180,28 @@ def _calls_by_splits(site: Site, device: torch.device) -> Iterator[Called]:
         yield Called(op=op, rows=rows, spec=spec, why="no other for rows by splits")
 
 
-def _was_asked(schedule: Schedule, problem: Problem, site: Site, choice: Choice | None) -> bool:
-    """Whether a schedule is what the site has asked for, as far as that is known."""
-    asked = backward_schedule(site.schedule, problem.op)
-    if asked in ("", "planned", "heuristic"):
-        return True
-    if asked == "auto":
-        return choice is None or choice.spec == schedules.spec(schedule.name, schedule.chunks)
-    name, chunks = schedules.parse(asked)
-    return schedule.name == name and chunks in (None, schedule.chunks)
+def _was_asked(asked: str, spec: str, problem: Problem, site: Site, choice: Choice | None) -> bool:
+    """Whether a schedule, which runs what was asked for so, is what the site has asked for, as far as that is known."""
+    wanted = backward_schedule(site.schedule, problem.op)
+    if wanted == "auto" == asked:
+        return choice is None or choice.spec == spec
+    return wanted in ("", asked)
 
 
-def _is_of(problem: Problem, site: Site) -> bool:
+def _is_of(problem: Problem, asked: str, site: Site) -> bool:
     """Whether a problem is a site's, forward or backward: by its operator, its sizes, and what the site has run. What gathers
     has n and k swapped where what reduces has them straight."""
-    if site.ran is not None and not site.ran.may_have(problem.op, partial(serves, problem)):
+    served = partial(serves if asked == "auto" else _has, problem)
+    if site.ran is not None and not site.ran.may_have(problem.op, served):
         return False
     if problem.op not in {*site.operators, *(_BACKWARD.get(operator) for operator in site.operators)}:
         return False
     alike = (problem.op in REDUCTIONS) == (site.operators[0] in REDUCTIONS)
     return (problem.n, problem.k) == ((site.n, site.k) if alike else (site.k, site.n))
+
+
+def _has(problem: Problem, rows: int) -> bool:
+    return problem.m == rows
 
 
 def _called(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> Called:

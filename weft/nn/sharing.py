@@ -9,6 +9,7 @@ with that one, until nothing is wanted in two ways.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import nn
@@ -17,6 +18,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 Wanted = Mapping[tuple[nn.Module, str], tuple[nn.Module, Placement]]
 """By (module, name of its parameter): (the place that it belongs to, how that place wants it)."""
+
+
+def in_several_places(model: nn.Module) -> set[nn.Module]:
+    """The modules that are children of several others, or of one by several names. A linear that is called in two places has
+    one layout for both, and one product to give away: so it is no block's own."""
+    places = Counter(child for parent in model.modules() for child in parent._modules.values() if child is not None)
+    return {module for module, count in places.items() if count > 1}
 
 
 def whole_by_sharing(model: nn.Module, wanted: Wanted) -> dict[nn.Module, str]:
