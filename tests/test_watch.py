@@ -406,8 +406,7 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 def _state(team: Team, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
     empty: dict[str, Any] = {"_attached": {}, "_programs": {}, "_spaces": {}, "_side": {}, "_sites": {}}
-    nothing = SimpleNamespace(close=lambda: None)
-    empty |= {"reachable": nothing, "_ragged": nothing, "lock": threading.Lock()}
+    empty |= {"lock": threading.Lock()} | dict.fromkeys(("reachable", "_ragged"), SimpleNamespace(close=lambda: None))
     for name, value in {**empty, **attributes, "team": team}.items():
         setattr(state, name, value)
     return state
