@@ -96,3 +96,14 @@ def as_alone(kind: str, others: dict[str, Any]) -> str:
     for prompt in (text(1, 9), text(3, 2)):
         assert torch.equal(written(model, prompt, 5), written(alone, prompt, 5))
     return str(weft.overlap_report(model))
+
+
+class Adapter(nn.Module):
+    """A linear inside of something, as LoRA has it."""
+
+    def __init__(self, inside: nn.Linear) -> None:
+        super().__init__()
+        self.inside, self.down, self.up = inside, nn.Linear(inside.in_features, 2), nn.Linear(2, inside.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x) + self.up(self.down(x))

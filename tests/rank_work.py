@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
@@ -104,3 +108,18 @@ def check_all_reduce(
     error = (out.double() - expected).abs().max().item() if out.numel() else 0.0
     assert error <= bound(dtype, k, 2 * size, expected), (spec, (m, n, k), addends, error)
     return out
+
+
+def told_with(settings: Sequence[dict[str, str]], spec: str) -> list[str]:
+    """In a group that is new, a call in each of these environments, one after the other: "right", or the ValueError's text."""
+    weft.close()
+    found = []
+    for environment in settings:
+        with mock.patch.dict(os.environ, environment):
+            try:
+                check_gather(64, 48, 32, torch.float32, spec, 0)
+                found.append("right")
+            except ValueError as error:
+                found.append(str(error))
+    weft.close()
+    return found

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from rank_work import check_gather
+from rank_work import check_gather, told_with
 
 import weft
 from weft.between import Between
@@ -471,17 +471,7 @@ def test_folders_on_the_way_are_for_their_user_alone(tmp_path: Path) -> None:
 
 def _one_cannot_read() -> list[str]:
     """Rank 1 has a profile that is not there; then the group goes on."""
-    weft.close()
-    found = []
-    for machine in ("nothing.json" if dist.get_rank() == 1 else "", ""):
-        with mock.patch.dict(os.environ, {"WEFT_MACHINE": machine}):
-            try:
-                check_gather(64, 48, 32, torch.float32, "auto", 0)
-                found.append("right")
-            except ValueError as error:
-                found.append(str(error))
-    weft.close()
-    return found
+    return told_with([{"WEFT_MACHINE": machine} for machine in ("nothing.json" if dist.get_rank() == 1 else "", "")], "auto")
 
 
 @pytest.mark.ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import alike, mesh, sharded, text, tiny, trained, written
+from model_work import Adapter, alike, mesh, sharded, text, tiny, trained, written
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -55,17 +55,6 @@ def test_a_block_that_wants_a_parameter_in_two_ways_runs_whole() -> None:
 
 class Head(nn.Linear):
     """What a library makes of a linear."""
-
-
-class Adapter(nn.Module):
-    """A linear inside of something, as LoRA has it."""
-
-    def __init__(self, inside: nn.Linear) -> None:
-        super().__init__()
-        self.inside, self.down, self.up = inside, nn.Linear(inside.in_features, 2), nn.Linear(2, inside.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inside(x) + self.up(self.down(x))
 
 
 class Wrapped(nn.Module):

@@ -12,7 +12,7 @@ import model_work
 import pytest
 import torch
 from conftest import RankFixture
-from model_work import alike, as_alone, mesh, sharded, text, tiny, trained, whole, written
+from model_work import Adapter, alike, as_alone, mesh, sharded, text, tiny, trained, whole, written
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
@@ -136,17 +136,6 @@ def _fail(*_: Any) -> None:
 
 def test_the_final_norm_gathers_once_a_forward(ranks: RankFixture) -> None:
     ranks(2).run(_norm_alone)
-
-
-class Adapter(nn.Module):
-    """A linear inside of something, as LoRA has it."""
-
-    def __init__(self, inside: nn.Linear) -> None:
-        super().__init__()
-        self.inside, self.down, self.up = inside, nn.Linear(inside.in_features, 2), nn.Linear(2, inside.out_features)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inside(x) + self.up(self.down(x))
 
 
 def _adapted() -> list[str]:
