@@ -9,6 +9,8 @@ peer's. Ranks are threads of one process, or processes: then pieces are files th
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +37,7 @@ class Shmem:
         if folder is None:
             piece = [torch.zeros(size, dtype=torch.uint8) for _ in range(world_size)]
         else:
-            names = [str(folder / str(rank)) for rank in range(world_size)]
-            piece = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+            piece = [_mapped(folder / str(rank), size) for rank in range(world_size)]
         self._pieces.append(piece)
         return piece
 
@@ -80,6 +81,14 @@ class Shmem:
             yield
         finally:
             library._destroy()
+
+
+def _mapped(path: Path, nbytes: int) -> torch.Tensor:
+    """A file that others map at the same time. torch.from_file would set its first byte to 0, whatever they have written."""
+    with path.open("ab") as file:
+        os.ftruncate(file.fileno(), nbytes)
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
 
 class Words:
