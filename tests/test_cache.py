@@ -299,7 +299,7 @@ def test_row_counts_between_known_ones() -> None:
     assert found(6000) is None, "the two sides differ"
     assert found(20000) is None, "the two sides are far apart"
     assert found(512) is found(100_000) is None, "one side is missing"
-    assert found(2000, k=64) is found(2000, dtype="float16") is None
+    assert found(2000, k=64) is found(2000, dtype="float16") is found(2000, b_sizes=(PROBLEM.n, 0)) is None
     known.add(dataclasses.replace(PROBLEM, m=4096), "sequential")
     assert found(2000) is None
 

@@ -64,6 +64,8 @@ def test_a_profile_of_another_device_is_refused_unless_forced(monkeypatch: pytes
     monkeypatch.delenv("WEFT_MACHINE_FORCE")
     profile(file, "cpu", 6.0)
     assert choose.profile_for(CPU).links.gbps == 6.0
+    assert choose.profile_for(CPU) is choose.profile_for(CPU), "read once"
+    assert choose.profile_for(CPU).digest == machine.load(file).digest != machine.load("h200x8").digest
     monkeypatch.setenv("WEFT_MACHINE", "nothing.json")
     with pytest.raises(ValueError, match=r"nothing\.json"):
         choose.profile_for(CPU)

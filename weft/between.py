@@ -6,8 +6,11 @@ For callers whose row count changes from call to call. A pure table: ranks that 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Hashable, Mapping
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
+from typing import Any
 
 from weft.problem import Problem
 
@@ -19,12 +22,12 @@ class Between:
     """Choices by problem, and by row count among problems that are alike in all else."""
 
     def __init__(self) -> None:
-        self._specs: dict[Problem, dict[int, str]] = {}
-        self._rows: dict[Problem, list[int]] = {}
+        self._specs: dict[Hashable, dict[int, str]] = {}
+        self._rows: dict[Hashable, list[int]] = {}
 
     def add(self, problem: Problem, spec: str) -> None:
         """What was found to be the best of a problem, by measuring that very one."""
-        alike = replace(problem, m=0)
+        alike = _but_rows(problem)
         specs = self._specs.setdefault(alike, {})
         if problem.m not in specs:
             insort(self._rows.setdefault(alike, []), problem.m)
@@ -32,7 +35,7 @@ class Between:
 
     def find(self, problem: Problem) -> tuple[str, int, int] | None:
         """(spec, the row counts next to the problem's that have it both); None where they differ, or one is missing or far."""
-        alike = replace(problem, m=0)
+        alike = _but_rows(problem)
         rows: list[int] = self._rows.get(alike, [])
         at = bisect_left(rows, problem.m)
         if not 0 < at < len(rows):
@@ -42,3 +45,15 @@ class Between:
         if specs[low] != specs[high] or high > WITHIN * low:
             return None
         return specs[low], low, high
+
+
+def _but_rows(problem: Problem) -> Hashable:
+    """What is alike in problems that differ in m alone. No Problem: to make one takes several times as long."""
+    kind: Any = type(problem)
+    found: Hashable = _all_but_rows(kind)(problem)
+    return found
+
+
+@cache
+def _all_but_rows(kind: Any) -> attrgetter[Any]:
+    return attrgetter("__class__", *(field.name for field in fields(kind) if field.name != "m"))

@@ -17,11 +17,12 @@ Topologies, for ranks 0 .. world_size-1:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -339,6 +340,11 @@ class Machine:
         wake_us = self.wake_us and _NOTHING_US
         return dataclasses.replace(self, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
 
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen letters that change with any of it."""
+        return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
+
     @property
     def fans_out(self) -> bool:
         """Whether copies to several peers should be under way at once: then schedules have a copy lane for each peer."""
@@ -382,6 +388,7 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
                 yield path, number
 
 
+@cache
 def names() -> tuple[str, ...]:
     """The shipped profiles."""
     return tuple(sorted(path.stem for path in _PROFILES.glob("*.json")))

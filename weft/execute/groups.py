@@ -132,7 +132,8 @@ class GroupState:
         sizes = self.team.enter(text, call.share)
         empty = call.sums_nothing(sizes)
         call = call.filled(len(sizes)) if empty else call
-        problem = replace(call.problem(sizes), nodes=self.team.nodes)
+        problem = call.problem(sizes)
+        problem = replace(problem, nodes=self.team.nodes) if self.team.nodes else problem
         key = (problem, call.schedule, call.device)
         program, wide = self._bound(key), 0
         if program is None and self._widened.may(known_by) and (found := self._wider(call, key)):
@@ -147,7 +148,8 @@ class GroupState:
         return site
 
     def _bound(self, key: Key) -> BoundProgram | None:
-        return next((program for program, known in self._programs.items() if known == key), None)
+        rows = key[0].m  # told apart at once: there may be a hundred
+        return next((program for program, known in self._programs.items() if known[0].m == rows and known == key), None)
 
     def _wider(self, call: Call, key: Key) -> Problem | None:
         """The problem whose program is to run this call, if that is another one: what is known of both was measured around."""
@@ -157,9 +159,10 @@ class GroupState:
         around = self._earlier.around(problem)
         if around is None or (found := wider(problem, at_most=around.like[1])) is None:
             return None
-        known = self._choices.get((found, device)) or self._earlier.around(found)
-        measured = found.m == around.like[1]
-        return found if measured or (known is not None and known.spec == around.spec) else None
+        if found.m == around.like[1]:
+            return found
+        known = self._choices.get((found, device)) or (around if found.m < around.like[1] else self._earlier.around(found))
+        return found if known is not None and known.spec == around.spec else None
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""

@@ -11,13 +11,11 @@ Row counts are looked up in what ranks have found together, so that they find th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable
 from functools import cache
 
 import torch
 
-from weft import codec
 from weft.between import Between
 from weft.cache import Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
@@ -108,8 +106,7 @@ class KeptPlans:
             machine = machine | {"messages": transport_from_environment()}
         if device in self._links:
             machine = machine | {"links": self._links[device]}
-        profile = hashlib.sha256(codec.dumps(profile_for(device)).encode()).hexdigest()[:16]  # says what is worth measuring
-        machine = machine | {"profile": profile}
+        machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring
         return Key(machine=machine, versions=known, problem=problem, space=space(effort()))
 
 
