@@ -3,6 +3,7 @@
 A generated part is a fenced block whose first line says what it is made of; this script replaces the lines below it.
 
     ```text timeline OP FAMILY    weft.timeline of the family on the example that `weft schedules` shows
+    ```text families BY           which operator has which family: all of them but those of collectives alone
     ```text counts OP             what a rank pays in each family: kernels, copies, flags, bytes
     ```text chart MODEL           the chart that `weft plan MODEL` prints
     ```text rules TOPOLOGY        the heuristic's weights, and what it chooses by them
@@ -37,7 +38,7 @@ from weft.models import load_model, sites
 from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
 from weft.rules import TERMS, Weights, estimates, heuristic
 from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
-from weft.schedules import names
+from weft.schedules import FAMILIES, names
 
 sys.path.append(str(Path(__file__).parent))
 text_tables, measured_tables, model_tables, study_tables = map(
@@ -74,6 +75,29 @@ def _example(op: str, **changes: Any) -> weft.Problem:
         return weft.CollectiveProblem(op=op, m=EXAMPLE_ELEMENTS, world_size=sizes["world_size"])  # type: ignore[arg-type]
     kind = ColumnProblem if op in COLUMN_OPS else weft.Problem
     return kind(op=op, **sizes)  # type: ignore[arg-type]
+
+
+FAMILY_OPS: dict[str, tuple[str, str]] = {
+    "all_gather_matmul": ("all_gather", "_matmul"),
+    "matmul_reduce_scatter": ("matmul_", "reduce_scatter"),
+    "matmul_all_reduce": ("matmul_", "all_reduce"),
+    "matmul_all_to_all": ("matmul_", "all_to_all"),
+    "all_to_all_matmul": ("all_to_all", "_matmul"),
+    "matmul_all_to_all_columns": ("the same,", "split_dim=-1"),
+    "all_to_all_columns_matmul": ("the same,", "gather_dim=-1"),
+    "embedding_bag_all_to_all": ("embedding_bag", "_all_to_all"),
+}
+"""Operators, and how they stand above a column, in two lines."""
+
+
+def families(_: str) -> str:
+    """A table: the families of schedules, and the operators that have them."""
+    rows = [
+        (name, *("x" if op in family.builders else "-" for op in FAMILY_OPS))
+        for name, family in FAMILIES.items()
+        if not set(family.builders) <= set(COLLECTIVE_OPS)
+    ]
+    return _table([*(("", *head) for head in zip(*FAMILY_OPS.values(), strict=True)), *rows])
 
 
 def counts(op: Op) -> str:
@@ -169,6 +193,7 @@ def errors(by: str) -> str:
 
 MAKERS: dict[str, Callable[..., str]] = {
     "timeline": timeline,
+    "families": families,
     "counts": counts,
     "chart": chart,
     "rules": decisions,

@@ -40,17 +40,26 @@ def source(rows: Sequence[dict[str, Any]], mode: str = "") -> str:
     row = rows[0]
     versions = " ".join(f"{name} {row['versions'][name]}" for name in ("torch", "cuda", "nccl"))
     how = f", mode {mode}" if mode else ""
-    return f"\n\n{row['machine']}, {versions}, {row['dtype']}{how}, {commits(rows)}"
+    return f"\n\n{row['machine']}, {versions}, {_by(rows, 'dtype')}{how}, {commits(rows)}"
 
 
 def commits(rows: Sequence[dict[str, Any]]) -> str:
-    """Of which commits cases are: by operator where each operator's are of one, else with the number of cases."""
+    """Of which commits cases are."""
+    return f"commit{'s' * (len({row['commit'] for row in rows}) > 1)} {_by(rows, 'commit')}"
+
+
+def _by(rows: Sequence[dict[str, Any]], field: str) -> str:
+    """What cases have there: by operator where each operator's have the same, else with the number of cases."""
     ops: dict[str, set[str]] = {}
     for row in rows:
-        ops.setdefault(row["commit"], set()).add(row["op"])
+        ops.setdefault(row[field], set()).add(row["op"])
     if len(ops) == 1:
-        return f"commit {rows[0]['commit']}"
+        return str(rows[0][field])
     apart = sum(map(len, ops.values())) == len(set().union(*ops.values()))
-    count = Counter(row["commit"] for row in rows)
-    of = {commit: ", ".join(sorted(some)) if apart else f"{count[commit]} cases" for commit, some in ops.items()}
-    return f"commits {', '.join(f'{commit} ({what})' for commit, what in of.items())}"
+    count = Counter(row[field] for row in rows)
+    of = {value: _named(some) if apart else f"{count[value]} cases" for value, some in ops.items()}
+    return ", ".join(f"{value} ({what})" for value, what in of.items())
+
+
+def _named(ops: set[str]) -> str:
+    return ", ".join(sorted(ops)) if len(ops) < 3 else f"{len(ops)} operators"
