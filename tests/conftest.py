@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ Weft = Callable[..., tuple[int, str, str]]
 SHORT_BOUND_S, REAPED_WITHIN_S = 20.0, 10.0
 # No test depends on what an earlier run has left in the user's folder, or leaves anything there.
 os.environ["WEFT_CACHE_DIR"] = ""
+with suppress(ImportError):  # where there are GPUs it need not be installed
+    from hypothesis import HealthCheck, settings
+
+    # An example takes as long as other work on the cores lets it; and what is drawn is the same in every run.
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("weft", deadline=None, derandomize=True, database=None, suppress_health_check=slow)
+    settings.load_profile("weft")
 
 
 class RankFixture:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from lone_ranks import wait_for
 
 import weft
 from weft import arrival
@@ -43,24 +44,28 @@ def test_who_does_not_come_is_named(ranks: RankFixture) -> None:
     assert second.startswith("rank 2 has not come to the group's first call: ")
 
 
-def _one_is_late() -> list[str]:
-    says_s, arrival.SAYS_S = arrival.SAYS_S, 0.2
-    weft.close()
-    group = dist.group.WORLD
+def _one_is_late(told: Path) -> list[str]:
+    """Rank 1 comes when rank 0 has said that it waits."""
+    say, group = arrival._Meeting._say, dist.group.WORLD
     assert group is not None
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            time.sleep(1.0 if dist.get_rank() == 1 else 0.0)
-            _call(group)
-    finally:
-        arrival.SAYS_S = says_s
+
+    def saying(meeting: arrival._Meeting) -> None:
+        say(meeting)
+        told.touch()
+
+    weft.close()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        patch.setattr(arrival, "SAYS_S", 0.2)
+        patch.setattr(arrival._Meeting, "_say", saying)
+        assert dist.get_rank() == 0 or wait_for(told.exists, 20)
+        _call(group)
     weft.close()
     return [str(warning.message) for warning in said]
 
 
-def test_a_late_rank_is_named_and_waited_for(ranks: RankFixture) -> None:
-    first, second = ranks(2).run(_one_is_late)
+def test_a_late_rank_is_named_and_waited_for(ranks: RankFixture, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_one_is_late, tmp_path / "told")
     assert first == ["for 0.2 s rank 1 has not come to the group's first call; did it raise? rank 0 waits"]
     assert second == []
 

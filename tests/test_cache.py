@@ -343,7 +343,7 @@ def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], 
     os.environ["WEFT_CACHE_DIR"] = folder
     try:
         with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+            warnings.simplefilter("always", UserWarning)
             weft.close()
             for call in range(PROVED_AFTER + 4):
                 check_gather(64, 48, 32, torch.float32, "auto", call)
@@ -384,7 +384,7 @@ def _predicted(asked: str, fast: str) -> tuple[list[str], list[str], int]:
         trials_by_a_clock(fast) as made,
         warnings.catch_warnings(record=True) as seen,
     ):
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         weft.close()
         for call in range(PREDICTED_AFTER + 3):
             check_gather(64, 48, 32, torch.float32, asked, call)
@@ -435,7 +435,7 @@ def _come_and_go(asked: str, fast: str) -> tuple[int, int]:
         trials_by_a_clock(fast),
         warnings.catch_warnings(record=True) as seen,
     ):
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", UserWarning)
         weft.close()
         for _ in range(3):
             for m in (64, 32, 16, 8):

@@ -32,8 +32,8 @@ def _held() -> list[int]:
 
 
 def _gone(ref: weakref.ref[torch.Tensor]) -> bool:
-    """Within a second: gloo's threads let go of what they had a little later."""
-    deadline = time.monotonic() + 1
+    """Soon: gloo's threads let go of what they had a little later."""
+    deadline = time.monotonic() + 10
     while ref() is not None and time.monotonic() < deadline:
         time.sleep(0.001)
     return ref() is None

@@ -249,7 +249,7 @@ def _many_calls() -> list[tuple[int, int, int]]:
 
 def test_two_hundred_calls_grow_nothing(ranks: RankFixture) -> None:
     for (pages, descriptors, segments), (pages_end, descriptors_end, segments_end) in ranks(3).run(_many_calls):
-        assert descriptors_end == descriptors
+        assert descriptors_end <= descriptors, "those that tests before have left may go meanwhile"
         assert segments_end == segments == 0
         assert pages_end <= pages + 1024, "resident memory grew by more than 4 MiB"
 

@@ -84,21 +84,21 @@ def test_tiles_that_are_sent_end_as_wave_by_wave(number: int, k: int, m: int) ->
 @pytest.mark.parametrize("extent", ["m", "n", "k"])
 @pytest.mark.parametrize("op", OPS[:2])
 def test_a_plan_ends_soon_whatever_the_extent(op: Op, extent: str) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     found = plan(dataclasses.replace(Problem(op=op, m=4096, n=4096, k=4096, world_size=8), **{extent: LARGE}), H200)
-    assert time.perf_counter() - begun < SOON_S
+    assert time.process_time() - begun < SOON_S
     assert found.chosen.predicted_us <= found.sequential_us
     assert found.chosen.predicted_us > 0.95 * found.ideal_us
 
 
 def test_a_shape_is_found_soon_whatever_the_extent() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     for name in ("flag_gated", "flag_gated_2d", "direct_store"):
         for op in ("all_gather_matmul", "matmul_reduce_scatter"):
             if (name, op) != ("flag_gated_2d", "matmul_reduce_scatter"):
                 schedule = build(Problem(op=op, m=LARGE, n=LARGE, k=4096, world_size=8), name, 4)
                 assert shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm))) in SHAPES
-    assert time.perf_counter() - begun < SOON_S
+    assert time.process_time() - begun < SOON_S
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -121,7 +121,7 @@ def test_a_plan_of_many_ranks_says_what_was_not_considered() -> None:
 
 
 def test_a_plan_of_64_ranks_ends_soon() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     problem = Problem(op="matmul_all_reduce", m=8192, n=8192, k=8192, world_size=64)
     assert len(plan(problem, dataclasses.replace(H200, world_size=64)).candidates) > 1
-    assert time.perf_counter() - begun < SOON_S
+    assert time.process_time() - begun < SOON_S

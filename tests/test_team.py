@@ -6,9 +6,10 @@ import time
 
 import torch.distributed as dist
 from conftest import RankFixture
+from lone_ranks import wait_for
 
 from weft.errors import PeerLost, RankMismatch
-from weft.team import _CLOSED, _STATE, _TOLD, Team
+from weft.team import _CLOSED, _PEER_CHECK_S, _STATE, _TOLD, Team
 from weft.team_texts import TEXT_BYTES, Remembered, told
 
 
@@ -61,7 +62,9 @@ def _last_call(team: Team) -> str:
     """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
     team.enter("op: last")
     if team.rank == 0:
-        time.sleep(1.5)
+        while team._words[2].load(_STATE) != _CLOSED:
+            time.sleep(1e-3)
+        time.sleep(10 * _PEER_CHECK_S)
     if team.rank != 1:
         return ""
     team.until(lambda: team._words[0].load(_STATE) == _CLOSED, lambda: "rank 0 leaves")
@@ -72,28 +75,29 @@ def _last_call(team: Team) -> str:
     return "nothing noticed"
 
 
-def _told(team: Team) -> tuple[bool, float]:
-    """Rank 0 fails. Of the others, rank 1 tells its calls a second later, and rank 2 not before it closes."""
+def _told(team: Team) -> float:
+    """Rank 0 fails, and waits in vain. Then rank 1 tells its calls, and rank 2 not before it closes, which is later. When they
+    did, by the host's clock, and when rank 0 knew."""
     team.enter("op: last")
-    if team.rank:
-        deadline = time.monotonic() + 10
-        while not team.peer_failed() and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        noticed = team.peer_failed()
-        time.sleep(1.0 * team.rank)
-        if team.rank == 1:
-            team.fail(PeerLost("rank 0 failed"))
-            team.told(0.0)
-            assert team._words[1].load(_STATE) == _TOLD
-        return noticed, 0.0
-    assert not team.peer_failed()
-    team.fail(PeerLost("planted"))
-    began = time.monotonic()
-    team.told(0.2)
-    bounded = time.monotonic() - began
-    assert 0.2 <= bounded < 0.9, bounded
-    team.told(10.0)
-    return team.peer_failed(), time.monotonic() - began
+    if team.rank == 0:
+        assert not team.peer_failed()
+        began = time.monotonic()
+        team.fail(PeerLost("planted"))
+        team.told(0.2)
+        assert time.monotonic() - began >= 0.2
+        dist.barrier()
+        team.told(20.0)
+        assert team.peer_failed()
+        return time.monotonic()
+    assert wait_for(team.peer_failed, 10)
+    dist.barrier()
+    time.sleep(0.5 * team.rank)
+    before = time.monotonic()
+    if team.rank == 1:
+        team.fail(PeerLost("rank 0 failed"))
+        team.told(0.0)
+        assert team._words[1].load(_STATE) == _TOLD
+    return before
 
 
 def _with_team(function: str) -> object:
@@ -124,10 +128,8 @@ def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
 
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
     """Those that have told their calls, and those that have left; for so long as it is told to."""
-    (failed, seconds), *others = ranks(3).run(_with_team, "_told")
-    assert failed
-    assert 1.6 < seconds < 8.0
-    assert others == [(True, 0.0)] * 2
+    knew, first, last = ranks(3).run(_with_team, "_told")
+    assert max(first, last) < knew < max(first, last) + 10
 
 
 def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:

@@ -279,9 +279,8 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
 
 def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     tickets = [ranks.call() for _ in range(cuda_space._TICKETS - 1)]
-    ended = threading.Timer(0.1, lambda: ranks.space.ended(tickets[0]))
-    ended.start()
     began = time.monotonic()
+    threading.Timer(0.1, lambda: ranks.space.ended(tickets[0])).start()
     ranks.call()
     assert time.monotonic() - began > 0.05
     waited: list[object] = []
