@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -174,17 +175,41 @@ def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
     assert any("rank 0 has left the group" in answer for answer in answers[1:])
 
 
-def test_what_a_dead_creator_left_is_reaped() -> None:
-    from weft.memory import SHM, processes, reap_stale
+def _slow_to_map() -> str:
+    """Rank 1 dies once its segment can be found; rank 0 sees that, and takes its own back; rank 2 is late to look for it."""
+    from weft.memory import Segment
+    from weft.team import Team
 
-    stale = SHM / f"weft-{processes()}-999999999-1-0123456789abcdef-data"
-    others = SHM / "weft-123abc-999999999-1-0123456789abcdef-data"
+    check_gather(6, 4, 4, torch.float32, "sequential", 0)
+    if dist.get_rank() == 1:
+        Team._publish_mapped = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    if dist.get_rank() == 2:
+        plain = Segment.open
+        Segment.open = lambda name: (time.sleep(0.5), plain(name))[1]  # type: ignore[method-assign, assignment]
+    with pytest.raises(PeerLost) as caught:
+        check_gather(6, 4, 4, torch.float32, "shard_p2p", 0)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_late_to_map_hears_who_was_lost(fresh: Ranks) -> None:
+    with pytest.raises(RankFailed) as caught:
+        fresh.run(_slow_to_map, timeout_s=60)
+    (first, _), (second, _) = [str(answer).split(" (process") for answer in caught.value.results if answer]
+    assert first == second == "rank 1"
+
+
+def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own: in /dev/shm teams of another run of tests reap, too, and leave what there is to reap."""
+    from weft import memory
+
+    monkeypatch.setattr(memory, "SHM", tmp_path)
+    stale = tmp_path / f"weft-{memory.processes()}-999999999-1-0123456789abcdef-data"
+    others = tmp_path / "weft-123abc-999999999-1-0123456789abcdef-data"
     for path in (stale, others):
         path.write_bytes(b"x")
-    assert reap_stale() == [stale.name]
+    assert memory.reap_stale() == [stale.name]
     assert not stale.exists()
     assert others.exists(), "another container's, where that process may live"
-    others.unlink()
 
 
 def test_a_bound_that_is_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

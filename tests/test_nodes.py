@@ -24,7 +24,8 @@ import weft
 from weft import collectives
 from weft.errors import PeerLost, RankMismatch, WaitTimeout
 from weft.execute.ranks import RankFailed, Ranks
-from weft.team import Team, nodes_of, ranks_per_node
+from weft.team import Team
+from weft.team_nodes import nodes_of, ranks_per_node
 
 BOUND_S = 3.0
 

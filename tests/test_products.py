@@ -125,11 +125,37 @@ def test_torchs_settings_hold_whenever_they_are_made(clock: SimpleNamespace, mon
             if setting == "deterministic":
                 patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
             if setting == "half":
-                patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True))
+                patch.setattr(torch._C, "_get_cublas_allow_fp16_accumulation", lambda: True)
             lane.multiply(a, b, out, accumulate=False, times=True)
             assert (settings() == before) == (setting is None)
         found.append(float(out[0, 0]))
     assert found == [2.0, 512.0, 512.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allow_tf32",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    ],
+)
+def test_what_says_which_kernels_torch_takes_is_a_setting(name: str) -> None:
+    """Else a call would be replayed by the kernels of before, or need some that are not loaded, behind a lane that waits."""
+    own = torch.backends.cuda.matmul
+    before, value = settings(), getattr(own, name)
+    try:
+        setattr(own, name, not value)
+        assert settings() != before
+    finally:
+        setattr(own, name, value)
+
+
+def test_the_library_that_torch_prefers_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = settings()
+    monkeypatch.setattr(torch._C, "_get_blas_preferred_backend", lambda: torch._C._BlasBackend.Cublaslt)  # type: ignore[attr-defined]
+    assert settings() != before
 
 
 def test_sums_in_float32_are_one_of_cublas_kernels(clock: SimpleNamespace) -> None:

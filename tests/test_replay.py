@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from weft.execute.driver import Driver
 from weft.execute.replay import Captures, Replays, give_captures, take_captures
 
 PAGE = 256
+POOLS = count(1)
 
 
 class Memory:
@@ -51,8 +53,8 @@ class Graph:
     def __init__(self, log: list[object] | None = None) -> None:
         self.ended, self._log = False, [] if log is None else log
 
-    def capture_begin(self, *, capture_error_mode: str) -> None:
-        self._log.append(capture_error_mode)
+    def capture_begin(self, pool: object, *, capture_error_mode: str) -> None:
+        self._log += [capture_error_mode] if pool is None else [pool, capture_error_mode]
 
     def capture_end(self) -> None:
         self.ended = True
@@ -66,8 +68,8 @@ def _alone() -> torch.Tensor:
     return room[first : first + 1000]
 
 
-def _recorded(enqueue: Callable[[], None]) -> Graph:
-    graph = Graph()
+def _recorded(enqueue: Callable[[], None], *, pool: object) -> Graph:
+    graph = Graph([pool])
     enqueue()
     graph.capture_end()
     return graph
@@ -89,10 +91,16 @@ class Calls:
         return self.replays.find({"a": [self.a], "b": [self.b]}, {"out": [self.out]})
 
 
+def pool_handle() -> object:
+    """Of a pool of torch's allocator: a value, another one each time."""
+    return next(POOLS), 0
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     memory = Memory()
     monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", pool_handle)
     return Calls(memory)
 
 
@@ -172,6 +180,19 @@ def test_what_is_raised_in_a_capture_is_what_is_told(calls: Calls, monkeypatch: 
         calls.graph()
 
 
+def test_what_calls_allocate_on_the_way_lies_in_one_pool_of_their_program(calls: Calls) -> None:
+    """Each graph's own would keep 20 MiB and more."""
+    other = Calls(calls.memory)
+    pools = []
+    for of in (calls, other):
+        for _ in range(2):
+            of.a = _alone()
+            calls.memory.map(of.a)
+            of.graph()
+            pools.append(of.graph()._log[0])
+    assert pools[0] == pools[1] != pools[2] == pools[3]
+
+
 def test_a_lookup_in_other_tables_at_the_same_address_is_another_call() -> None:
     """No schedule says how many rows tables have, how far apart these lie, and of what type indices are."""
     memory, tables = torch.zeros(4000), torch.zeros(2000, 8)
@@ -210,6 +231,12 @@ def test_before_each_capture_its_workspace_is_asked_for_from_a_pool_of_our_own(m
     captures = Captures(device)
     for loads in (False, True):
         assert captures.record(lambda: log.append("work"), loads=loads).ended  # type: ignore[attr-defined]
+    graphs_own = log.copy()
+    log.clear()
+    captures.record(lambda: log.append("work"), pool=(7, 0))
+    assert [each for each in log if each != (7, 0)] == graphs_own[: len(log) - 1]
+    assert log[log.index("thread_local") - 1] == (7, 0)
+    log[:] = graphs_own
     before, after = [("stream", "ours"), ("pool", "pool", device), "mm", "no pool", "no stream"], ["work", "end", "no stream"]
     stream = ("stream", "ours")
     assert log == [*before, stream, "thread_local", *after, *before, stream, "relaxed", *after]
@@ -233,7 +260,7 @@ def test_memory_that_the_allocator_keeps_for_later_is_asked_back_before_a_captur
     """In a capture it does not do that itself."""
     log: list[str] = []
 
-    def full(enqueue: Callable[[], None], loads: bool) -> Graph:
+    def full(enqueue: Callable[[], None], loads: bool, pool: object) -> Graph:
         log.append("record")
         if len(log) < tries:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -255,7 +282,7 @@ def test_without_memory_for_a_graph_calls_go_on_step_by_step(calls: Calls, monke
     calls.graph()
     tried: list[int] = []
 
-    def full(enqueue: Callable[[], None]) -> Graph:
+    def full(enqueue: Callable[[], None], *, pool: object) -> Graph:
         tried.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory")
 

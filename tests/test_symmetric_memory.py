@@ -13,6 +13,7 @@ from lone_ranks import teams
 
 from weft import memory
 from weft.errors import PeerLost
+from weft.execute.cuda import CudaProgram
 from weft.execute.reach import Reachable
 
 
@@ -73,6 +74,20 @@ def test_the_device_is_idle_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert handle() is None
 
 
+def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
+    """It may live until the garbage collector comes; the group's memory is to be free before."""
+    area, handle = lent()
+    program: Any = CudaProgram.__new__(CudaProgram)
+    program.space, program.driver = SimpleNamespace(device=None, forget=lambda key: None), None
+    program._replays, program._mail, program._aside = SimpleNamespace(close=lambda: None), None, ()
+    program._forks, program._pieces, program._words, program._area = {}, [], None, None
+    program._reached = {"out": [area.view(torch.float32)]}
+    del area
+    program.close()
+    memory.free_symmetric()
+    assert handle() is None
+
+
 def test_others_stay() -> None:
     pieces = [lent() for _ in range(3)]
     pieces[1] = (pieces[0][0], pieces[1][1])
@@ -111,6 +126,19 @@ def test_ranks_meet_once_each_has_its_memory(torchs: list[str]) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         memory.gpu_symmetric(2048, meetings, cpu, meet=lambda: torchs.append("meet"))
     assert torchs[3:] == ["full"]
+
+
+def test_a_rank_that_is_interrupted_on_the_way_ends_them_too(torchs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(nbytes: int, **_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(symmetric, "empty", interrupted)
+    mine, other = teams()
+    space: Any = SimpleNamespace(team=mine, device=torch.device("cpu"), held=lambda: None, settle=lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        Reachable(0).take(space, 2048)
+    with pytest.raises(PeerLost, match=r"rank 0.*KeyboardInterrupt"):
+        other.check_peers()
 
 
 def test_a_rank_without_memory_ends_the_calls_of_all(torchs: list[str]) -> None:

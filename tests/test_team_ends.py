@@ -16,6 +16,8 @@ from conftest import RankFixture
 import weft
 from weft import collectives
 from weft.errors import PeerLost, WeftError
+from weft.execute.ranks import Ranks
+from weft.memory import PREFIX, SHM
 
 pytestmark = pytest.mark.ranks
 A, B = torch.ones(4, 8), torch.ones(8, 4)
@@ -30,14 +32,15 @@ def _interrupted() -> tuple[str, float]:
     weft.all_gather_matmul(A, B)
     if dist.get_rank() == 0:
         before = signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
         with pytest.raises(KeyboardInterrupt):
             weft.all_gather_matmul(A, B)
         signal.signal(signal.SIGALRM, before)
         with pytest.raises(WeftError, match=r"broken \(KeyboardInterrupt\); call weft.close"):
             weft.all_gather_matmul(A, B)
+        dist.barrier()
         return "", 0.0
-    time.sleep(0.8)
+    dist.barrier()
     began = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         weft.all_gather_matmul(A, B)
@@ -60,6 +63,7 @@ def _forked() -> str:
         child = os.fork()
         if not child:
             try:
+                weft.close()
                 weft.all_gather_matmul(A, B)
             except BaseException as error:
                 os.write(writing, f"{type(error).__name__}: {error}".encode())
@@ -78,6 +82,29 @@ def _forked() -> str:
 def test_a_fork_of_a_rank_leaves_its_group_alone(ranks: RankFixture) -> None:
     said, _ = ranks(2).run(_forked)
     assert said.startswith("WeftError: process C is a fork of process P, which is rank 0 of this group: call weft there")
+
+
+def _interrupted_choosing() -> tuple[str, float]:
+    """Rank 1 is interrupted while it looks for a schedule that rank 0 has. What each is told, and how soon."""
+    from weft.execute import groups
+
+    plain = groups.choose
+    if dist.get_rank() == 1:
+        groups.choose = _interrupt  # type: ignore[assignment]
+    began = time.monotonic()
+    try:
+        with pytest.raises((KeyboardInterrupt, PeerLost)) as caught:
+            weft.all_gather_matmul(A[:, :5], B[:5], schedule="shard_p2p")
+    finally:
+        groups.choose = plain
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def test_peers_of_a_rank_that_was_interrupted_while_it_chose_are_told(ranks: RankFixture) -> None:
+    (first, seconds), (second, _) = ranks(2).run(_interrupted_choosing)
+    assert (first, second) == ("PeerLost: rank 1 failed: KeyboardInterrupt", "KeyboardInterrupt: ")
+    assert seconds < 5
+    ranks(2).run(weft.close)
 
 
 def _cannot_start(setting: str, value: str) -> tuple[str, float]:
@@ -129,3 +156,56 @@ def test_a_rank_without_room_for_a_segment_tells_the_others(ranks: RankFixture) 
     assert second.startswith("ValueError: shared memory: 1125899906842624 bytes asked")
     assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
     assert first_s < 5
+
+
+def _interrupted_in_between() -> tuple[str, float, list[str]]:
+    """Rank 1 is interrupted while its part of a tensor that peers can reach is reserved. What it is told, how soon, and what
+    stays of it under a name."""
+    weft.close()
+    weft.all_gather_matmul(A, B)
+    plain = os.posix_fallocate
+    if dist.get_rank() == 1:
+        os.posix_fallocate = _interrupt
+    began = time.monotonic()
+    try:
+        with pytest.raises((KeyboardInterrupt, PeerLost)) as caught:
+            collectives.empty(64)
+    finally:
+        os.posix_fallocate = plain
+    seconds = time.monotonic() - began
+    dist.barrier()
+    weft.close()
+    left = [path.name for path in SHM.glob(f"{PREFIX}*-{os.getpid()}-*")]
+    return f"{type(caught.value).__name__}: {caught.value}", seconds, left
+
+
+def test_a_rank_that_is_interrupted_with_a_segment_leaves_none_and_tells_the_others(ranks: RankFixture) -> None:
+    (first, seconds, _), (second, _, left) = ranks(2).run(_interrupted_in_between)
+    assert (first, second) == ("PeerLost: rank 1 failed: KeyboardInterrupt", "KeyboardInterrupt: ")
+    assert seconds < 5
+    assert left == []
+
+
+def _raises_between_exchanges() -> tuple[str, float]:
+    """Rank 0 raises on the way to rows that rank 1 waits for. What each is told, and how soon."""
+    from weft.execute import ragged
+
+    splits = torch.tensor([2, 2])
+    weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)
+    if dist.get_rank() == 0:
+        ragged._grouped = _out_of_memory  # type: ignore[assignment]
+    began = time.monotonic()
+    with pytest.raises((MemoryError, PeerLost)) as caught:
+        weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
+def _out_of_memory(*_: Any) -> Any:
+    raise MemoryError("planted")
+
+
+def test_with_splits_too_peers_of_a_rank_that_raises_are_told() -> None:
+    with Ranks(2, environment={"WEFT_TIMEOUT_S": "20"}) as fresh:
+        (first, _), (second, seconds) = fresh.run(_raises_between_exchanges, timeout_s=60)
+    assert (first, second) == ("MemoryError: planted", "PeerLost: rank 0 failed: planted")
+    assert seconds < 5

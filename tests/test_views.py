@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pools import interpreted_ranks
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import weft
 from weft import collectives
@@ -55,3 +58,23 @@ def _refused() -> None:
 
 def test_results_are_not_written_below_one(interpreted: Ranks) -> None:
     interpreted.run(_refused)
+
+
+def _without_memory() -> None:
+    """A tensor of a collective that is under way, and a sharded one: by address, there is nothing of them."""
+    late = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)  # type: ignore[arg-type]
+    sharded = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    for held in (late, sharded):
+        said = f"is a {type(held).__name__}, which holds its values in other tensors; use .*to_local.*wait"
+        for call in (lambda x: collectives.all_reduce(x), lambda x: weft.AllReduce(x)):
+            with pytest.raises(ValueError, match=f"tensor {said}"):
+                call(held)
+        with pytest.raises(ValueError, match=f"input {said}"):
+            collectives.all_gather_into_tensor(torch.zeros(8), held)
+    total = late.wait()
+    collectives.all_reduce(total)
+    assert total.tolist() == [4.0] * 4
+
+
+def test_what_is_in_other_tensors_is_refused(interpreted: Ranks) -> None:
+    interpreted.run(_without_memory)

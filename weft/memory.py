@@ -55,8 +55,10 @@ class Segment:
             # Reserve the pages now: a full /dev/shm is then an error here, not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
             return cls(name, _mapped(descriptor, nbytes))
-        except OSError as error:
+        except BaseException as error:
             unlink(name)
+            if not isinstance(error, OSError):
+                raise
             free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
             raise ValueError(
                 f"shared memory: {nbytes} bytes asked, {free} free in {SHM} ({error}); enlarge it (--shm-size)"

@@ -20,9 +20,6 @@ Two slots are enough: a rank can begin meeting n + 1 while another still compare
 that other's part in n + 1.
 
 A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
-
-A node is a host, or a container: ranks that share its memory and see each other's processes. WEFT_RANKS_PER_NODE cuts a
-host's ranks into nodes of so many, which then treat each other as if they were on different hosts.
 """
 
 from __future__ import annotations
@@ -31,10 +28,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property, partial
-from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +40,7 @@ from weft.arrival import told_by_all
 from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 from weft.memory import PREFIX, Segment, process_start, reap_stale, sharing, unlink
 from weft.rendezvous import Meetings
+from weft.team_nodes import nodes_of, ranks_per_node
 from weft.team_relay import Board, Relay
 from weft.team_texts import TEXT_BYTES, Remembered, difference, reason, told
 
@@ -82,29 +79,6 @@ def timeout_from_environment() -> float:
     if not 0 < value <= _MOST_TIMEOUT_S:
         raise ValueError(f"WEFT_TIMEOUT_S is {text!r}; it must be a number of seconds above 0, and at most {_MOST_TIMEOUT_S:g}")
     return value
-
-
-def ranks_per_node() -> int | None:
-    """WEFT_RANKS_PER_NODE, if it is set. Raises ValueError if it is not a whole number of at least 1."""
-    text = os.environ.get("WEFT_RANKS_PER_NODE")
-    if text is not None and not (text.isdecimal() and int(text)):
-        raise ValueError(f"WEFT_RANKS_PER_NODE is {text!r}; it must be a whole number of at least 1")
-    return int(text) if text else None
-
-
-def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
-    """How many ranks each node has, by the hosts of all ranks; () for one node.
-
-    Raises ValueError if the ranks of a host are no neighbours.
-    """
-    found = [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
-    apart = sorted({host for host, _ in found if sum(host == other for other, _ in found) > 1})
-    if apart:
-        raise ValueError(
-            f"group has ranks of {', '.join(apart)} among those of other hosts ({', '.join(hosts)}); order them host by host, "
-            "as torchrun does"
-        )
-    return tuple(count for _, count in found) if len(found) > 1 else ()
 
 
 class Team:
@@ -178,7 +152,10 @@ class Team:
         """A rank's control segment, or where it is copied to."""
         if rank not in self.near:
             return _BOARD.private()
-        return own if rank == self.rank else Segment.open(name)
+        try:
+            return own if rank == self.rank else Segment.open(name)
+        except FileNotFoundError:
+            raise PeerLost(f"rank {rank} failed while the group's team was made; it says why") from None
 
     def store(self, name: str) -> Any:
         """A part of the group's store that this team alone has, on a connection of its own."""
@@ -285,12 +262,14 @@ class Team:
 
     def allocate(self, nbytes: int) -> list[Segment]:
         """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective.
-        Raises ValueError where shared memory is too small for it, and ends the team: a peer may have found room."""
+        Raises ValueError where shared memory is too small for it. What it raises ends the team: a peer may have found room."""
         self.check_usable()
         try:
-            mine = Segment.create("data", nbytes)
-        except (ValueError, OSError) as error:
-            raise self.fail(error) from None
+            return self._allocated(Segment.create("data", nbytes))
+        except BaseException as error:
+            raise self.fail(error) from error.__cause__
+
+    def _allocated(self, mine: Segment) -> list[Segment]:
         self._rounds += 1
         try:
             self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine.name)
@@ -299,11 +278,18 @@ class Team:
             for peer in self.near:
                 self._await_word(peer, _CREATED, self._rounds, "created")
                 name = self._control[peer].read_text(_NAME_AT, TEXT_BYTES)
-                segments.append(mine if peer == self.rank else Segment.open(name))
+                segments.append(mine if peer == self.rank else self._opened(peer, name))
             self._publish_mapped()
         finally:
             unlink(mine.name)
         return segments
+
+    def _opened(self, peer: int, name: str) -> Segment:
+        try:
+            return Segment.open(name)
+        except FileNotFoundError:  # it has lost another rank, say, and has taken its own back: it tells of that next
+            self.until(lambda: False, lambda: f"rank {peer} has taken back a segment, and has not said why")
+            raise
 
     def _publish_mapped(self) -> None:
         self._words[self.rank].store(_MAPPED, self._rounds + 1)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.execute.bindings import Bindings, Where
-from weft.execute.bound import BoundProgram, Inputs, Outputs
+from weft.execute.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.execute.cuda_space import CudaSpace
 from weft.execute.driver import Word
 from weft.execute.edges import Edges
@@ -179,7 +179,7 @@ class CudaProgram(BoundProgram):
         self._give_back()
         del self._words, self._area
         self.exchanges = {}
-        self._scratch, self._tapes, self._products, self.fixed = {}, {}, {}, Bindings()
+        self._scratch, self._tapes, self._products, self.fixed, self._reached = {}, {}, {}, Bindings(), NOTHING
 
     def here(self, where: Where) -> Word:
         """Before a step may wait: let its lane say where it is."""

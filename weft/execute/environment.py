@@ -10,7 +10,8 @@ import torch
 from weft.execute.choose import effort, profile_for
 from weft.execute.collective_calls import staging_from_environment
 from weft.execute.network import transport_from_environment
-from weft.team import ranks_per_node, timeout_from_environment
+from weft.team import timeout_from_environment
+from weft.team_nodes import ranks_per_node
 
 _PREFIX = "WEFT_"
 

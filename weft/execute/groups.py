@@ -139,8 +139,12 @@ class GroupState:
         if program is None and self._widened.may(known_by) and (found := self._wider(call, key)):
             wide, key = found.m, (found, call.schedule, call.device)
             program = self._bound(key)
-        if program is None:
-            program = self._made(call, key, kept)
+        try:
+            program = program or self._made(call, key, kept)
+        except Exception:
+            raise  # of what ranks have agreed on, and so on all; what is one rank's alone has ended the team
+        except BaseException as interrupt:
+            raise self.team.fail(interrupt) from interrupt.__cause__
         site = Site(number=0, program=program, empty=empty, wide=wide)
         if call.device.type == "cuda":
             site = replace(site, number=self.team.remember(f"{text}\nsizes of b: {sizes}"))
@@ -462,12 +466,12 @@ class Groups:
                 all_of_them.callback(self.close, name)
 
     def close(self, name: str) -> None:
-        if known := self.known(name):
+        known = self.known(name)
+        if known and not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
             # From here on no failure is raised in this thread: nothing is left half closed.
             known.team.closing()
             self._states.pop(name, None)
-            if not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
-                known.close()
+            known.close()
 
 
 def _living(name: str) -> dist.ProcessGroup | None:

@@ -81,9 +81,17 @@ def matmul_choices() -> list[MatmulChoice]:
 
 
 def settings() -> tuple[object, ...]:
-    """What is set in torch that says how products are multiplied: SMs left free, the same bits each time, sums in float16."""
-    half = bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False))
-    return torch._C._get_sm_carveout_experimental(), torch.are_deterministic_algorithms_enabled(), half
+    """What is set in torch that says how products are multiplied: SMs left free, the same bits each time, sums in float16; and
+    by which of its kernels torch does: float32 as TF32, partial sums in 16 bits, cuBLAS or another library."""
+    return (
+        torch._C._get_sm_carveout_experimental(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_blas_preferred_backend(),
+    )
 
 
 class Products:
@@ -203,8 +211,9 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate:
 
 def _torchs_own(dtype: torch.dtype) -> bool:
     """Whether the caller asks torch for something that only torch's way has."""
-    carveout, deterministic, half = settings()
-    return carveout is not None or bool(deterministic) or (bool(half) and dtype == torch.float16)
+    if torch._C._get_sm_carveout_experimental() is not None or torch.are_deterministic_algorithms_enabled():
+        return True
+    return dtype == torch.float16 and bool(torch._C._get_cublas_allow_fp16_accumulation())
 
 
 def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:

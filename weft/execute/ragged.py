@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import WaitTimeout
+from weft.execute.driver import Driver
+from weft.execute.replay import Branches
+from weft.execute.unscheduled import wait
 from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.team import Team
@@ -92,6 +95,7 @@ class RaggedProgram:
         }
         self.exchange = Exchange(self.shape, self._symmetric, sms=peers.resident_blocks, tries=peers.tries)
         self._last: torch.cuda.Stream | None = None
+        self._branches: Branches | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,11 +105,31 @@ class RaggedProgram:
     def close(self) -> None:
         """Free its memory. Collective; waits for every rank's device. Raises what its last calls have noted."""
         self.peers.drop(self._symmetric.values())
+        self.let_go()
         self.raise_noted()
 
+    def let_go(self) -> None:
+        """Of what it has of the driver's. Not collective."""
+        if self._branches is not None:
+            self._branches.close()
+            self._branches = None
+
     def run(self, call: RaggedCall) -> Arrived:
-        """One call, on torch's current stream. Whatever it raises, peers may wait for this rank."""
-        self._follow(call.a.device)
+        """One call, on torch's current stream, after the last one: calls of one program share its memory. Whatever it raises,
+        peers may wait for this rank."""
+        device = call.a.device
+        if device.type != "cuda":
+            return self._enqueue(call)
+        current = torch.cuda.current_stream(device)
+        if torch.cuda.is_current_stream_capturing():
+            self._branches = self._branches or Branches(Driver())
+            return self._branches.enqueue(current.cuda_stream, lambda: self._enqueue(call))
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current
+        return self._enqueue(call)
+
+    def _enqueue(self, call: RaggedCall) -> Arrived:
         a, b = _aligned(call.a), _unit_stride(call.b)
         counts = call.received(self.peers.world_size)
         out = a.new_empty(call.max_rows, self.shape.n)
@@ -128,15 +152,6 @@ class RaggedProgram:
                 f"a has {rows} rows; the first call with max_rows={self.shape.max_rows} left room for {room}: give a as many "
                 "rows in that call, on any rank, as it will have at most"
             )
-
-    def _follow(self, device: torch.device) -> None:
-        """Calls of one program share its memory: on another stream than the last one, after it."""
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return
-        current = torch.cuda.current_stream(device)
-        if self._last is not None and self._last != current:
-            current.wait_stream(self._last)
-        self._last = current
 
     def raise_noted(self) -> None:
         """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout)."""
@@ -208,41 +223,56 @@ def _unit_stride(b: torch.Tensor) -> torch.Tensor:
 
 def on_host(team: Team, call: RaggedCall) -> Arrived:
     """The same by torch and torch.distributed. Raises ValueError where rows do not fit, once all ranks have theirs."""
-    given = call.splits.long()
-    sizes = given.clamp(0, call.a.shape[0] + 1)  # one row too many is as wrong as many, and takes no room
-    everyone = [torch.empty_like(sizes) for _ in range(team.world_size)]
-    dist.all_gather(everyone, sizes, group=team.group)
-    sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
-    arriving = torch.stack([(each if call.dispatch else each.t())[team.rank] for each in everyone])  # by src_rank, expert
-    kept = call.a[: int(sizes.sum())]
-    pieces = kept.new_zeros(int(sizes.sum()), kept.shape[1])
-    pieces[: kept.shape[0]] = kept
-    if call.dispatch:
-        landed = _by_other(_exchanged(team, pieces, sent, arriving), arriving)
-        result = _grouped(landed, call.b, arriving.sum(0).tolist())
-        if call.gated:
-            gate, up = result.float().chunk(2, -1)
-            result = (torch.nn.functional.silu(gate) * up).to(result.dtype)
-        counts = arriving.t()
-    else:
-        product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
-        landed, counts = kept[:0], arriving
-        result = _exchanged(team, product, sent, arriving)
-    if int(given.min()) < 0:
-        raise ValueError(f"splits has {int(given.min())}; it must be numbers of rows, 0 or more")
-    if pieces.shape[0] > call.a.shape[0]:
-        raise ValueError(f"splits add up to {int(given.sum())}, but a has {call.a.shape[0]} rows")
+    try:
+        asked, result, landed, counts = _moved_on_host(team, call)
+    except BaseException as error:  # the others wait for this rank's rows
+        raise team.fail(error) from error.__cause__
+    least, rows = int(call.splits.min()), call.a.shape[0]
+    if least < 0:
+        raise ValueError(f"splits has {least}; it must be numbers of rows, 0 or more")
+    if asked > rows:
+        raise ValueError(f"splits add up to {int(call.splits.sum())}, but a has {rows} rows")
     if result.shape[0] > call.max_rows:
         raise ValueError(f"max_rows is {call.max_rows}, but {result.shape[0]} rows arrived")
-    rows = _filled(landed, call.max_rows) if call.return_received else None
-    return Arrived(out=_filled(result, call.max_rows), counts=counts.to(torch.int32).contiguous(), rows=rows)
+    received = _filled(landed, call.max_rows) if call.return_received else None
+    return Arrived(out=_filled(result, call.max_rows), counts=counts.to(torch.int32).contiguous(), rows=received)
+
+
+def _moved_on_host(team: Team, call: RaggedCall) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many rows splits ask for, the products here, the rows that a dispatch has brought here, and the counts of what came.
+    Splits that are wrong count for as many rows as they may, so that all ranks come to the end."""
+    sizes = call.splits.long().clamp(0, call.a.shape[0] + 1)  # one row too many is as wrong as many, and takes no room
+    everyone = [torch.empty_like(sizes) for _ in range(team.world_size)]
+    _awaited(team, dist.all_gather(everyone, sizes, group=team.group, async_op=True))
+    sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
+    arriving = torch.stack([(each if call.dispatch else each.t())[team.rank] for each in everyone])  # by src_rank, expert
+    asked = int(sizes.sum())
+    kept = call.a[:asked]
+    pieces = kept.new_zeros(asked, kept.shape[1])
+    pieces[: kept.shape[0]] = kept
+    if not call.dispatch:
+        product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
+        return asked, _exchanged(team, product, sent, arriving), kept[:0], arriving
+    landed = _by_other(_exchanged(team, pieces, sent, arriving), arriving)
+    result = _grouped(landed, call.b, arriving.sum(0).tolist())
+    if call.gated:
+        gate, up = result.float().chunk(2, -1)
+        result = (torch.nn.functional.silu(gate) * up).to(result.dtype)
+    return asked, result, landed, arriving.t()
 
 
 def _exchanged(team: Team, rows: torch.Tensor, sent: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
     """all_to_all of rows, by the sums of counts."""
     received = rows.new_empty(int(arriving.sum()), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), arriving.sum(1).tolist(), sent.sum(1).tolist(), group=team.group)
+    heights = arriving.sum(1).tolist(), sent.sum(1).tolist()
+    _awaited(team, dist.all_to_all_single(received, rows.contiguous(), *heights, group=team.group, async_op=True))
     return received
+
+
+def _awaited(team: Team, work: dist.Work | None) -> None:
+    """Until a collective has ended; a rank that raised on the way here, or is late, ends the wait."""
+    assert work is not None, "this rank is in the group"
+    wait(team, None, work)
 
 
 def _by_other(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

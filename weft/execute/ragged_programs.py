@@ -87,4 +87,6 @@ class RaggedPrograms:
         if self.peers is not None:
             if self.peers.device.type == "cuda":
                 torch.cuda.synchronize(self.peers.device)
+            for _, program in self.kept.values():
+                program.let_go()
             self.peers.close()

@@ -45,7 +45,7 @@ class Reachable:
             space.held()
             try:
                 memory, handle = gpu_symmetric(nbytes, space.team.near_meetings, space.device, meet=space.settle)
-            except RuntimeError as error:  # this GPU is full: the others wait for this rank
+            except BaseException as error:  # this GPU is full, say: the others wait for this rank
                 raise space.team.fail(error) from None
             space.settle()
             others = [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(space.team.world_size)]

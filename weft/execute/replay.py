@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from weft.execute.bound import Inputs, Outputs
 from weft.execute.driver import Driver
 from weft.execute.products import settings
 
+T = TypeVar("T")
 Addresses = tuple[object, ...]
 _KEPT = 256
 """Sets of addresses a program: as many as layers that share a shape."""
@@ -59,13 +60,15 @@ class Branches:
     def _event(self) -> Any:
         return self._driver.event()
 
-    def enqueue(self, stream: int, call: Callable[[], None]) -> None:
+    def enqueue(self, stream: int, call: Callable[[], T]) -> T:
+        """The call, whose result it returns, after the last one of the capture that the stream is in."""
         capture = self._driver.capture(stream)
         if self._last is not None and self._last[0] == capture and self._last[1] != stream:
             self._driver.wait(stream, self._event)
-        call()
+        found = call()
         self._driver.record(self._event, stream)
         self._last = capture, stream
+        return found
 
     def close(self) -> None:
         if self._last is not None:
@@ -102,22 +105,23 @@ class Captures:
             with torch.cuda.use_mem_pool(pool, self.device) if pool else nullcontext():
                 torch.mm(one, one, out=product)
 
-    def record(self, enqueue: Callable[[], None], *, loads: bool = False) -> torch.cuda.CUDAGraph:
+    def record(self, enqueue: Callable[[], None], *, loads: bool = False, pool: Any = None) -> torch.cuda.CUDAGraph:
         """The graph of what `enqueue` puts on torch's current stream. Runs nothing; other threads may use CUDA meanwhile.
-        loads: also what CUDA refuses in a capture otherwise. What is raised on the way is the reason."""
+        loads: also what CUDA refuses in a capture otherwise. pool: a handle of where what is allocated on the way comes from;
+        default, one of the graph's own. What is raised on the way is the reason."""
         with suppress(torch.OutOfMemoryError):
-            return self._recorded(enqueue, loads)
+            return self._recorded(enqueue, loads, pool)
         # In a pool of its own, and in a capture, the allocator gives nothing back that it keeps for later. Not while the error
         # is handled: it holds the graph that failed.
         torch.cuda.empty_cache()
-        return self._recorded(enqueue, loads)
+        return self._recorded(enqueue, loads, pool)
 
-    def _recorded(self, enqueue: Callable[[], None], loads: bool) -> torch.cuda.CUDAGraph:
+    def _recorded(self, enqueue: Callable[[], None], loads: bool, pool: Any) -> torch.cuda.CUDAGraph:
         self.ready()
-        graph = torch.cuda.CUDAGraph()
+        graph, mode = torch.cuda.CUDAGraph(), "relaxed" if loads else "thread_local"
         with torch.cuda.stream(self._made[0]):
             try:
-                graph.capture_begin(capture_error_mode="relaxed" if loads else "thread_local")
+                graph.capture_begin(pool, capture_error_mode=mode)
                 enqueue()
             except BaseException:
                 with suppress(RuntimeError):
@@ -154,6 +158,12 @@ class Replays:
         self._graphs: OrderedDict[Addresses, Kept | None] = OrderedDict()
         self._full = False
 
+    @cached_property
+    def _pool(self) -> Any:
+        """Of all graphs, for what a call allocates on the way: they are replayed one after the other, and none of it outlives
+        its call. Each graph's own would keep 20 MiB and more, 256 times. It goes with the last graph."""
+        return torch.cuda.graph_pool_handle()
+
     def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
         """The graph for a call with these tensors; None if they are here for the first time, where there is no result (torch
         warns of graphs that hold nothing), where the driver does not tell memory apart, and once there was none for a graph.
@@ -185,7 +195,7 @@ class Replays:
                 return None
             memory += behind
         try:
-            return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs)), tuple(memory))
+            return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs), pool=self._pool), tuple(memory))
         except torch.OutOfMemoryError as error:
             self._full = True
             warnings.warn(f"calls are not replayed from a CUDA graph, and take longer on the host: {error}", stacklevel=2)

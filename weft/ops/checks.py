@@ -84,6 +84,11 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
 
 def check_values(name: str, tensor: torch.Tensor) -> None:
     """That its memory holds its values, for what is read or written there. Raises ValueError."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, which holds its values in other tensors; use {name}.to_local() of a "
+            f"DTensor, {name}.wait() of an AsyncCollectiveTensor"
+        )
     if tensor.is_neg() or tensor.is_conj():
         raise ValueError(
             f"{name} is a view of values that torch has yet to negate or conjugate; use {name}.resolve_conj().resolve_neg()"
