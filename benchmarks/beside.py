@@ -19,6 +19,7 @@ their priority.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -203,7 +204,7 @@ def line(
         "trial": chosen.us,
         "share": shares,
         "missing": missing,
-        "peers": {"two_streams": us["vendor"]},
+        "peers": {"two_streams": us["vendor"]} if "vendor" in us else {},
     }
 
 
@@ -223,7 +224,7 @@ def summary(lines: Sequence[dict[str, Any]], mode: str) -> str:
     over = geomean([line["overlapped_us"] / line["ideal_us"] for line in some])
     best = [min(line["candidates"].values()) / line["ideal_us"] for line in some]
     shares = [line["share"]["auto"] for line in some]
-    plain = [line["share"]["vendor"] for line in some]
+    plain = [line["share"]["vendor"] for line in some if "vendor" in line["share"]] or [math.nan]
     worst = max(line["overlapped_us"] / line["sequential_us"] for line in some)
     return (
         f"{mode}, {len(some)} cases: auto over ideal {over:.3f} (best way {geomean(best):.3f}), over sequential at worst "
@@ -240,13 +241,14 @@ def main() -> None:
     arguments = options.parse_args()
     measure.ALARM_S = ALARM_S
     start()
-    lines = []
+    lines, left_out = [], list[str]()
     for case in cases() if arguments.part == "cases" else conccl():
         if arguments.only in str(case):
             try:
                 mine = measured(case, arguments.part == "cases", arguments)
             except Failed as failed:
                 say(f"LEFT OUT {case}: {failed}", file=sys.stderr)
+                left_out.append(str(case))
                 release()
                 continue
             lines += mine
@@ -256,8 +258,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     for mode in arguments.modes.split(",") if lines else ():
         say(summary(lines, mode))
-    release()
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

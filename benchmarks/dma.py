@@ -167,10 +167,10 @@ def main() -> None:
         for nbytes in sizes
         for op in asked
     ]
-    run_jobs(jobs, sentence, arguments, missing=missing)
+    _, left_out = run_jobs(jobs, sentence, arguments, missing=missing)
     for way in found:
         way.close()
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ that hangs costs its limit, and what it has written stays. A line tells how each
 
 Protocol: parts run one after the other, alone on the machine; only the runs of one part that are meant to share the GPUs do.
 None is begun that its limit would carry past the budget. Limits are what the parts took on 4 x H200, and half as much again.
+The status is 0 where every part that was begun ended with it.
 Traps: lines are those of the tree as it is, so give --commit; the first run of a machine compiles.
 """
 
@@ -20,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,15 +171,24 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def run(name: str, part: Part, folder: Path, commit: str) -> Iterator[str]:
-    """Runs a part, and says how it ended."""
+def run(name: str, part: Part, folder: Path, commit: str) -> tuple[bool, str]:
+    """Runs a part: (whether all of it ended by itself, with status 0; how it ended). What ends the caller ends it, too."""
     log, lines = folder / f"{name}.log", folder / f"{name}.jsonl"
     start = time.monotonic()
-    found = ended([begun(one, part, log, lines, commit) for one in part.runs], part.limit_s)
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for one in part.runs:
+            processes.append(begun(one, part, log, lines, commit))
+        found = ended(processes, part.limit_s)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                stop(process)
     how = ", ".join(f"{'ended at its limit' if status is None else f'status {status}'}" for status in dict.fromkeys(found))
     made = len(lines.read_text(encoding="utf-8").splitlines()) if lines.exists() else 0
     last = next((text for text in reversed(log.read_text(errors="replace").splitlines()) if text.strip()), "")
-    yield f"{name}: {how}, {time.monotonic() - start:.0f} s, {made} lines; {last[:160]}"
+    told = f"{name}: {how}, {time.monotonic() - start:.0f} s, {made} lines; {last[:160]}"
+    return not any(found) and None not in found, told
 
 
 def main() -> None:
@@ -203,14 +213,27 @@ def main() -> None:
     if gpus < 2:
         options.error(f"this machine has {gpus} GPUs; every part needs two or more")
     given.out.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    for name in wanted:
-        left_s = given.budget_s - (time.monotonic() - start)
-        if known[name].limit_s > left_s:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    try:
+        failed = campaign({name: known[name] for name in wanted}, given.out, given.budget_s, given.commit)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if failed:
+        sys.exit(f"not right: {', '.join(failed)}")
+
+
+def campaign(parts: dict[str, Part], folder: Path, budget_s: float, commit: str) -> list[str]:
+    """Runs the parts that the budget allows; those that failed."""
+    start, failed = time.monotonic(), []
+    for name, part in parts.items():
+        left_s = budget_s - (time.monotonic() - start)
+        if part.limit_s > left_s:
             print(f"{name}: not begun, {left_s:.0f} s are left", flush=True)
             continue
-        for told in run(name, known[name], given.out, given.commit):
-            print(f"[{time.monotonic() - start:4.0f} s] {told}", flush=True)
+        good, told = run(name, part, folder, commit)
+        failed += [name] * (not good)
+        print(f"[{time.monotonic() - start:4.0f} s] {told}", flush=True)
+    return failed
 
 
 def _gpus() -> int:

@@ -52,6 +52,7 @@ import calls
 import torch
 import torch.distributed as dist
 from calls import Case, Work
+from checked_options import appended, count
 
 import weft
 from weft.errors import WeftError
@@ -361,17 +362,19 @@ def _passed_on(trial: Trial, rank: int, others: Mapping[int, str]) -> bool:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--trials", type=int, default=100)
+    options.add_argument("--trials", type=count, default=100)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options.add_argument("--only", default="", help="words of operator, schedule and fault that a trial must have")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no trial is begun after so long")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=appended)
     options.add_argument("--commit", default="", help="what the tree is, for the lines")
     arguments = options.parse_args()
     verdicts: Counter[str] = Counter()
     began = time.monotonic()
     about = {"versions": versions(arguments.device), "commit": arguments.commit}
+    if arguments.device == "cuda" and torch.cuda.device_count() < 2:
+        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
     ranks = min(4, torch.cuda.device_count()) if arguments.device == "cuda" else 3
     for trial in drawn(arguments.trials, arguments.seed, arguments.device, arguments.only.split(), ranks):
         if time.monotonic() - began > arguments.budget_s:

@@ -96,15 +96,15 @@ PARTS = {
 }
 
 
-def run(part: Part, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure a part's cases that are asked for: its JSON lines."""
+def run(part: Part, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure a part's cases that are asked for: (its JSON lines, cases that were left out)."""
     names, room = part.room
     found, missing = ways(",".join(names), room, room)
     asked = [job for job in part.jobs(found, arguments) if any(word in job.name for word in arguments.cases.split(","))]
-    lines = run_jobs(asked, part.sentence, arguments, missing=missing)
+    measured = run_jobs(asked, part.sentence, arguments, missing=missing)
     for way in found:
         way.close()
-    return lines
+    return measured
 
 
 def main() -> None:
@@ -121,13 +121,14 @@ def main() -> None:
             schedules.parse(spec)
     measure.ALARM_S = ALARM_S
     start()
-    told = []
+    told, left_out = [], list[str]()
     for name in arguments.only.split(","):
-        lines = run(PARTS[name], arguments)
+        lines, left = run(PARTS[name], arguments)
+        left_out += left
         told.append(f"{name}:\n{PARTS[name].summary(lines)}" if lines else f"{name}: no case of that name ran")
     if dist.get_rank() == 0:
         print("\n".join(told))
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

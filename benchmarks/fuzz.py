@@ -31,6 +31,7 @@ import faulthandler
 import json
 import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ import calls
 import torch
 import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
+from checked_options import appended, count
 
 from weft.execute import products
 from weft.execute.ranks import Ranks
@@ -188,7 +190,7 @@ class Called:
         try:
             calls.check(self.trial.case, out, self._expected * self._factor, dist.get_world_size())
         except Wrong as wrong:
-            self.findings.append(f"{self.trial}: call {self.compared}, {way}: {wrong}")
+            self.findings.append(_said(f"{self.trial}: call {self.compared}, {way}: {wrong}"))
 
     def _hold_up(self) -> None:
         """The same is drawn on every rank, and one of them waits."""
@@ -214,7 +216,7 @@ def rank_work(fuzz: Fuzz) -> Told:
         try:
             called.run()
         except ValueError as refused:
-            findings.append(f"{trial}: {type(refused).__name__}: {refused}")
+            findings.append(_said(f"{trial}: {type(refused).__name__}: {refused}"))
         except Exception as error:
             error.add_note(str(trial))
             raise
@@ -222,6 +224,12 @@ def rank_work(fuzz: Fuzz) -> Told:
         findings += called.findings
     faulthandler.cancel_dump_traceback_later()
     return Told(trials=made, calls=compared, seconds=time.monotonic() - begun, findings=tuple(findings))
+
+
+def _said(finding: str) -> str:
+    """A finding, said at once, too: what ends a run takes with it what the run was to tell at its end."""
+    print(f"rank {dist.get_rank()}: {finding}", file=sys.stderr, flush=True)
+    return finding
 
 
 def _late(mine: bool) -> bool:
@@ -255,12 +263,12 @@ def minutes(path: Path, device: str) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--minutes", type=float, default=float("inf"))
-    options.add_argument("--trials", type=int, default=1 << 30)
+    options.add_argument("--trials", type=count, default=1 << 30)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0, help="the first trial's number")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=appended)
     options.add_argument("--commit", default="", help="what the tree is, for the line")
     given = options.parse_args()
     if given.minutes == float("inf") and given.trials == 1 << 30:

@@ -17,10 +17,10 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from cases import CASES, Case
+from checked_options import appended
 
 from weft.execute.versions import versions
 from weft.kernels.gemm import fits, gemm, tables
@@ -127,7 +127,7 @@ def measure(case: Case, shapes: bool) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="append a JSON line for each case")
+    parser.add_argument("--json", type=appended, help="append a JSON line for each case")
     parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
     parser.add_argument("--shapes", action="store_true", help="also each tile shape by itself")
     arguments = parser.parse_args()

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checked_options import appended
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -256,7 +257,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in vars(Setup()).items():
         options.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help="%(default)s")
-    options.add_argument("--json", type=Path, help="append a JSON line for each run, and one that compares them")
+    options.add_argument("--json", type=appended, help="append a JSON line for each run, and one that compares them")
     options.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
     arguments = vars(options.parse_args())
     path, commit = arguments.pop("json"), arguments.pop("commit")

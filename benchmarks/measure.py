@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from checked_options import appended, count, modes_of
 
 import weft
 from weft.execute.versions import versions
@@ -89,12 +90,16 @@ def start() -> int:
     return rank
 
 
-def stop() -> None:
-    """Leave the world."""
+def stop(left_out: Sequence[str] = ()) -> None:
+    """Leave the world; with status 1, and saying so, where cases were left out."""
     alarm()
     release()
+    if left_out:
+        say(f"{len(left_out)} left out: {', '.join(left_out)}", file=sys.stderr)
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+    if left_out:
+        sys.exit(1)
 
 
 def alarm() -> None:
@@ -287,10 +292,10 @@ def check_of(expected: torch.Tensor, *, apart: tuple[str, ...]) -> Check:
 def parser(text: str | None, *, rounds: int, modes: str = "graph,eager") -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, help="append a JSON line for each case and mode")
+    made.add_argument("--json", type=appended, help="append a JSON line for each case and mode")
     made.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
-    made.add_argument("--modes", default=modes, help="of graph and eager, with commas (%(default)s)")
-    made.add_argument("--rounds", type=int, default=rounds, help="samples of each method (%(default)s)")
+    made.add_argument("--modes", type=modes_of, default=modes, help="of graph and eager, with commas (%(default)s)")
+    made.add_argument("--rounds", type=count, default=rounds, help="samples of each method (%(default)s)")
     return made
 
 

@@ -152,6 +152,7 @@ def main() -> None:
     team = Team(group)
     space = CudaSpace(team, device)
     heap, side = Heap.of(team, device), torch.cuda.Stream()
+    left_out = []
     for nbytes in SIZES:
         exchange = Exchange(space, heap, nbytes)
         try:
@@ -159,11 +160,12 @@ def main() -> None:
                 append(arguments.json, line)
         except Failed as failed:
             say(f"LEFT OUT {nbytes} bytes: {failed}", file=sys.stderr)
+            left_out.append(f"{nbytes} bytes")
         torch.cuda.synchronize()
         exchange.close()
     space.close()
     team.close()
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

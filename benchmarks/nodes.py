@@ -193,10 +193,10 @@ def main() -> None:
         schedules.parse(spec)
     os.environ |= {"WEFT_RANKS_PER_NODE": str(arguments.per_node), "WEFT_NODE_TRANSPORT": arguments.transport}
     start()
-    lines = run_jobs(jobs(arguments), sentence, arguments)
+    lines, left_out = run_jobs(jobs(arguments), sentence, arguments)
     gains = [line["sequential_us"] / line["overlapped_us"] for line in lines if line["overlapped_us"]]
     say(f"geometric mean of the speed-ups over sequential: {geomean(gains):.2f}x")
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ def run_parts(
     each part, before memory is given back."""
     measure.ALARM_S = alarm_s
     start()
-    run_jobs([Job(name=str(part), run=partial(measured, part, arguments)) for part in parts], sentence, arguments, after=after)
-    stop()
+    jobs = [Job(name=str(part), run=partial(measured, part, arguments)) for part in parts]
+    _, left_out = run_jobs(jobs, sentence, arguments, after=after)
+    stop(left_out)
 
 
 def run_jobs(
@@ -41,22 +42,24 @@ def run_jobs(
     *,
     missing: Mapping[str, str] | None = None,
     after: Callable[[], None] = lambda: None,
-) -> list[Line]:
-    """As run_parts, in a world that has been joined; all JSON lines. missing: why methods are, beside each line's own."""
-    lines = []
+) -> tuple[list[Line], list[str]]:
+    """As run_parts, in a world that has been joined: (all JSON lines, the jobs that were left out, for `stop`). missing: why
+    methods are, beside each line's own."""
+    lines, left_out = [], []
     for job in jobs:
         try:
             for line in job.run():
                 if missing is not None:
                     line["missing"] |= missing
-                say(sentence(line))
                 append(arguments.json, line)
+                say(sentence(line))
                 lines.append(line)
         except Failed as failed:
             say(f"LEFT OUT {job.name}: {failed}", file=sys.stderr)
+            left_out.append(job.name)
         after()
         release()
-    return lines
+    return lines, left_out
 
 
 def chosen(names: str, known: Sequence[str]) -> list[str]:

@@ -16,9 +16,9 @@ import faulthandler
 import json
 import math
 import statistics
-from pathlib import Path
 
 import torch
+from checked_options import appended
 
 import weft
 from weft.execute.products import Products
@@ -91,7 +91,7 @@ def measure(matrices: list[torch.Tensor], products: Products) -> tuple[float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="append a JSON line for each product")
+    parser.add_argument("--json", type=appended, help="append a JSON line for each product")
     parser.add_argument("--commit", default="", help="what the tree is, for the JSON lines")
     arguments = parser.parse_args()
     found: dict[int, list[float]] = {}

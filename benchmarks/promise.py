@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checked_options import count, modes_of
 from scores import AS_FAST, Line, by_sizes, pooled, read_lines
 
 from weft import codec
@@ -97,6 +99,7 @@ def collect(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     measure.start()
+    left_out = []
     begun_s = time.monotonic()
     found = hardest(read_lines(RESULTS / "planner.jsonl"), dist.get_world_size(), load("h200x8"))
     for line in found[arguments.first :]:
@@ -108,13 +111,14 @@ def collect(arguments: argparse.Namespace) -> None:
             with torch.no_grad():
                 rows = measured(line, arguments)
         except measure.Failed as failed:
-            measure.say(f"LEFT OUT {line.case}: {failed}")
+            measure.say(f"LEFT OUT {line.case}: {failed}", file=sys.stderr)
+            left_out.append(line.case)
             rows = []
         for row in rows:
             measure.append(arguments.json, row)
             measure.say(words(row))
         measure.release()
-    measure.stop()
+    measure.stop(left_out)
 
 
 def over(row: Mapping[str, Any]) -> dict[str, float]:
@@ -150,8 +154,8 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--table", action="store_true", help="what was measured, from the lines")
     options.add_argument("--json", type=Path, help="the lines: appended to, or read")
-    options.add_argument("--modes", default="graph,eager", help="of graph and eager, with commas (%(default)s)")
-    options.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each (%(default)s)")
+    options.add_argument("--modes", type=modes_of, default="graph,eager", help="of graph and eager, with commas (%(default)s)")
+    options.add_argument("--rounds", type=count, default=ROUNDS, help="samples of each (%(default)s)")
     options.add_argument("--first", type=int, default=0, help="problems to leave out, the hardest first")
     options.add_argument("--budget-s", type=float, default=60.0, help="no problem is begun after that (%(default)s)")
     options.add_argument("--commit", default="", help="what the tree is, for the lines")

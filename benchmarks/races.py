@@ -29,7 +29,6 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import calls
@@ -37,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
+from checked_options import appended
 from recorder import CALLER, Event, Place, Recorder
 
 import weft
@@ -261,9 +261,11 @@ def main() -> None:
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     options.add_argument("--random", type=int, default=2, help="runs with random delays, a case each")
     options.add_argument("--only", default="", help="words of operator and schedule that a case must have")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=appended)
     given = options.parse_args()
     chosen = [(op, name) for op, name in calls.EVERY if set(given.only.split()) <= {op, name}]
+    if not chosen:
+        options.error(f"--only {given.only!r}: no operator has such a schedule")
     runs, accesses, wrong, begun = 0, 0, 0, time.monotonic()
     for ranks in given.ranks:
         with Ranks(ranks, environment={"WEFT_CACHE_DIR": ""}) as pool:

@@ -46,6 +46,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from calls import Case, even
+from checked_options import appended, count
 
 import weft
 from weft.execute.ranks import Ranks
@@ -386,15 +387,17 @@ def lines(soak: Soak, told: Sequence[Told], ranks: int) -> Iterator[dict[str, An
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--calls", type=int, default=10_000)
+    options.add_argument("--calls", type=count, default=10_000)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--json", type=appended)
     options.add_argument("--commit", default="", help="what the tree is, for the lines")
     given = options.parse_args()
     on_gpu = given.device == "cuda"
+    if on_gpu and torch.cuda.device_count() < 2:
+        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
     ranks = given.ranks or (min(4, torch.cuda.device_count()) if on_gpu else 3)
     size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
     soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)

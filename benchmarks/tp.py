@@ -220,12 +220,12 @@ def main() -> None:
     start()
     found, missing = ways(arguments.nccl, *windows(cases, dist.get_world_size()))
     jobs = [Job(name=f"{case.op} {case.name}", run=partial(measured, case, found, arguments)) for case in cases]
-    lines = run_jobs(jobs, sentence, arguments, missing=missing)
+    lines, left_out = run_jobs(jobs, sentence, arguments, missing=missing)
     if dist.get_rank() == 0:
         print(summary(lines))
     for way in found:
         way.close()
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

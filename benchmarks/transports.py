@@ -203,10 +203,10 @@ def main() -> None:
     start()
     found, missing = ways(arguments.nccl, max(sizes), max(sizes) * dist.get_world_size())
     jobs = [Job(name=bytes_text(nbytes), run=partial(measured, nbytes, found, arguments)) for nbytes in sizes]
-    run_jobs(jobs, sentence, arguments, missing=missing)
+    _, left_out = run_jobs(jobs, sentence, arguments, missing=missing)
     for way in found:
         way.close()
-    stop()
+    stop(left_out)
 
 
 if __name__ == "__main__":

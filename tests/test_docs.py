@@ -154,6 +154,15 @@ def test_what_is_out_of_date_is_rewritten(generate: SimpleNamespace) -> None:
     assert "gemm a_full[0:12] -> out[0:12]\n```\nafter" in new
 
 
+def test_a_table_of_several_machines_is_refused(generate: SimpleNamespace) -> None:
+    made = generate.text_tables
+    (one, *others) = made.lines("dlrm_step")
+    assert f"{one['machine']}, torch " in made.source([one, *others])
+    for change in ({"machine": "8 x NVIDIA B200"}, {"versions": one["versions"] | {"nccl": "2.99"}}):
+        with pytest.raises(ValueError, match=r"cases of one table are of 2 x NVIDIA H200.* and of "):
+            made.source([one, one | change])
+
+
 def anchors(path: Path) -> set[str]:
     heads = re.findall(r"^#+ (.*)$", FENCED.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -47,10 +48,19 @@ open(sys.argv[2], "a").write("{}\\n{}\\n")
 print(sys.argv[4], os.environ["OF_THE_PART"], os.environ["CUDA_VISIBLE_DEVICES"])
 sys.exit(3)
 """
-    (told,) = everything.run("one", _part(everything, source, limit_s=60), tmp_path, "abc")
+    good, told = everything.run("one", _part(everything, source, limit_s=60), tmp_path, "abc")
+    assert not good
     assert told.startswith("one: status 3, ")
     assert told.endswith(" s, 2 lines; abc 7 0")
     assert (tmp_path / "one.jsonl").read_text() == "{}\n{}\n"
+
+
+def _runs(pid: int) -> bool:
+    """Not if it has ended and nobody has asked how: then there is a line of it, which may go at any time."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(everything: ModuleType, tmp_path: Path) -> None:
@@ -62,15 +72,52 @@ print("begun", flush=True)
 time.sleep(600)
 """
     begun = time.monotonic()
-    (told,) = everything.run("two", _part(everything, "print('short')", hangs, limit_s=5), tmp_path, "")
+    good, told = everything.run("two", _part(everything, "print('short')", hangs, limit_s=5), tmp_path, "")
+    assert not good
     assert told.startswith("two: status 0, ended at its limit, ")
     assert "begun" in (tmp_path / "two.log").read_text()
     assert time.monotonic() - begun < 30
-    pid, deadline = int(child.read_text()), time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+    deadline = time.monotonic() + 10
+    while _runs(int(child.read_text())):
+        assert time.monotonic() < deadline, "what a part had started runs on"
         time.sleep(0.05)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(pid, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_the_campaign_ends_its_parts(tmp_path: Path, number: signal.Signals) -> None:
+    child = tmp_path / "child"
+    hangs = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    source = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import everything
+part = everything.Part(runs=(everything.Run(words=("-c", {hangs!r})),), limit_s=60)
+everything.parts = lambda gpus, **_: {{"hangs": part}}
+sys.argv[1:] = ["--gpus", "2", "--out", {str(tmp_path)!r}]
+everything.main()
+"""
+    campaign = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (child.exists() and child.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    campaign.send_signal(number)
+    assert campaign.wait(30) != 0
+    while _runs(int(child.read_text())):
+        assert time.monotonic() < deadline, "the part runs on"
+        time.sleep(0.05)
+
+
+def test_a_part_that_fails_is_no_success(
+    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"bad": _part(everything, "1 / 0", limit_s=60), "good": _part(everything, "print('here')", limit_s=60)}
+    monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
+    monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^not right: bad$"):
+        everything.main()
+    assert "good: status 0, " in capsys.readouterr().out
 
 
 def test_a_part_that_could_end_too_late_is_not_begun(

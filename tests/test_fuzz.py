@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -88,9 +90,15 @@ def _stale(given: fuzz.Fuzz) -> fuzz.Told:
 
     Drawn.work = remembering  # type: ignore[method-assign]
     try:
-        return fuzz.rank_work(given)
+        with tempfile.TemporaryFile("w+") as file, redirect_stderr(file):  # a real one, for faulthandler
+            told = fuzz.rank_work(given)
+            file.seek(0)
+            said = file.read()
     finally:
         Drawn.work = work  # type: ignore[method-assign]
+    # At once: what ends a run takes with it what the run was to tell at its end.
+    assert said.splitlines() == [f"rank {dist.get_rank()}: {what}" for what in told.findings]
+    return told
 
 
 @pytest.mark.ranks
