@@ -141,13 +141,20 @@ def test_run_defaults_on_a_machine_without_gpu(weft: Weft, runner: Runner, witho
     expected = {"ranks": 4, "device": "cpu", "tokens": 512, "op": None, "schedule": "auto", "machine_ranks": 8}
     assert {key: runner.asked[key] for key in expected} == expected
     assert (runner.asked["machine"].name, runner.asked["machine_tokens"], runner.asked["seed"]) == ("h200x8", 8192, 0)
-    assert out.splitlines()[0].startswith("llama3-8b: 4 sites of one layer on 4 CPU ranks, 512 tokens, bfloat16")
+    head, _, _ = out.partition("\n\n")
+    words = " ".join(head.split())
+    assert words.startswith("llama3-8b: 4 sites of one layer on 4 CPU ranks, 512 tokens, bfloat16")
+    assert "schedule auto, chosen for 4 ranks of h200x8, seed 0; predicted for h200x8, 8 ranks, 8192 tokens" in words
 
 
 def test_run_takes_every_gpu_by_default(weft: Weft, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "gpu_count", lambda: 8)
     assert weft("run", "llama3-8b")[0] == 0
     assert (runner.asked["device"], runner.asked["ranks"], runner.asked["tokens"]) == ("cuda", 8, 8192)
+    assert "schedule auto, chosen by measurement, seed" in " ".join(weft("run", "llama3-8b")[1].split())
+    assert (
+        "schedule flag_gated:1, seed" in weft("run", "llama3-8b", "--op", "all_gather_matmul", "--schedule", "flag_gated:1")[1]
+    )
 
 
 def test_run_leads_with_the_prediction(weft: Weft, runner: Runner, without_gpus: None) -> None:

@@ -297,6 +297,15 @@ def test_command_sets_numbers_and_writes(short: Study, tmp_path: Path, capsys: p
     assert "7 of 64 GB/s each way" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
+def test_collectives_go_with_links_that_are_set(short: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless they are set themselves; and what was assumed of them still is."""
+    for more, gbps in (([], 158.0), (["--set", "collectives.all_gather.gbps=300"], 300.0)):
+        assert main(["simulate", "ficco", "--json", "--set", "links.gbps=24", *more]) == 0
+        machine = codec.load(Machine, json.loads(capsys.readouterr().out)["machine"])
+        assert machine.collectives["all_gather"].gbps == pytest.approx(gbps)  # type: ignore[union-attr]
+        assert ("collectives.all_gather.gbps" in assumed(machine)) is (not more)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

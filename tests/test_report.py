@@ -252,6 +252,20 @@ def test_page_fits_a_narrow_window(opened: Any) -> None:
     opened.set_window_size(500, 900)
     width = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
     wait(opened, lambda: opened.execute_script(width)[0] <= opened.execute_script(width)[1])
+    script = """
+        const box = (part) => document.querySelector("#timeline-predicted-0 ." + part).getBoundingClientRect();
+        const drawn = box("main-svg").width == document.getElementById("timeline-predicted-0").clientWidth;
+        return [drawn && window.innerWidth <= 360, box("nsewdrag").width, box("xtitle").bottom, box("legend").top]"""
+
+    def readable() -> bool:
+        settled, bars, title, legend = opened.execute_script(script)
+        return bool(settled and bars > 250 and title < legend)
+
+    narrow = {"width": 360, "height": 900, "deviceScaleFactor": 1, "mobile": False}  # narrower than windows may be
+    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    wait(opened, lambda: opened.execute_script(width)[0] <= opened.execute_script(width)[1] <= 360)
+    wait(opened, readable)  # a chart scrolls by itself
+    opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     opened.set_window_size(1200, 900)
 
 

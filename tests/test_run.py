@@ -94,6 +94,27 @@ def test_auto_says_what_ran(ranks: RankFixture) -> None:
         assert {spec for spec, _ in calls[1:]} == {"sequential", measured.spec}
 
 
+def _lanes(problem: Problem, spec: str, fan_out: bool) -> tuple[Measured, set[str]]:
+    try:
+        measured = measure_site(problem, spec, 1, "cpu", fan_out)
+    finally:
+        weft.close()
+    return measured, {span.lane for span in measured.spans}
+
+
+@pytest.mark.parametrize("machine", ["h200x8", "mi300x8"])
+def test_copy_lanes_are_those_of_the_machine_that_is_predicted(ranks: RankFixture, machine: str) -> None:
+    """Not those of the profile that stands for the device."""
+    problem = Problem(op="all_gather_matmul", m=40, n=24, k=64, world_size=3)
+    fan_out = load(machine).fans_out
+    for spec in ("hetero_unfused_1d:2", "sequential"):
+        built = schedules.build(problem, *schedules.parse(spec), fan_out=fan_out)
+        for rank, (measured, lanes) in enumerate(ranks(3).run(_lanes, problem, spec, fan_out)):
+            assert lanes == {lane.name for lane in built.ranks[rank] if lane.steps}
+            assert measured.spec == spec
+            assert measured.max_error <= tolerance(built)
+
+
 def _measured(rank: int, *rounds: tuple[float, float, float, float, float]) -> Measured:
     """A rank's rounds: sequential, overlapped, the end of a matmul that starts at 0, start and end of a collective."""
 

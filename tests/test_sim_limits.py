@@ -17,6 +17,7 @@ from weft.schedules import build
 from weft.schedules import names as names_of
 from weft.sim import collective_us, run
 from weft.sim.cost import gemm_cost, local_copy_us, wire_us
+from weft.sim.engine import us_within
 from weft.sim.graph import graph
 from weft.sim.kernels import Blocks
 from weft.sim.network import Network
@@ -191,3 +192,12 @@ def test_each_node_has_its_ring() -> None:
     assert network.latency_ns(3, 5) == 2 * network.latency_ns(3, 6)
     usage = run(build(dataclasses.replace(SLICES, nodes=(4, 4)), "node_slices", 1), other("ring")).usage
     assert all(key[1] // 4 == key[2] // 4 for key in usage if key[0] == "link")
+
+
+def test_a_time_is_told_up_to_a_limit() -> None:
+    """At the nanosecond of its end, and one before."""
+    for name in names_of("matmul_reduce_scatter"):
+        schedule = build(dataclasses.replace(SLICES, op="matmul_reduce_scatter", nodes=()), name)
+        total_us = run(schedule, H200).total_us
+        assert us_within(schedule, H200, total_us) == us_within(schedule, H200, 1e30) == total_us
+        assert us_within(schedule, H200, total_us - 0.002) == float("inf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import pytest
 from damage import with_step
@@ -12,6 +13,7 @@ from weft.problem import Problem
 from weft.schedule import Wait
 from weft.schedules import build
 from weft.timelines import timeline
+from weft.timelines.lines import Line, OpenLane, Placer
 
 GATED = """\
 flag_gated, chunks=1: all_gather_matmul M=4 N=4 K=4 bfloat16 world_size=2
@@ -81,3 +83,22 @@ def test_refuses_ranks_and_widths_that_make_no_sense() -> None:
         timeline(schedule, ranks=(2,))
     with pytest.raises(ValueError, match="width is 10"):
         timeline(schedule, width=10)
+
+
+def test_lanes_are_looked_at_where_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every lane again for each line: a schedule of many chunks would take minutes."""
+    looked, placed = [0], [0]
+    ready, place = Placer._ready, Placer._place
+
+    def counted(self: Placer, lane: OpenLane) -> Iterable[tuple[Line, int]]:
+        looked[0] += 1
+        return ready(self, lane)
+
+    def counted_place(self: Placer, lane: OpenLane, line: Line, row: int) -> None:
+        placed[0] += 1
+        place(self, lane, line, row)
+
+    monkeypatch.setattr(Placer, "_ready", counted)
+    monkeypatch.setattr(Placer, "_place", counted_place)
+    timeline(build(Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=4), "flag_gated", 4))
+    assert 100 < placed[0] < looked[0] < 2 * placed[0]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from weft import schedules
 from weft.execute.calls import Call, MatmulCall
+from weft.execute.choose import fans_out
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
 from weft.execute.trial import Choice
@@ -62,7 +63,9 @@ def run_model(
     """Run, check and time the sites of `model` on `ranks` processes of this machine.
 
     device: "cpu" or "cuda". op: only sites of this operator. schedule: "auto" or as schedules.parse takes it.
-    machine, machine_ranks, machine_tokens: what is predicted beside. progress(what, done, total) is called as work goes on.
+    machine, machine_ranks, machine_tokens: what is predicted beside; on the CPU also what "auto" is chosen for, and whose copy
+    lanes schedules have, so that what is predicted is what runs. GPUs choose by what they measure, and have lanes of their own.
+    progress(what, done, total) is called as work goes on.
     Raises ValueError for what cannot be run, RankFailed if a rank is lost.
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
@@ -79,7 +82,8 @@ def run_model(
             spec = _choose(problem, schedule, machine, device)
             there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
             progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))
-            measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device)
+            like = machine.fans_out if device == "cpu" else None
+            measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device, like)
             built = schedules.build(problem, *schedules.parse(measured[0].spec))
             done.append(_site_run(site.name, built, measured, there))
         progress("done", 2 * len(chosen), 2 * len(chosen))
@@ -159,20 +163,33 @@ class Measured:
     tried: dict[str, float]
 
 
-def measure_site(problem: Problem, spec: str, seed: int, device: str) -> Measured:
-    """One rank's part: draw inputs, check the result, time the schedule against the sequential one."""
+def measure_site(problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None) -> Measured:
+    """One rank's part: draw inputs, check the result, time the schedule against the sequential one. fan_out: whether it has a
+    copy lane for each peer; default: as the device's profile has it."""
     rank = dist.get_rank()
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     given = _inputs(problem, rank, seed, on)
-    out = _run(problem, spec, given)
+    asked = _asked(problem, spec, on, fan_out)
+    out = _run(problem, asked, given)
     tried: dict[str, float] = {}
     if spec == "auto":
         choice = _stands_for(problem)
-        spec, tried = choice.spec, choice.us
+        asked = spec = choice.spec
+        tried = choice.us
     error = _error(problem, given, out, rank)
-    _round(problem, spec, given, on)
-    rounds = tuple(_round(problem, spec, given, on) for _ in range(ROUNDS[device]))
-    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, spec, given), tried=tried)
+    _round(problem, asked, given, on)
+    rounds = tuple(_round(problem, asked, given, on) for _ in range(ROUNDS[device]))
+    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, asked, given), tried=tried)
+
+
+def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> str:
+    """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name."""
+    if fan_out in (None, fans_out(on)):
+        return spec
+    name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    here = replace(problem, nodes=GROUPS.state(name).team.nodes)
+    plain, built = (schedules.build(here, *schedules.parse(spec), fan_out=fan) for fan in (not fan_out, bool(fan_out)))
+    return spec if built == plain else GROUPS.keep(built)
 
 
 def _stands_for(problem: Problem) -> Choice:

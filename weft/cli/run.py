@@ -56,10 +56,12 @@ def command(
     device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
     out = output.console()
+    chosen = {"cuda": ", chosen by measurement"}.get(device, f", chosen for {ranks} ranks of {target.name}")
+    how = schedule + (chosen if schedule == "auto" else "")
     some = "1 site" if len(sites) == 1 else f"{len(sites)} sites"
     out.print(
         f"{sizes.name}: {some} of one layer on {ranks} {tables.DEVICES[device]} ranks, {tokens} tokens, {dtype}, "
-        f"schedule {schedule}, seed {seed}; predicted for {target.name}, {target.world_size} ranks, {machine_tokens} tokens"
+        f"schedule {how}, seed {seed}; predicted for {target.name}, {target.world_size} ranks, {machine_tokens} tokens"
     )
     for note in sizes.notes:
         out.print(f"note: {note}")

@@ -14,7 +14,7 @@ import typer
 
 from weft.cli import options, output
 from weft.cli.progress import Progress, progress_bar
-from weft.cli.simulate_schedule import Outputs, simulate_schedule
+from weft.cli.simulate_schedule import Outputs, machine_with, simulate_schedule
 from weft.span import Span
 
 STUDIES = ("t3", "ficco", "dlrm")
@@ -143,7 +143,7 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
     from weft.sim.ficco.paper import figures
     from weft.sim.ficco.record import record
 
-    machine = _set(study.load(), study.changed, changes, "links.gbps=64")
+    machine = machine_with(study.MACHINE, changes, "links.gbps=64")
     cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
     done, rows = _run(
         machine,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "links.gbps=200"
 TOPOLOGY, HOST = "links.topology", "links.host_gbps"
-BY_HAND = "set by hand"
-RESCALED = f"scaled with links that are {BY_HAND}; before: "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,17 +73,18 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
         print(f"wrote {file}")
 
 
-def machine_with(name: str, settings: Sequence[str]) -> Machine:
+def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> Machine:
     """A profile with some numbers, or its topology, changed, all at once; they say so in their source. The vendor's collectives
     go with the links, but for those that are set themselves. Raises ValueError."""
     from weft import settings as what_if
     from weft.machine import Machine, load, numbers
+    from weft.sim.rescaled import BY_HAND
 
     machine = load(name)
     known = dict.fromkeys([*(path for path, _ in numbers(machine)), TOPOLOGY, HOST])
     set_to: dict[str, str] = {}
     for setting in settings:
-        key, value = what_if.parse(setting, EXAMPLE)
+        key, value = what_if.parse(setting, example)
         if key not in known:
             raise ValueError(f"{key!r} is no number of machine {machine.name}; it has {', '.join(known)}")
         set_to[key] = value
@@ -108,7 +107,7 @@ def _on_links(before: Machine, machine: Machine, kept: Collection[str]) -> Machi
     """`machine` with the vendor's collectives as fast as its links, which are not those of `before`, but for the collectives
     with a number in `kept`."""
     from weft.machine import numbers
-    from weft.sim.rescaled import faster, rescaled
+    from weft.sim.rescaled import RESCALED, faster, rescaled
 
     sources, models = dict(machine.sources), dict(machine.collectives)
     for op, model in machine.collectives.items():

@@ -31,7 +31,8 @@ function toggle(button) {
   const rows = few ? { range: layout.yaxis.range, height: layout.height } : all;
   [button.textContent, button.dataset.other] = [button.dataset.other, button.textContent];
   button.dataset.all = few ? "" : "shown";
-  return Plotly.update(place, { visible }, { "yaxis.range": rows.range, height: rows.height });
+  // Plotly takes a height that is set for the end of its own sizing, and would keep the width at any window's.
+  return Plotly.update(place, { visible }, { "yaxis.range": rows.range, height: rows.height, autosize: true });
 }
 
 async function drawAll() {

@@ -13,8 +13,9 @@ Charts = dict[str, Figure]
 
 
 def chart_panel(name: str, words: str) -> Html:
-    """An empty place that the page's script draws charts[name] into. words: its text for screen readers."""
-    return tag("div", id=name, class_="chart", role="img", aria_label=words)
+    """An empty place that the page's script draws charts[name] into, which scrolls by itself where the window is narrow: Plotly
+    lays labels, marks and legend over each other there. words: its text for screen readers."""
+    return tag("div", tag("div", id=name, class_="chart", role="img", aria_label=words), class_="scrolls")
 
 
 def timeline_panel(name: str, title: str, spans: Sequence[Span], marks: Mapping[str, float], charts: Charts) -> Html:

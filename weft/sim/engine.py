@@ -82,19 +82,7 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
     simulated.
     """
-    machine.require_for(schedule.problem)
-    world = World(schedule, machine)
-    at: dict[tuple[int, str], Step] = {}
-    for rank, lanes in enumerate(schedule.ranks):
-        for lane in lanes:
-            world.env.process(_lane(world, rank, lane, at))
-    while world.env.peek() <= MOST_NS:
-        world.env.step()
-    for (rank, name), step in at.items():
-        if math.isinf(world.env.peek()):
-            raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
-        long = f"schedule {schedule.name} takes more than {MOST_NS / 8.64e13:.0f} days on {machine.name}"
-        raise ValueError(f"{long}: rank {rank}, lane {name} is in {step}; use larger rates, shorter times or smaller sizes")
+    world, _ = _ran(schedule, machine, MOST_NS)
     return Outcome(
         schedule=schedule,
         steps=tuple(sorted(world.steps, key=itemgetter(0, 1, 2, 3))),
@@ -102,6 +90,35 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
         transfer_us=tuple(busy.total / 1e3 for busy in world.transfers),
         usage=world.network.usage,
     )
+
+
+def us_within(schedule: Schedule, machine: Machine, most_us: float) -> float:
+    """`run(schedule, machine).total_us`, or inf where that is more than most_us: what comes later is not simulated.
+
+    Raises ValueError as `run` does, but for a schedule that takes too long.
+    """
+    most_ns = min(math.ceil(most_us * 1e3), MOST_NS)
+    world, ended = _ran(schedule, machine, most_ns)
+    return max((ran.end for ran in world.steps), default=0) / 1e3 if ended else math.inf
+
+
+def _ran(schedule: Schedule, machine: Machine, most_ns: int) -> tuple[World, bool]:
+    """The world after one call, or after most_ns of it; and whether all lanes have ended. Raises ValueError as `run` does."""
+    machine.require_for(schedule.problem)
+    world = World(schedule, machine)
+    at: dict[tuple[int, str], Step] = {}
+    for rank, lanes in enumerate(schedule.ranks):
+        for lane in lanes:
+            world.env.process(_lane(world, rank, lane, at))
+    while world.env.peek() <= most_ns:
+        world.env.step()
+    for (rank, name), step in at.items():
+        if math.isinf(world.env.peek()):
+            raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
+        if most_ns == MOST_NS:
+            long = f"schedule {schedule.name} takes more than {MOST_NS / 8.64e13:.0f} days on {machine.name}"
+            raise ValueError(f"{long}: rank {rank}, lane {name} is in {step}; use larger rates, shorter times or smaller sizes")
+    return world, not at
 
 
 def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:

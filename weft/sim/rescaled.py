@@ -7,6 +7,11 @@ from dataclasses import replace
 from weft.machine import LEAST, MOST, AlphaBeta, Machine, Table
 from weft.sim.cost import wire_us
 
+BY_HAND = "set by hand"
+"""The source of a number that was given for a what-if."""
+RESCALED = f"scaled with links that are {BY_HAND}; before: "
+"""What the source of a number begins with that went with such links."""
+
 
 def faster(op: str, before: Machine, after: Machine) -> float:
     """How many times as fast the links of `after` carry what a collective of all ranks moves, by their rate and topology.

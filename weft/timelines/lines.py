@@ -86,11 +86,26 @@ class Placer:
     def run(self) -> tuple[list[Line], list[Line]]:
         """Placed lines, and those that wait in vain."""
         placed = []
-        while found := [(row, i, line) for i, lane in enumerate(self.lanes) for line, row in self._ready(lane)]:
+        ready = [list(self._ready(lane)) for lane in self.lanes]
+        while found := [(row, i, line) for i, some in enumerate(ready) for line, row in some]:
             row, number, line = min(found, key=lambda f: f[:2])
             self._place(self.lanes[number], line, row)
             placed.append(line)
+            for at, lane in enumerate(self.lanes):
+                if at == number or self._hears(lane, line):
+                    ready[at] = list(self._ready(lane))
         return placed, [line for lane in self.lanes for line in (*lane.open, *lane.lines)]
+
+    def _hears(self, lane: OpenLane, placed: Line) -> bool:
+        """Whether what comes next in a lane may now stand elsewhere: a line of another one has been placed."""
+        told, foreign = set(placed.signals), self._is_foreign(placed)
+        return any(
+            line.meeting >= 0
+            or line.ends
+            or (foreign and self._is_foreign(line))
+            or (told and any(wait.flag in told for wait in line.waits))
+            for line in lane.candidates()
+        )
 
     def _ready(self, lane: OpenLane) -> Iterable[tuple[Line, int]]:
         for line in lane.candidates():

@@ -15,6 +15,7 @@ from weft.models.gemms import FICCO_GEMMS, GemmCase
 from weft.sim.ficco.score import pick
 from weft.sim.ficco.study import CHOSEN_FROM, Scenario, changed, chosen_exactly, scenario
 from weft.sim.profile import Progress, swept
+from weft.sim.rescaled import RESCALED
 
 TILES = "gpu.tiles"
 UNUSED = ("stores.", "gpu.flag_efficiency", "collectives.reduce_scatter.")
@@ -68,7 +69,7 @@ def varied(machine: Machine, path: str, factor: float) -> Machine:
 
 def assumed(machine: Machine) -> tuple[str, ...]:
     """Paths of the numbers that no source gives, and that the headline depends on."""
-    found = (path for path, source in machine.sources.items() if source.startswith("assumed"))
+    found = (path for path, source in machine.sources.items() if source.removeprefix(RESCALED).startswith("assumed"))
     return tuple(path for path in found if not path.startswith(UNUSED))
 
 
