@@ -198,3 +198,19 @@ def test_what_was_measured_is_written_before_it_is_shown(tmp_path: Path, monkeyp
     (tmp_path / "machine.json").write_text(json.dumps(profile))
     assert main(["characterize", *words, "--dtype", "float16", "--machine", str(tmp_path / "machine.json")]) != 0
     assert not path.exists()
+
+
+def test_what_was_measured_before_an_interruption_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def third(schedule: object, machine: object) -> Signature:
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(schedule)
+        return signature(schedule, machine)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("weft.planner.signature.signature", third)
+    path = tmp_path / "lines.jsonl"
+    words = ["llama3-8b", "--tokens", "512", "--chunks", "2", "--schedule", "shard_p2p", "--json", str(path)]
+    assert main(["characterize", *words]) == 130
+    assert path.read_text(encoding="utf-8").count("\n") == 2

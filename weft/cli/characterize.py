@@ -57,10 +57,14 @@ def command(
     cases = [(problem, spec) for problem in problems for spec in _specs(problem, schedule, _counts("--chunks", chunks))]
     if not cases:
         raise ValueError(f"--schedule is {schedule!r}; no site of {model} has such a family")
-    with progress_bar() as progress:
-        found = list(_simulated(cases, target, progress) if device == SIMULATED else _measured(cases, device, size, progress))
-    if json:  # before anything is made of it: to measure took long
-        output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
+    found: list[Signature] = []
+    try:
+        with progress_bar() as progress:
+            for one in _simulated(cases, target, progress) if device == SIMULATED else _measured(cases, device, size, progress):
+                found.append(one)
+    finally:  # also of what is interrupted: to measure took long
+        if json and found:
+            output.write_text(json, "".join(jsonlib.dumps(codec.dump(one)) + "\n" for one in found), "--json")
     if report:
         from weft.report.losses import losses_page
 
