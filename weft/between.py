@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +27,7 @@ class Between:
 
     def add(self, problem: Problem, spec: str) -> None:
         """What was found to be the best of a problem, by measuring that very one."""
-        alike = _but_rows(problem)
+        alike = but_rows(problem)
         specs = self._specs.setdefault(alike, {})
         if problem.m not in specs:
             insort(self._rows.setdefault(alike, []), problem.m)
@@ -35,7 +35,7 @@ class Between:
 
     def find(self, problem: Problem) -> tuple[str, int, int] | None:
         """(spec, the row counts next to the problem's that have it both); None where they differ, or one is missing or far."""
-        alike = _but_rows(problem)
+        alike = but_rows(problem)
         rows: list[int] = self._rows.get(alike, [])
         at = bisect_left(rows, problem.m)
         if not 0 < at < len(rows):
@@ -47,13 +47,25 @@ class Between:
         return specs[low], low, high
 
 
-def _but_rows(problem: Problem) -> Hashable:
+def but_rows(problem: Problem) -> tuple[Any, ...]:
     """What is alike in problems that differ in m alone. No Problem: to make one takes several times as long."""
     kind: Any = type(problem)
-    found: Hashable = _all_but_rows(kind)(problem)
+    found: tuple[Any, ...] = _all_but_rows(kind)(problem)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def of_rows(alike: tuple[Any, ...], m: int) -> Problem:
+    """The problem of which `but_rows` is `alike`, with so many rows."""
+    kind, *rest = alike
+    found: Problem = kind(m=m, **dict(zip(_names(kind), rest, strict=True)))
     return found
 
 
 @cache
 def _all_but_rows(kind: Any) -> attrgetter[Any]:
-    return attrgetter("__class__", *(field.name for field in fields(kind) if field.name != "m"))
+    return attrgetter("__class__", *_names(kind))
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind) if field.name != "m"]

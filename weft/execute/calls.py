@@ -121,22 +121,13 @@ class MatmulCall(Call):
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
-        common = f"{k}, {n}" if self.op in (*EXCHANGES, *COLUMN_OPS) else n if self.op in REDUCTIONS else k
-        lines = (
-            f"op: {self.op}",
-            f"M: {self.rows}",
-            f"row_multiple: {self.row_multiple}",
-            common,
-            f"number of b: {len(self.bs)}",
-            f"dtype: {self.a.dtype}",
-            f"device: {self.a.device.type}",
-            f"schedule: {self.schedule}",
-            f"return_gathered: {self.return_gathered}",
-            f"reduce_op: {self.reduce_op}",
-            *(f"with {name}: yes" for name in self.extras),
-            f"weft: {__version__}",
+        common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
+        extras = "".join([f"with {name}: yes\n" for name in self.extras])
+        return (
+            f"op: {self.op}\nM: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
+            f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
+            f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
         )
-        return "\n".join(lines)
 
     def sums_nothing(self, shares: tuple[int, ...]) -> bool:
         return not (sum(shares) if self.op in REDUCTIONS else self.bs[0].shape[0])
@@ -153,7 +144,8 @@ class MatmulCall(Call):
         total = sum(shares)
         if self.op in COLUMN_OPS:
             return self._column_problem(len(shares))
-        regular = self.op in EXCHANGES or tuple(high - low for low, high in split(total, len(shares))) == shares
+        alike = self.op in EXCHANGES or shares.count(shares[0]) == len(shares)
+        regular = alike or tuple(high - low for low, high in split(total, len(shares))) == shares
         return Problem(
             op=self.op,
             m=self.rows,

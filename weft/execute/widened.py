@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from weft.between import but_rows, of_rows
 from weft.execute.bound import Outputs
 from weft.execute.calls import MatmulCall
 from weft.problem import Op, Problem, split
@@ -50,7 +51,7 @@ def wider(problem: Problem, at_most: int | None = None) -> Problem | None:
     wide = -(-high // step) * step * pieces * problem.row_multiple
     if at_most is not None and at_most < wide and at_most % (pieces * problem.row_multiple) == 0:
         wide = at_most
-    return None if wide == problem.m else replace(problem, m=wide)
+    return None if wide == problem.m else of_rows(but_rows(problem), wide)
 
 
 def serves(problem: Problem, rows: int) -> bool:
