@@ -12,18 +12,12 @@ Legend: M N K full extents, m n a rank's part.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
+from world import join
 
 import weft
-
-
-def device_of_this_rank() -> torch.device:
-    """Its GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return torch.device("cuda", local) if torch.cuda.device_count() >= ranks else torch.device("cpu")
 
 
 def draw(rows: int, cols: int, *, seed: int, scale: float, device: torch.device) -> torch.Tensor:
@@ -44,12 +38,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="auto", help="auto, or NAME[:CHUNKS] of `weft schedules`")
     parser.add_argument("--rows", type=int, default=128, help="rows of a on each rank")
     options = parser.parse_args()
-    device = device_of_this_rank()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = join()
     rank, k = dist.get_rank(), 1024
     a_mK = draw(options.rows, k, seed=rank, scale=1.0, device=device)
     b_Kn = draw(k, 256, seed=1000 + rank, scale=k**-0.5, device=device)

@@ -19,20 +19,14 @@ It runs on GPUs (NCCL) where there is one for every rank, else on CPUs (gloo).
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
+from world import join
 
 import weft
 
 HEADS_PER_RANK, DIM = 2, 64
-
-
-def device_of_this_rank() -> torch.device:
-    """Its GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return torch.device("cuda", local) if torch.cuda.device_count() >= ranks else torch.device("cpu")
 
 
 def attention(qkv: torch.Tensor) -> torch.Tensor:
@@ -55,12 +49,7 @@ def main() -> None:
     parser.add_argument("--out", default="auto", help="schedule of the way back")
     parser.add_argument("--tokens", type=int, default=64, help="on each rank")
     options = parser.parse_args()
-    device = device_of_this_rank()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    device = join()
     rank, size = dist.get_rank(), dist.get_world_size()
     hidden = heads_by_dim = size * HEADS_PER_RANK * DIM
     torch.manual_seed(0)  # the same on every rank: each could do all of it alone

@@ -13,7 +13,6 @@ It runs on GPUs (NCCL) where there is one for every rank, else on CPUs (gloo).
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import tempfile
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
+from world import join
 
 import weft
 from weft.nn.dlrm import DLRM
@@ -89,18 +89,6 @@ def loaded(model: DLRM, options: argparse.Namespace, device: torch.device) -> DL
     return again
 
 
-def start() -> torch.device:
-    """Join the world; this rank's GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() < ranks:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return device
-
-
 def trained(options: argparse.Namespace, device: torch.device) -> tuple[list[float], list[int]]:
     """(losses: of the first and the last step, then of samples not seen, before and after loading; tables by rank). The models
     end here: DistributedDataParallel must not outlive the process group."""
@@ -118,7 +106,7 @@ def main() -> None:
     for name, default in (("batch", 256), ("rows", 40), ("steps", 30)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    device = start()
+    device = join()
     (first, last, before, after), by_rank = trained(options, device)
     if dist.get_rank() == 0:
         print(f"{len(POOLING)} tables on {dist.get_world_size()} {device.type} ranks, {by_rank} each")

@@ -14,13 +14,13 @@ Legend: B batch of a rank, T tokens, C width, H heads, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from world import join
 
 import weft
 from weft.nn.experts import MoE
@@ -96,18 +96,6 @@ def losses(*, spread: bool, options: argparse.Namespace, device: torch.device) -
     return seen, sum(p.numel() * p.element_size() for p in parameters)
 
 
-def start() -> torch.device:
-    """Join the world; this rank's GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() < ranks:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return device
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     defaults = {"layers": 2, "width": 64, "experts": 4, "length": 32, "batch": 4, "steps": 12}
@@ -117,7 +105,7 @@ def main() -> None:
         "--capacity", type=float, help="rows that may arrive at a rank, over those that it sends; all if left out"
     )
     options = parser.parse_args()
-    device = start()
+    device = join()
     whole, whole_bytes = losses(spread=False, options=options, device=device)
     spread, spread_bytes = losses(spread=True, options=options, device=device)
     worst = max(abs(a - b) / abs(a) for a, b in zip(whole, spread, strict=True))

@@ -18,24 +18,12 @@ Legend: B rows of a microbatch, C width.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
+from world import join
 
 import weft
-
-
-def start() -> torch.device:
-    """Join the world; this rank's GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() < ranks:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return device
 
 
 def weight(stage: int, width: int, device: torch.device) -> torch.Tensor:
@@ -74,7 +62,7 @@ def main() -> None:
     for name, default in (("rows", 64), ("width", 128), ("microbatches", 24)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    device = start()
+    device = join()
     done = piped(options, device)
     if dist.get_rank() + 1 == dist.get_world_size():
         worst = 0.0

@@ -15,7 +15,6 @@ Legend: B batch of a rank, T tokens, C width, H heads, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from world import join
 
 import weft
 
@@ -114,25 +114,13 @@ def losses(wrap: Callable[[Gpt], nn.Module], options: argparse.Namespace, device
     return seen, seconds
 
 
-def start() -> torch.device:
-    """Join the world; this rank's GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() < ranks:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return device
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("layers", 2), ("width", 64), ("heads", 4), ("length", 32), ("batch", 2), ("steps", 110)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--way", default="auto", help="auto, or one like vendor or copy_engine")
     options = parser.parse_args()
-    device = start()
+    device = join()
     worst = 0.0
     kinds: dict[str, tuple[Callable[[Gpt], nn.Module], Callable[..., nn.Module]]] = {
         "ddp": (replicated, weft.hooks.replicate),

@@ -11,7 +11,6 @@ learn to count; the loss is printed, then weft's report. --checkpoint writes the
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import torch
@@ -20,22 +19,11 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
+from world import join
 
 import weft
 
 VOCABULARY = 512
-
-
-def start() -> torch.device:
-    """Join the world; this rank's GPU, if every rank of this host has one."""
-    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if torch.cuda.device_count() < ranks:
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    return device
 
 
 def sharded(options: argparse.Namespace, device: torch.device) -> tuple[LlamaForCausalLM, dist.DeviceMesh]:
@@ -71,7 +59,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="a folder for the weights")
     parser.add_argument("--report", type=Path, help="a file for the report, as a page")
     options = parser.parse_args()
-    device = start()
+    device = join()
     model, mesh = sharded(options, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # Ranks that hold the model together see the same text.

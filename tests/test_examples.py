@@ -61,6 +61,12 @@ def _one_operator_is_right(text: str, schedule: str) -> None:
     assert float(difference) < 0.02
 
 
+def test_without_torchrun_it_is_named(tmp_path: Path) -> None:
+    done = _ended((str(EXAMPLES / "dlrm.py"), "--steps", "1"), tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"torchrun starts its ranks: torchrun --nproc-per-node 2 {EXAMPLES / 'dlrm.py'} --steps 1\n"
+
+
 def test_schedule_by_hand(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "02_schedule_by_hand.py"), folder=tmp_path)
     assert "by_hand, chunks=2: all_gather_matmul" in text
