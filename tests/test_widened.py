@@ -20,7 +20,7 @@ from weft.errors import WeftError
 from weft.execute import groups, widened
 from weft.execute.groups import GROUPS, GroupState
 from weft.execute.widened import Widened, serves, wider
-from weft.problem import Op, Problem
+from weft.problem import COLUMN_OPS, ColumnProblem, Op, Problem
 from weft.schedules import parse
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -49,6 +49,11 @@ def test_a_scale_of_shards(op: Op) -> None:
 def test_what_has_no_wider_program() -> None:
     assert wider(_problem("matmul_all_reduce", 17)) == _problem("matmul_all_reduce", 18)
     assert wider(_problem("matmul_all_reduce", 16)) is None
+    assert wider(_problem("matmul_all_reduce", 9)) is None, "rows are not cut by rank"
+    for op in COLUMN_OPS:
+        columns = ColumnProblem(op=op, m=1000, n=64, k=64, world_size=4)
+        assert wider(columns) is None
+        assert not serves(columns, 999)
     assert wider(_problem("all_gather_matmul", 0)) is None
     assert wider(_problem("all_gather_matmul", 1000, 4, nodes=(2, 2))) is None
     assert wider(_problem("all_gather_matmul", 3 * 1000, 4, row_multiple=3)) == _problem(
@@ -65,6 +70,11 @@ def test_whom_a_program_serves() -> None:
     assert [rows for rows in range(1, 500) if serves(measured, rows)] == list(range(385, 401))
     assert serves(_problem("all_gather_matmul", 413), 413)
     assert not serves(_problem("all_gather_matmul", 413), 412)
+    assert serves(_problem("all_gather_matmul", 4), 1)
+    assert not serves(_problem("all_gather_matmul", 4), 0)
+    entries = _problem("all_gather_matmul", 3 * 416, row_multiple=3)
+    assert [rows for rows in range(1, 1500) if serves(entries, rows)] == list(range(3 * 385, 3 * 416 + 1, 3))
+    assert wider(_problem("all_gather_matmul", 3 * 390, row_multiple=3), at_most=3 * 401) == entries
 
 
 def test_a_count_that_stays_gets_its_own_program() -> None:

@@ -42,7 +42,7 @@ _PIECES: dict[Op, tuple[_Pieces, _Pieces]] = {
 def wider(problem: Problem, at_most: int | None = None) -> Problem | None:
     """The problem whose program serves this one's calls, too; None if that is its own alone. at_most: rows that are known, and
     stand for the next count on the scale where that is beyond them."""
-    if problem.op not in _PIECES or problem.nodes or not problem.m:
+    if problem.op not in _PIECES or problem.nodes:
         return None
     pieces = 1 if problem.op == "matmul_all_reduce" else problem.world_size
     entries = problem.m // problem.row_multiple
