@@ -108,6 +108,27 @@ def test_fused_steps_that_wait_leave_no_sm_for_others() -> None:
     )
 
 
+def test_it_is_their_waits_that_take_the_sms() -> None:
+    """A step of its own, or a part's; steps that wait for nothing take none."""
+    flag, stage = Flag("f", 0), Copy(region("a", 0, (0, 4), (0, 2)), region("t", 0, (0, 4), (0, 2)))
+    part, b = Part(region("a", 0, (0, 4), (0, 2)), region("out", 0, (0, 4), (0, 2))), region("b", 0, (0, 2), (0, 2))
+    aside, free = Lane("aside", "copy", (stage,)), (Signal(flag), Gemm(b, (part,)))
+    check(_own_rows(free, ((0, 2),), aside))
+    for steps in (
+        (Signal(flag), Wait(flag), Gemm(b, (part,))),
+        (Signal(flag), Gemm(b, (dataclasses.replace(part, gates=(Wait(flag),)),))),
+    ):
+        check(_own_rows(steps, (), aside))
+        refused(_own_rows(steps, ((0, len(steps)),), aside), "it needs SMs, but rank 0, lane compute, step 1")
+
+
+def test_nobody_else_writes_scratch_of_fused_steps() -> None:
+    stage = Copy(region("a", 0, (0, 4), (0, 2)), region("t", 0, (0, 4), (0, 2)))
+    gemm = Gemm(region("b", 0, (0, 2), (0, 2)), (Part(stage.src, region("out", 0, (0, 4), (0, 2))),))
+    check(_own_rows((stage, gemm, stage), ()))
+    refused(_own_rows((stage, gemm, stage), ((0, 2),)), "none that shares scratch that it writes, t,", "step 2 (copy")
+
+
 def _exchanged(problem: LookupProblem, copies: Callable[[int], list[Copy]]) -> Schedule:
     """Lookups whose columns go all to all as rows below each other, and then to their places."""
     schedule = build(problem, "sequential")
