@@ -30,7 +30,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -220,13 +219,16 @@ def compared(runs: Mapping[str, Losses], floor: float) -> dict[str, Any]:
     }
 
 
-def all_runs(mesh: DeviceMesh, setup: Setup, say: Callable[[str], None] = print) -> tuple[dict[str, Losses], dict[str, Any]]:
-    """(losses by run, what is to be told of them)."""
+def all_runs(
+    mesh: DeviceMesh, setup: Setup, ended: Callable[[str, Losses, str], None]
+) -> tuple[dict[str, Losses], dict[str, Any]]:
+    """(losses by run, what is to be told of them). ended: given each run's name and losses, and a line on it, as it ends."""
     found, reports = {}, {}
     for name in RUNS:
         begun = time.monotonic()
         found[name], reports[name] = learned(name, mesh, setup)
-        say(f"{name:5} {found[name][0]:.4f} to {found[name][-1]:.4f} in {time.monotonic() - begun:.0f} s {reports[name]}")
+        first, last, seconds = found[name][0], found[name][-1], time.monotonic() - begun
+        ended(name, found[name], f"{name:5} {first:.4f} to {last:.4f} in {seconds:.0f} s {reports[name]}")
     told = compared(found, Text(setup.words).entropy)
     return found, told | {"report": reports["weft"]}
 
@@ -244,15 +246,6 @@ def start() -> DeviceMesh:
     return dist.init_device_mesh("cuda", (dist.get_world_size(),))
 
 
-def written(path: Path | None, head: dict[str, Any], runs: Mapping[str, Losses], told: dict[str, Any]) -> None:
-    """JSON lines: each run, then what is to be told of them."""
-    lines = [head | {"run": name, "losses": [round(loss, 5) for loss in losses]} for name, losses in runs.items()]
-    lines.append(head | {"run": "compared", **told})
-    if path:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in vars(Setup()).items():
@@ -263,11 +256,22 @@ def main() -> None:
     path, commit = arguments.pop("json"), arguments.pop("commit")
     mesh, setup = start(), Setup(**arguments)
     first = dist.get_rank() == 0
-    runs, told = all_runs(mesh, setup, say=lambda line: print(line, flush=True) if first else None)
+    machine = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "cpu"
+    head = {"bench": "losses", "machine": f"{mesh.size()} x {machine}", "torch": torch.__version__, "commit": commit}
+
+    def write(line: dict[str, Any]) -> None:
+        if first and path:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(head | line) + "\n")
+
+    def ended(name: str, losses: Losses, line: str) -> None:
+        write({"run": name, "losses": [round(loss, 5) for loss in losses]})
+        if first:
+            print(line, flush=True)
+
+    runs, told = all_runs(mesh, setup, ended)
+    write({"run": "compared", **told, "setup": vars(setup)})
     if first:
-        machine = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "cpu"
-        head = {"bench": "losses", "machine": f"{mesh.size()} x {machine}", "torch": torch.__version__, "commit": commit}
-        written(path, head, runs, told | {"setup": vars(setup)})
         print(json.dumps(told))
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

@@ -23,7 +23,7 @@ SMALL = {"hidden": 32, "width": 48, "layers": 1, "heads": 4, "words": 24, "batch
 
 def _runs(dtype: str) -> tuple[dict[str, Losses], dict[str, Any]]:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    return all_runs(mesh, Setup(**SMALL, dtype=dtype, lr=1e-2, warm_up=2), say=lambda line: None)
+    return all_runs(mesh, Setup(**SMALL, dtype=dtype, lr=1e-2, warm_up=2), ended=lambda *_: None)
 
 
 def test_as_torchs_within_what_bfloat16_rounds(ranks: RankFixture) -> None:
