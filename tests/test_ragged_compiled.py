@@ -40,7 +40,7 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     # Rows of peers that TMA loads are acquired for it, too; a combine loads its own.
     assert ("fence.proxy.async.global" in text) == (name == "dispatch_kernel")
     # A tile that TMA stores is told of when it has been written, not when it has been read from shared memory.
-    settled = [len(re.findall(rf"bulk\.{wait}\s+0;", text)) for wait in ("wait_group", r"wait_group\.read")]
-    assert settled[0] == (2 if name == "combine_kernel" else 0)
-    assert settled[1] > 0
+    assert text.count("bulk.wait_group 0;") == (2 if name == "combine_kernel" else 0)
+    # Triton's own waits, behind a loop of stores, have a tab; since 3.9 they are such as ours.
+    assert re.search(r"bulk\.wait_group(\.read)? \t0;", text)
     assert "st.global.b16" not in text
