@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import time
 
+import pytest
+from lone_ranks import teams
+
+from weft.errors import WaitTimeout
 from weft.team import timeout_from_environment
 
 
@@ -18,3 +22,17 @@ def test_what_is_no_bound_is_refused(monkeypatch: pytest.MonkeyPatch, text: str)
 def test_what_is_one_is_taken(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT_S", text)
     assert timeout_from_environment() == seconds
+
+
+def test_what_came_while_this_process_was_stopped_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    team, _ = teams(timeout_s=0.05)
+    sleep, came = time.sleep, []
+
+    def stopped(seconds: float) -> None:
+        sleep(0.1)
+        came.append(seconds)
+
+    monkeypatch.setattr(time, "sleep", stopped)
+    team.until(lambda: bool(came), lambda: "nothing")
+    with pytest.raises(WaitTimeout, match="nothing after"):
+        team.until(lambda: False, lambda: "nothing")

@@ -315,7 +315,7 @@ class Team:
             if now >= next_check:
                 self.check_peers(ready)
                 next_check = now + _PEER_CHECK_S
-            if now >= deadline:
+            if now >= deadline and not ready():  # it may have come while this process was stopped
                 raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
 
     def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
