@@ -92,6 +92,13 @@ def _gather_is_saved(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple
     return c10d.wait_tensor(start) @ w, start
 
 
+def _waited_for_twice(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As torch since 2.14 leaves two gathers of one tensor: one, with two waits, and all that follows twice."""
+    start, size = _started(x), dist.get_world_size()
+    one, two = (torch.cat(c10d.wait_tensor(start).chunk(size), 1).bfloat16() for _ in range(2))
+    return one @ w.bfloat16(), two.view(-1, 8) @ (w * 2).bfloat16()
+
+
 def _saved_and_laid(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
     start = _started(x)
     return torch.cat(c10d.wait_tensor(start).chunk(2), 1) @ w, start
@@ -145,6 +152,7 @@ GATHERS = [
     Case("several, and the gathered", _several, ("all_gather_matmul",)),
     Case("a backward", _backward, ("all_gather_matmul",)),
     Case("saved before its wait", _gather_is_saved, ("all_gather_matmul",)),
+    Case("waited for twice", _waited_for_twice, ("all_gather_matmul",)),
     Case("viewed as it lay", _viewed, ("all_gather_matmul",)),
     Case("cast to fewer bits", lambda x, w, b: gather(x, 1).bfloat16() @ w.bfloat16(), ("all_gather_matmul",)),
 ]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
@@ -107,6 +108,20 @@ def _sharded_losses(way: str | None, dtype: torch.dtype, divided: float | None, 
     return seen
 
 
+def _of_two_meshes() -> list[dict[str, Any]]:
+    """Weights sharded over a mesh of their own, as experts' are; torch 2.11 has one mesh for a module."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    if not hasattr(common, "ShardPlacementResult"):
+        return []
+    again = common.FSDPMeshInfo(dist.DeviceMesh.from_group(dist.new_group(), "cpu"), shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return common.ShardPlacementResult(Shard(0), again) if parameter.dim() == 2 else None
+
+    return [{"shard_placement_fn": place}]
+
+
 def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
     """(losses by policy and way, what is told where copy engines cannot sum)"""
     weft.close()
@@ -115,6 +130,7 @@ def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        *_of_two_meshes(),
     ]
     ways = (None, "vendor+ahead=1", "vendor+keep", "copy_engine")
     found = [[_sharded_losses(way, torch.float32, None, **policy) for way in ways] for policy in policies]
@@ -132,7 +148,8 @@ def _with_policies() -> tuple[list[list[list[float]]], list[str]]:
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:copy_engine is not tried")
 def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
-    """Gradients accumulated, parameters kept, other precision, parameters on CPUs; what copy engines cannot sum is told."""
+    """Gradients accumulated, parameters kept, other precision, parameters on CPUs, or of two meshes; what copy engines cannot
+    sum is told."""
     for found, told in ranks(2).run(_with_policies):
         for plain, *others in found:
             assert len(set(plain)) == 3

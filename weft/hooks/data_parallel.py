@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from weft.beside.collectives import AllReduce
@@ -52,13 +53,26 @@ def replicate(
         process_group: the ranks that average. Default: the default group.
         options: of DistributedDataParallel's, also in the place of these settings.
 
-    Raises ValueError for a DistributedDataParallel, or another way, and what DistributedDataParallel raises.
+    Raises ValueError for a DistributedDataParallel, DTensors, or another way, and what DistributedDataParallel raises.
     """
     if isinstance(module, DistributedDataParallel):
         raise ValueError("module is a DistributedDataParallel already; give the module in it, or call weft.hooks.ddp on it")
+    _check_plain(module)
     model = DistributedDataParallel(module, process_group=process_group, **settings(module) | options)
     ddp(model, way=way, key=key)
     return model
+
+
+def _check_plain(module: nn.Module) -> None:
+    """Raises ValueError for DTensors, but for those that DistributedDataParallel is told to leave alone: it lays gradients in
+    buckets of plain memory."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and name not in ignored:
+            raise ValueError(
+                f"module has DTensors ({name}), which DistributedDataParallel does not take; for tensor and data parallelism "
+                "use fully_shard, over the mesh's other dimension"
+            )
 
 
 def settings(module: nn.Module) -> dict[str, Any]:

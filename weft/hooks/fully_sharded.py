@@ -20,7 +20,7 @@ from weft import collectives
 from weft.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
 from weft.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.controls import comm_stream
-from weft.hooks.gathered import Gathered
+from weft.hooks.gathered import Gathered, groups_of
 from weft.planner.ways import PLAIN
 
 try:
@@ -94,22 +94,16 @@ def _computing(kept: torch.device, kind: str) -> torch.device:
 
 def _why_no_copies(sharded: Sequence[FSDPModule]) -> str:
     """Why copy engines cannot sum what these modules scatter; empty if they can."""
-    groups = [group for module in sharded for group in _groups_of(module)]
+    groups = [group for module in sharded for group in groups_of(module)]
     if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
         return "gradients are divided by set_gradient_divide_factor's number; copy engines take sums and means"
     return why_not_summed(dtype for group in groups for dtype in _scattered(group))
 
 
-def _groups_of(module: FSDPModule) -> tuple[Any, ...]:
-    """fully_shard's parameters of this module that are gathered together; none where its children have them all."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    return () if group is None else (group,)
-
-
 def _scattered(group: Any) -> Iterator[torch.dtype]:
-    """The dtypes in which fully_shard scatters a group's gradients."""
-    policy = group.mp_policy
-    for parameter in (each.sharded_param for each in group.fsdp_params):
+    """The dtypes in which fully_shard scatters a group's gradients. Since torch 2.15 each parameter has a policy of its own."""
+    for each in group.fsdp_params:
+        parameter, policy = each.sharded_param, getattr(group, "mp_policy", None) or each.mp_policy
         if parameter.requires_grad:
             yield policy.reduce_dtype or policy.param_dtype or parameter.dtype
 
@@ -125,8 +119,8 @@ class _Steps:
     def __init__(self, trial: StepTrial, gathered: Gathered, sharded: Sequence[FSDPModule]) -> None:
         self.trial, self._gathered = trial, gathered
         self._fresh = False
-        self._groups = [(module, group) for module in sharded for group in _groups_of(module)]
-        self._stock = [(group._all_gather_comm, group._reduce_scatter_comm) for _, group in self._groups]
+        self._groups = dict.fromkeys(group for module in sharded for group in groups_of(module))
+        self._stock = [(group._all_gather_comm, group._reduce_scatter_comm) for group in self._groups]
         self._own = _AllGather(self), _ReduceScatter(self)
         self._ours = False
         self._move()
@@ -144,10 +138,9 @@ class _Steps:
         if ours == self._ours:
             return
         self._ours = ours
-        for (module, _), stock in zip(self._groups, self._stock, strict=True):
-            gather, scatter = self._own if ours else stock
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
+        for group, stock in zip(self._groups, self._stock, strict=True):
+            # Not by set_custom_all_gather, which takes no module whose parameters have several meshes.
+            group._all_gather_comm, group._reduce_scatter_comm = self._own if ours else stock
 
     def enter(self, module: Any) -> None:
         """Before a registered method of a module, unless a backward pass makes up for what was not kept."""

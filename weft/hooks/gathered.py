@@ -62,8 +62,16 @@ class Gathered:
         self._taken = way.ahead, way.keep
 
 
+def groups_of(module: FSDPModule) -> tuple[Any, ...]:
+    """fully_shard's parameters of this module that are gathered together: one group for each mesh that they are sharded over,
+    since torch 2.12; none where its children have them all."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return tuple(state._fsdp_param_groups)
+    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
+
+
 def _freed_after_forward(module: FSDPModule) -> bool:
     """Whether a module's parameters go back to the shards that they had. Other meshes, and roots, are left as they are."""
-    state: Any = module._get_fsdp_state()
-    group = state._fsdp_param_group
-    return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh
+    groups = groups_of(module)
+    return bool(groups) and all(group._reshard_after_forward and not group._use_post_forward_mesh for group in groups)

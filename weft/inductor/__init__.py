@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from weft.errors import require
 from weft.inductor import gathers, scatters
-from weft.inductor.graph import Refused, place_in, shape
+from weft.inductor.graph import Refused, place_in, shape, share_waits
 from weft.inductor.outputs import layout_of_outputs
 from weft.inductor.places import file_and_line, module_name
 from weft.nn.sites import Site
@@ -115,6 +115,7 @@ class CompilePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrite one graph in place."""
         self.graphs += 1
+        share_waits(graph)
         for start in [node for node in graph.nodes if node.target is gathers.START]:
             self._gather(graph, start)
         self._scatters(graph, [node for node in graph.nodes if node.target in scatters.OPERATORS])

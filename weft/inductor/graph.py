@@ -39,6 +39,11 @@ RESHAPES = frozenset(
 SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
 
 
+CASTS = frozenset((aten._to_copy.default, torch.ops.prims.convert_element_type.default))
+_SHARED = RESHAPES - {aten.clone.default} | SPLITS | CASTS | {aten.cat.default, aten.slice.Tensor, operator.getitem}
+"""What follows a wait and makes the same of the same; a clone is another tensor on purpose."""
+
+
 class Refused(Exception):
     """A place that cannot be rewritten. Its text says why, for the listing."""
 
@@ -98,7 +103,7 @@ def before_reshapes(node: Node) -> list[Node]:
 
 def cast_to(node: Node) -> torch.dtype | None:
     """The dtype that a node only casts to, or None."""
-    if node.target not in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+    if node.target not in CASTS:
         return None
     before, after = value(_node(node.args[0])), value(node)
     return after.dtype if before.device == after.device and before.dtype != after.dtype else None
@@ -218,6 +223,25 @@ class Writer:
             back = [order.index(d) for d in range(len(extents))]
             return self(aten.permute.default, moved, back)
         return self.reshape(rows, [*extents[:-1], columns])
+
+
+def share_waits(graph: Graph) -> None:
+    """One wait for each collective, and one node of those that then make the same of its result.
+
+    Two gathers of one tensor are one in torch's graphs. Since torch 2.14 their waits are not: it takes them to have effects.
+    """
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    rest = [node for node in graph.nodes if sum(user.target is c10d.wait_tensor.default for user in node.users) > 1]
+    while rest:
+        first: dict[str, Node] = {}
+        for user in sorted(rest.pop().users, key=order.__getitem__):
+            if user.target not in _SHARED and user.target is not c10d.wait_tensor.default:
+                continue
+            kept = first.setdefault(str((user.target, user.args, user.kwargs)), user)
+            if kept is not user:
+                user.replace_all_uses_with(kept)
+                graph.erase_node(user)
+                rest.append(kept)
 
 
 def raise_above(place: Node, wanted: Iterable[Node]) -> None:

@@ -74,20 +74,21 @@ def _total_backward_kernel(
 
 
 @triton.jit
-def _rows_there(counts_ptr, count, COUNTS: tl.constexpr):
+def _columns_there(counts_ptr, count, row, width, COUNTS: tl.constexpr):
+    """How many columns of a row there are: none of one behind those that counts tell of."""
     each = tl.arange(0, COUNTS)
-    return tl.sum(tl.load(counts_ptr + each, each < count, 0).to(tl.int32), 0)
+    return tl.where(row < tl.sum(tl.load(counts_ptr + each, each < count, 0).to(tl.int32), 0), width, 0)
 
 
 @triton.jit
 def _swiglu_kernel(hidden_ptr, counts_ptr, out_ptr, count, width, COUNTS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    there = row < _rows_there(counts_ptr, count, COUNTS)
+    there = _columns_there(counts_ptr, count, row, width, COUNTS)
     hidden_ptr += row * 2 * width
     for first in range(0, width, COLS):
         col = first + tl.arange(0, COLS)
-        gate = tl.load(hidden_ptr + col, there & (col < width), 0).to(tl.float32)
-        up = tl.load(hidden_ptr + width + col, there & (col < width), 0).to(tl.float32)
+        gate = tl.load(hidden_ptr + col, col < there, 0).to(tl.float32)
+        up = tl.load(hidden_ptr + width + col, col < there, 0).to(tl.float32)
         found = gate * tl.sigmoid(gate) * up
         tl.store(out_ptr + row * width + col, found.to(out_ptr.dtype.element_ty), col < width)
 
@@ -95,12 +96,12 @@ def _swiglu_kernel(hidden_ptr, counts_ptr, out_ptr, count, width, COUNTS: tl.con
 @triton.jit
 def _swiglu_backward_kernel(grad_ptr, hidden_ptr, counts_ptr, out_ptr, count, width, COUNTS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    there = row < _rows_there(counts_ptr, count, COUNTS)
+    there = _columns_there(counts_ptr, count, row, width, COUNTS)
     hidden_ptr += row * 2 * width
     out_ptr += row * 2 * width
     for first in range(0, width, COLS):
         col = first + tl.arange(0, COLS)
-        inside = there & (col < width)
+        inside = col < there
         gate = tl.load(hidden_ptr + col, inside, 0).to(tl.float32)
         up = tl.load(hidden_ptr + width + col, inside, 0).to(tl.float32)
         grad = tl.load(grad_ptr + row * width + col, inside, 0).to(tl.float32)

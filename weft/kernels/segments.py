@@ -240,7 +240,8 @@ def layout_kernel(
     # By counts that are not all there, or after a wait that has ended early (note LATE), rows would go where a late peer still
     # reads: then none go at all.
     late = tl.sum(tl.where(words == 0, noted, 0), axis=0) != 0
-    expert, turn, known = place // W, place % W, (place < W * E) & (told > 0) & (late == 0)
+    # No mask of a block with a scalar: Triton 3.9's interpreter makes 32-bit words of it.
+    expert, turn, known = place // W, place % W, place < tl.where((told > 0) & (late == 0), W * E, 0)
     me = tl.zeros((Q,), tl.int32) + rank
 
     # What this rank sends to dst. Beyond the last segment, no rows.
