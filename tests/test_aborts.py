@@ -13,7 +13,9 @@ from weft.execute import vendor
 from weft.execute.network import CudaWire
 
 
-def test_an_abort_that_fails_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_abort_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor.Abort, "_WAITS_S", 30.0)
+
     def refuses() -> None:
         raise RuntimeError("a segment handle is left\nframe #0")
 
@@ -29,7 +31,7 @@ class Graphs:
         self.dropped, self.done, self.shut = threading.Event(), threading.Event(), False
 
     def abort(self, group: object = None) -> None:
-        assert self.dropped.wait(5)
+        assert self.dropped.wait(30)
         self.done.set()
 
     def shutdown(self) -> None:
@@ -39,7 +41,7 @@ class Graphs:
 def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     held, free = Graphs(), Graphs()
     free.dropped.set()
-    for graphs, waits_s in ((free, 5.0), (held, 0.05)):  # that one's thread may come late to what takes no time
+    for graphs, waits_s in ((free, 30.0), (held, 0.05)):  # that one's thread may come late to what takes no time
         monkeypatch.setattr(vendor.Abort, "_WAITS_S", waits_s)
         wire = CudaWire.__new__(CudaWire)
         wire._backend, wire._abort = graphs, None
@@ -52,4 +54,4 @@ def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.Monk
     device.close(broken=True)
     assert not held.done.is_set()
     held.dropped.set()
-    assert held.done.wait(5)
+    assert held.done.wait(30)

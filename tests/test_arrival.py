@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from lone_ranks import wait_for
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import weft
 from weft import arrival
@@ -27,14 +27,26 @@ def _call(group: dist.ProcessGroup) -> None:
 
 
 def _one_raised_before() -> str:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    """Ranks 0 and 1 give up when both have come."""
+    group, pair = dist.new_group(), dist.new_group([0, 1])
+    _set_pg_timeout(timedelta(seconds=2), group)
     if dist.get_rank() == 2:
-        time.sleep(3)
+        dist.barrier()
         return "did not come"
-    try:
-        _call(group)
-    except PeerLost as error:
-        return str(error)
+    tell = dist.all_gather_object
+
+    def both_first(told: list[object], mine: object, group: dist.ProcessGroup) -> None:
+        dist.barrier(pair)
+        tell(told, mine, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_object", both_first)
+        try:
+            _call(group)
+        except PeerLost as error:
+            return str(error)
+        finally:
+            dist.barrier()
     return "right"
 
 
@@ -58,7 +70,7 @@ def _one_is_late(told: Path) -> list[str]:
         warnings.simplefilter("always", UserWarning)
         patch.setattr(arrival, "SAYS_S", 0.2)
         patch.setattr(arrival._Meeting, "_say", saying)
-        assert dist.get_rank() == 0 or wait_for(told.exists, 20)
+        assert dist.get_rank() == 0 or wait_for(told.exists, 60)
         _call(group)
     weft.close()
     return [str(warning.message) for warning in said]
@@ -86,15 +98,18 @@ def test_a_backend_that_does_not_tell_its_timeout_has_torchs() -> None:
 def _in_the_store() -> str:
     """As where NCCL is the group's only backend: rank 0 gives up, and rank 1 after it; then all come, twice, with calls of
     weft's between."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=100))
+    assert arrival.bound_s(group) == 100
     message = ""
     for rank in range(2):
         if dist.get_rank() == rank:
-            try:
-                with arrival._Meeting(group).begun() as meeting:
-                    meeting.await_all()
-            except WaitTimeout as error:
-                message = str(error)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(arrival, "bound_s", lambda group: 1.0)
+                try:
+                    with arrival._Meeting(group).begun() as meeting:
+                        meeting.await_all()
+                except WaitTimeout as error:
+                    message = str(error)
         dist.barrier()
     for _ in range(2):
         with arrival._Meeting(group).begun() as meeting:
@@ -114,7 +129,7 @@ def test_a_group_whose_rank_gave_up_can_meet_later(ranks: RankFixture) -> None:
 
 def _interrupted() -> None:
     """On rank 0 alone, when all have come: the meeting counts on both, so that the next one is the same to both."""
-    group = dist.new_group(timeout=timedelta(seconds=5))
+    group = dist.new_group()
     try:
         with arrival._Meeting(group).begun() as meeting:
             meeting.await_all()

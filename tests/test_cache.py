@@ -168,54 +168,56 @@ def test_specs_are_numbers_between_ranks() -> None:
 
 
 WRITER = """
-import sys, time
+import sys
 from pathlib import Path
 from weft.cache import Cache, Entry, Key, space
 from weft.between import Between
 from weft.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())
-cache, me, until = Cache(Path(sys.argv[1])), int(sys.argv[2]), time.monotonic() + float(sys.argv[3])
-while time.monotonic() < until:
+cache, me, enough = Cache(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
+while not enough.exists():
     cache.write(Entry(key=key, spec=f"flag_gated:{1 + me}", us={f"flag_gated:{n}": float(me) for n in range(1, 400)}))
 """
 
 
-def writer(folder: Path, me: int, seconds: float) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(me), str(seconds)])
+def writer(folder: Path, me: int, enough: Path) -> subprocess.Popen[bytes]:
+    """enough: it ends, in its own time, once that is there."""
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(folder), str(me), str(enough)])
 
 
 def test_eight_writers_and_a_killed_one(tmp_path: Path) -> None:
     """While eight processes write one entry, and one of them is killed, a reader sees whole entries alone."""
-    writers = [writer(tmp_path, me, 0.8) for me in range(7)]
-    victim = writer(tmp_path, 7, 60.0)
+    folder, enough = tmp_path / "plans", tmp_path / "enough"
+    *writers, victim = [writer(folder, me, enough) for me in range(8)]
     try:
-        seen = _seen_meanwhile(Cache(tmp_path), writers, victim)
-        assert [process.returncode for process in writers] == [0] * 7
-        assert len(seen) > 1
-        Cache(tmp_path).write(ENTRY)
-        assert Cache(tmp_path).read(KEY) == ENTRY
+        _reads_until(Cache(folder), lambda seen: len(set(seen)) > 1 and "flag_gated:8" in seen)
+        victim.send_signal(signal.SIGKILL)
+        begun = time.monotonic()
+        _reads_until(Cache(folder), lambda seen: len(set(seen)) > 1 and time.monotonic() > begun + 0.5)
+        assert victim.wait(60) == -signal.SIGKILL
+        enough.touch()
+        assert [process.wait(60) for process in writers] == [0] * 7
+        Cache(folder).write(ENTRY)
+        assert Cache(folder).read(KEY) == ENTRY
     finally:
         for process in (*writers, victim):
             process.kill()
             process.wait()
 
 
-def _seen_meanwhile(cache: Cache, writers: list[subprocess.Popen[bytes]], victim: subprocess.Popen[bytes]) -> set[str]:
-    """Read until the writers have ended; the victim is killed while it writes. A warning is an error."""
-    seen = set()
-    deadline = time.monotonic() + 30
+def _reads_until(cache: Cache, enough: Callable[[list[str]], bool]) -> None:
+    """Of what has been seen. A warning is an error."""
+    seen: list[str] = []
+    deadline = time.monotonic() + 60
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        while any(process.poll() is None for process in writers):
-            assert time.monotonic() < deadline
+        while not enough(seen):
+            assert time.monotonic() < deadline, seen
             entry = cache.read(KEY)
             if entry is not None:
                 assert set(entry.us.values()) == {float(entry.spec.partition(":")[2]) - 1}
-                seen.add(entry.spec)
-            if len(seen) > 1:
-                victim.send_signal(signal.SIGKILL)
-    return seen
+                seen.append(entry.spec)
 
 
 def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:

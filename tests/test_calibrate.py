@@ -149,7 +149,10 @@ def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
     first, second = ranks(2).run(_probed)
     assert first == second, "every rank has the slowest rank's times"
     assert all(us > 0 for one in first for us in one.us)
-    made = Profile(base("cpu", 2), first, world_size=2, when="2026-11-21").machine("host", "this host")
+    # What rate this type has is the machine's affair, and on cores that others have less than what stands for none.
+    (half,) = (one for one in first if one.what == "gemm float16")
+    found = [dataclasses.replace(one, us=(20.0,) * len(one.us)) if one is half else one for one in first]
+    made = Profile(base("cpu", 2), found, world_size=2, when="2026-11-21").machine("host", "this host")
     assert made.contention.keys() == {"gemm beside copy", "copy beside gemm"}
     problem = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2, dtype="float32")
     for dtype in ("float32", "float16"):

@@ -122,9 +122,10 @@ def _hangs(device: str) -> Any:
 
 
 @pytest.mark.ranks
-def test_a_probe_that_fails_is_told_and_the_others_go_on() -> None:
+def test_a_probe_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.doctor.transports.PROBE_S", 60.0)
     works = [("first", _fine, ()), ("second", _raises, ()), ("third", _fine, ())]
-    found = dict(tried(2, works, device="cpu", bound_s=60))
+    found = dict(tried(2, works, device="cpu", bound_s=100))
     assert found.pop("second") in (
         "rank 0: MemoryError: planted",
         "rank 1: MemoryError: planted",
@@ -135,10 +136,11 @@ def test_a_probe_that_fails_is_told_and_the_others_go_on() -> None:
 
 @pytest.mark.ranks
 def test_ranks_that_die_or_hang_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = dict(tried(2, [("first", _fine, ()), ("last", _dies, ())], device="cpu", bound_s=60))
+    monkeypatch.setattr("weft.doctor.transports.PROBE_S", 60.0)
+    died = dict(tried(2, [("first", _fine, ()), ("last", _dies, ())], device="cpu", bound_s=100))
     assert died == {"last": "rank 1: died with exit code 3", "first": "not tried, after last failed"}
     monkeypatch.setattr("weft.doctor.transports.PROBE_S", 1.5)
-    hung = dict(tried(2, [("first", _fine, ()), ("last", _hangs, ())], device="cpu", bound_s=60))
+    hung = dict(tried(2, [("first", _fine, ()), ("last", _hangs, ())], device="cpu", bound_s=100))
     assert "no answer within 1.5 s" in hung["last"]
     assert hung["first"] == "not tried, after last failed"
 

@@ -316,7 +316,7 @@ def test_a_rank_that_fails_alone_is_named_soon(ranks: RankFixture, how: str, cul
     """It leaves no exchange of the process group half done, which would be the bound of that, and the end of it."""
     for rank, (told, seconds) in enumerate(ranks(2).run(_fails_alone, how)):
         assert (culprit if rank else "PeerLost: rank 1 failed: ") in told, told
-        assert seconds < 5
+        assert seconds < 15, "the group's own bound is 20 s"
 
 
 def _in_another_order() -> str:

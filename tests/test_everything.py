@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from lone_ranks import wait_for
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -63,50 +65,56 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started(everything: ModuleType, tmp_path: Path) -> None:
-    child = tmp_path / "child"
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(
+    everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, begun = tmp_path / "child", everything.begun
     hangs = f"""
 import subprocess, sys, time
 open({str(child)!r}, "w").write(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid))
 print("begun", flush=True)
 time.sleep(600)
 """
-    begun = time.monotonic()
-    good, told = everything.run("two", _part(everything, "print('short')", hangs, limit_s=5), tmp_path, "")
+
+    def under_way(run: Any, part: Any, log: Path, *rest: Any) -> subprocess.Popen[bytes]:
+        """The limit begins when one of them has ended, and the other hangs."""
+        process: subprocess.Popen[bytes] = begun(run, part, log, *rest)
+        assert wait_for(lambda: "begun" in log.read_text() if hangs in run.words else process.poll() is not None, 60)
+        return process
+
+    monkeypatch.setattr(everything, "begun", under_way)
+    start = time.monotonic()
+    good, told = everything.run("two", _part(everything, "print('short')", hangs, limit_s=0.5), tmp_path, "")
     assert not good
     assert told.startswith("two: status 0, ended at its limit, ")
-    assert "begun" in (tmp_path / "two.log").read_text()
-    assert time.monotonic() - begun < 30
-    deadline = time.monotonic() + 10
-    while _runs(int(child.read_text())):
-        assert time.monotonic() < deadline, "what a part had started runs on"
-        time.sleep(0.05)
+    assert time.monotonic() - start < 60
+    assert wait_for(lambda: not _runs(int(child.read_text())), 30), "what a part had started runs on"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_the_campaign_ends_its_parts(tmp_path: Path, number: signal.Signals) -> None:
-    child = tmp_path / "child"
+    child, waits = tmp_path / "child", tmp_path / "waits"
     hangs = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     source = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
 sys.path.insert(0, {str(BENCHMARKS)!r})
 import everything
-part = everything.Part(runs=(everything.Run(words=("-c", {hangs!r})),), limit_s=60)
+part = everything.Part(runs=(everything.Run(words=("-c", {hangs!r})),), limit_s=600)
 everything.parts = lambda gpus, **_: {{"hangs": part}}
+ended = everything.ended
+everything.ended = lambda *given: open({str(waits)!r}, "w").close() or ended(*given)
 sys.argv[1:] = ["--gpus", "2", "--out", {str(tmp_path)!r}]
 everything.main()
 """
     campaign = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while not (child.exists() and child.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    campaign.send_signal(number)
-    assert campaign.wait(30) != 0
-    while _runs(int(child.read_text())):
-        assert time.monotonic() < deadline, "the part runs on"
-        time.sleep(0.05)
+    try:
+        assert wait_for(lambda: waits.exists() and child.exists() and child.read_text(), 60)
+        campaign.send_signal(number)
+        assert campaign.wait(30) != 0
+    finally:
+        campaign.kill()
+    assert wait_for(lambda: not _runs(int(child.read_text())), 30), "the part runs on"
 
 
 def test_a_part_that_fails_is_no_success(
@@ -123,12 +131,12 @@ def test_a_part_that_fails_is_no_success(
 def test_a_part_that_could_end_too_late_is_not_begun(
     everything: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"long": _part(everything, "1 / 0", limit_s=60), "short": _part(everything, "print('here')", limit_s=5)}
+    known = {"long": _part(everything, "1 / 0", limit_s=600), "short": _part(everything, "print('here')", limit_s=100)}
     monkeypatch.setattr(everything, "parts", lambda gpus, **_: known)
-    monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--budget-s", "30", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--budget-s", "300", "--out", str(tmp_path)])
     everything.main()
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "long: not begun, 30 s are left"
+    assert first == "long: not begun, 300 s are left"
     assert "short: status 0, " in second
     monkeypatch.setattr(sys, "argv", ["everything", "--gpus", "2", "--only", "short,none"])
     with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -129,20 +130,27 @@ def _late_slice() -> str:
     from weft.execute.host import HostProgram
 
     check_gather(64, 48, 192, torch.float32, "flag_gated_2d:3", 0)
-    signal = HostProgram.signal
+    signal, play = HostProgram.signal, HostProgram.play
+
+    def hasty(self: HostProgram, *given: Any) -> None:
+        self.team.timeout_s = 3.0  # of what is waited for in vain alone
+        play(self, *given)
+
     if dist.get_rank() == 1:
         HostProgram.signal = lambda self, flag, value: None if flag.index % 3 == 1 else signal(self, flag, value)  # type: ignore[method-assign]
+    else:
+        HostProgram.play = hasty  # type: ignore[method-assign, assignment]
     try:
         check_gather(64, 48, 192, torch.float32, "flag_gated_2d:3", 1)
         return "right"
     except weft.errors.WeftError as error:
         return str(error)
     finally:
-        HostProgram.signal = signal  # type: ignore[method-assign]
+        HostProgram.signal, HostProgram.play = signal, play  # type: ignore[method-assign]
 
 
 @pytest.mark.ranks
 def test_an_inner_gate_that_stays_closed_is_named() -> None:
-    with Ranks(2, environment={"WEFT_TIMEOUT_S": "2"}) as ranks:
+    with Ranks(2) as ranks:
         first, _ = ranks.run(_late_slice)
     assert "arrived[4]@0: expected 2, seen 1; rank 1's lane blocks raises it" in first
