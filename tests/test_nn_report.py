@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -124,6 +125,24 @@ def test_places_of_equal_sizes_have_their_own_calls(ranks: RankFixture) -> None:
         assert same == [f"{head.format(2)}, 1 of them not called yet", one, waits, two, ran("shard_p2p"), ran("shard_p2p", 4)]
         assert compiled[1:4] == [one, waits, two]
         assert ran("shard_p2p") in compiled
+
+
+def _on_equal_meshes() -> list[str]:
+    """What is told of a model on the second of two meshes of the same ranks, each with a group of its own."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        model = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)})
+        plan = {"up": weft.ColwiseParallel(input_layouts=Shard(0)), "down": weft.RowwiseParallel(output_layouts=Shard(0))}
+        parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+        with torch.no_grad():
+            model["down"](model["up"](torch.randn(4, 8)))
+    return _told(model)
+
+
+def test_places_on_a_mesh_like_another_have_their_calls(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_on_equal_meshes):
+        assert "not called yet" not in told[0]
+        assert [line.split()[:2] for line in told[2::2]] == [["all_gather_matmul", "M=8"], ["matmul_reduce_scatter", "M=8"]]
 
 
 def _chosen_by_sizes() -> list[list[str]]:

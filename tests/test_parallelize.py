@@ -54,6 +54,27 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
     assert "all_gather_matmul M=22 shard_p2p not measured (asked for)" in report
 
 
+def _own_forwards() -> str:
+    """Layers, norms, the head and a linear have forwards that were put on themselves; a copy: trained as in one process."""
+    alone = tiny("llama")
+    model = copy.deepcopy(alone)
+    for module in model.modules():
+        if hasattr(module, "self_attn") or "Norm" in type(module).__name__ or module is model.lm_head:
+            module.forward = module.forward
+    linear = model.model.layers[0].mlp.up_proj
+    linear.forward = linear.forward
+    model = copy.deepcopy(weft.parallelize(model, mesh(), schedule=model_work.SCHEDULE, few_tokens=4))
+    alike(trained(model, (9, 2)), trained(alone, (9, 2)))
+    return str(weft.overlap_report(model))
+
+
+def test_forwards_that_were_put_on_modules_themselves_run(ranks: RankFixture) -> None:
+    told = places(ranks(2).run(_own_forwards)[0])
+    why = "its forward was put on the module itself"
+    assert told["model.layers.*.mlp"] == f"not overlapped; runs whole on every rank: up_proj: {why}"
+    assert told["lm_head"] == f"not overlapped; runs whole on every rank: {why}"
+
+
 def _some_calls_of_few_tokens() -> None:
     """Calls on both sides of few_tokens, in training too, give one process' results; so do other ways to generate."""
     alone = tiny("qwen3")

@@ -254,6 +254,8 @@ def why_not_linear(module: nn.Module) -> str:
         raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
+    if "forward" in module.__dict__:
+        return "its forward was put on the module itself"
     if "weight" not in module._parameters:
         return f"its weight is made of {', '.join(module._parameters)} at each call (weight_norm, pruning)"
     for name, parameter in module.named_parameters():

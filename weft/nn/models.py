@@ -35,7 +35,7 @@ from weft.nn.layouts import ColumnsOut
 from weft.nn.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
 from weft.nn.moves import Begun, Cut, CutIfMany, Gathered, GatheredOnce, OfOutput, Sharded, evenly, noting_tokens
 from weft.nn.products import How
-from weft.nn.replicas import always, never, replicate, replicate_alone
+from weft.nn.replicas import always, class_of, never, replicate, replicate_alone
 from weft.nn.sharing import in_several_places, whole_by_sharing
 from weft.nn.sites import Site, note
 from weft.nn.styles import column_site, row_site
@@ -234,7 +234,7 @@ class _Within:
                 self._whole(child, whole[child])
             else:
                 self._block(child, blocks[name])
-        layer.__class__ = noting_tokens(cast(Any, type(layer)), _place_of_positions(layer))
+        layer.__class__ = noting_tokens(class_of(layer), _place_of_positions(layer))
         layer.__dict__["_weft_tokens"] = self.tokens
 
     def _why_not(self, child: nn.Module, block: Block | None, several: Collection[nn.Module]) -> str:
@@ -282,8 +282,8 @@ class _Within:
         row = cast(nn.Linear, child.get_submodule(block.row))
         shared = to_columns(linears, self.tokens, self.how, self.distribute)
         ran = to_row(row, self.tokens, self.how, self.distribute)
-        note(child, column_site(shared, self.mesh, Shard(1), parts=block.columns))
-        note(child, row_site(row, self.mesh, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
+        note(child, column_site(shared, Shard(1), parts=block.columns))
+        note(child, row_site(row, Shard(1), self.how, ran, parts=(block.row,), also=("matmul_all_reduce",)))
         for name, other in child.named_children():
             if name not in (*block.columns, block.row):
                 replicate(other, self.distribute, always)
@@ -298,7 +298,7 @@ class _Within:
         for each in child.modules():
             replicate_alone(each, self.distribute, always)
         note(child, Site(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"))
-        child.__class__ = evenly(cast(Any, type(child)))
+        child.__class__ = evenly(class_of(child))
         child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
     def _whole(self, child: nn.Module, why: str) -> None:
@@ -339,7 +339,7 @@ class _Within:
             return
         linear = cast(nn.Linear, head)
         shared = to_columns([linear], Tokens(), self.how, self.distribute)
-        note(linear, column_site(shared, self.mesh, Replicate()))
+        note(linear, column_site(shared, Replicate()))
         note(linear, Site(reason="its logits are gathered, so that every rank has all"))
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
 

@@ -14,7 +14,7 @@ A rank that computes a part has a part of the gradient:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
@@ -41,8 +41,29 @@ def replicate_alone(module: nn.Module, distribute: Distributor, part: Part) -> N
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), Replicate()))
     if plain:
-        module.__class__ = _reading_locals(cast(Any, type(module)), plain)
+        module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
+
+
+def class_of(module: nn.Module) -> Any:
+    """A module's class, to be derived from. A forward that was put on the module itself (module.forward = ...), past which no
+    class's would run, becomes this one's."""
+    own = module.__dict__.pop("forward", None)
+    if own is None:
+        return type(module)
+    module.__dict__["_weft_own_forward"] = own
+    return _calling_own(cast(Any, type(module)))
+
+
+@cache
+def _calling_own(cls: type[Any]) -> type[Any]:
+    """A class like `cls` whose forward is the module's own."""
+
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._weft_own_forward(*args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
 def always() -> bool:

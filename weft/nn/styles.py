@@ -27,7 +27,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.errors import require
 from weft.nn.layouts import Announced, ColumnsOut, RowsIn, Taken, TokensOut
-from weft.nn.linear import Distributor, OnInput, Shared, Tokens, require_one_dimension, to_columns, to_row, why_not_linear
+from weft.nn.linear import (
+    Distributor,
+    OnInput,
+    Shared,
+    Tokens,
+    group_of,
+    require_one_dimension,
+    to_columns,
+    to_row,
+    why_not_linear,
+)
 from weft.nn.products import How
 from weft.nn.replicas import always, replicate
 from weft.nn.sites import Ran, Site, note
@@ -61,7 +71,7 @@ class ColwiseParallel(style.ColwiseParallel):
             return super()._apply(module, device_mesh)
         linear, tokens = cast(nn.Linear, module), Tokens()
         shared = to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
-        note(linear, column_site(shared, device_mesh, self.input_layouts[0]))
+        note(linear, column_site(shared, self.input_layouts[0]))
         _note_moved(linear, "output", self.output_layouts[0], "after")
         linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
         linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
@@ -94,7 +104,7 @@ class RowwiseParallel(style.RowwiseParallel):
             return super()._apply(module, device_mesh)
         linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
         ran = to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
-        note(linear, row_site(linear, device_mesh, output, self.how, ran))
+        note(linear, row_site(linear, output, self.how, ran))
         _note_moved(linear, "input", self.input_layouts[0], "before")
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
         linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
@@ -146,7 +156,7 @@ class SharedInput(style.ParallelStyle):
             Distributor(device_mesh, self.src_data_rank),
             argument=self.argument,
         )
-        note(module, column_site(shared, device_mesh, self.input_layout, parts=self.linears))
+        note(module, column_site(shared, self.input_layout, parts=self.linears))
         return module
 
 
@@ -177,8 +187,9 @@ def share_input(
     return shared
 
 
-def column_site(shared: Shared, mesh: DeviceMesh, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
-    """The site of linears that share an input."""
+def column_site(shared: Shared, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
+    """The site of linears that share an input. group: as their weights say, since of two meshes of the same ranks and names
+    torch takes the first for both."""
     linears, whole = shared.members, layout.is_replicate()
     n, k = sum(linear.out_features for linear in linears), linears[0].in_features
     return Site(
@@ -187,7 +198,7 @@ def column_site(shared: Shared, mesh: DeviceMesh, layout: Placement, *, parts: S
         reason="for the gradient of the input; the matmul itself has nothing to wait for" if whole else "",
         n=k if whole else n,
         k=n if whole else k,
-        group=mesh.get_group().group_name,
+        group=group_of(linears[0].weight).group_name,
         schedule=shared.how.schedule,
         ran=shared.ran,
     )
@@ -195,7 +206,6 @@ def column_site(shared: Shared, mesh: DeviceMesh, layout: Placement, *, parts: S
 
 def row_site(
     linear: nn.Linear,
-    mesh: DeviceMesh,
     output: Placement,
     how: How,
     ran: Ran,
@@ -205,7 +215,7 @@ def row_site(
 ) -> Site:
     """The site of a row-sharded linear. ran: what it has run. also: operators of some calls."""
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
-    n, k, name = linear.out_features, linear.in_features, mesh.get_group().group_name
+    n, k, name = linear.out_features, linear.in_features, group_of(linear.weight).group_name
     return Site(parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=how.schedule, ran=ran)
 
 
