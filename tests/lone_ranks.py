@@ -120,8 +120,8 @@ def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
     return FakeSpace(team, torch.device("cuda", 0))
 
 
-def wait_for(ready: Callable[[], object], within_s: float = 5.0) -> bool:
-    """Whether something comes true in time. Errors of another thread's are raised in here."""
+def wait_for(ready: Callable[[], object], within_s: float = 60.0) -> bool:
+    """Whether something comes true in time, which is long where it should. Errors of another thread's are raised in here."""
     deadline = time.monotonic() + within_s
     while not ready() and time.monotonic() < deadline:
         time.sleep(1e-3)

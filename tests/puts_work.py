@@ -20,7 +20,7 @@ import torch
 
 from weft.execute.slots import Slot
 
-_BOUND_S = 10.0
+_BOUND_S = 60.0
 
 
 class Shmem:

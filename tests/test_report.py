@@ -194,7 +194,7 @@ def opened(browser: Any, page: Path) -> Any:
 def wait(browser: Any, ready: Callable[[], bool]) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(browser, 30).until(lambda _: ready())
+    WebDriverWait(browser, 60).until(lambda _: ready())
 
 
 def select(browser: Any, selector: str) -> list[str]:

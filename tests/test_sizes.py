@@ -20,7 +20,7 @@ from weft.sim.kernels import Blocks, Ends
 
 H200 = load("h200x8")
 LARGE = 10**9
-SOON_S = 20.0
+SOON_S = 40.0
 """A plan at such sizes takes some 2 s. Tile by tile it took hours."""
 
 

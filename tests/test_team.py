@@ -86,10 +86,10 @@ def _told(team: Team) -> float:
         team.told(0.2)
         assert time.monotonic() - began >= 0.2
         dist.barrier()
-        team.told(20.0)
+        team.told(60.0)
         assert team.peer_failed()
         return time.monotonic()
-    assert wait_for(team.peer_failed, 10)
+    assert wait_for(team.peer_failed)
     dist.barrier()
     time.sleep(0.5 * team.rank)
     before = time.monotonic()
@@ -129,7 +129,7 @@ def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
     """Those that have told their calls, and those that have left; for so long as it is told to."""
     knew, first, last = ranks(3).run(_with_team, "_told")
-    assert max(first, last) < knew < max(first, last) + 10
+    assert max(first, last) < knew < max(first, last) + 40
 
 
 def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:

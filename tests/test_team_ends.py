@@ -5,7 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,24 +21,47 @@ from weft import collectives
 from weft.errors import PeerLost, WeftError
 from weft.execute.ranks import Ranks
 from weft.memory import PREFIX, SHM
+from weft.team import Team
 
 pytestmark = pytest.mark.ranks
 A, B = torch.ones(4, 8), torch.ones(8, 4)
+SOON_S = 15.0
+"""Before the bound of waits, which is 20 s here; and for as long other work on the cores may hold ranks up."""
 
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@contextmanager
+def _interrupted_in_a_wait() -> Iterator[None]:
+    """This process gets a signal once it has looked after its peers, as it does only while it waits for them."""
+    looked, plain = threading.Event(), Team.check_peers
+
+    def looks(self: Team, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **options)
+        looked.set()
+
+    def signals() -> None:
+        looked.wait()
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    Team.check_peers = looks  # type: ignore[method-assign]
+    threading.Thread(target=signals, daemon=True).start()
+    try:
+        yield
+    finally:
+        Team.check_peers = plain  # type: ignore[method-assign]
+        signal.signal(signal.SIGALRM, before)
+
+
 def _interrupted() -> tuple[str, float]:
     """Rank 0 is interrupted while it waits for rank 1, which then calls. What it is told, and after how long."""
     weft.all_gather_matmul(A, B)
     if dist.get_rank() == 0:
-        before = signal.signal(signal.SIGALRM, _interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.4)
-        with pytest.raises(KeyboardInterrupt):
+        with _interrupted_in_a_wait(), pytest.raises(KeyboardInterrupt):
             weft.all_gather_matmul(A, B)
-        signal.signal(signal.SIGALRM, before)
         with pytest.raises(WeftError, match=r"broken \(KeyboardInterrupt\); call weft.close"):
             weft.all_gather_matmul(A, B)
         dist.barrier()
@@ -50,7 +76,7 @@ def _interrupted() -> tuple[str, float]:
 def test_peers_of_a_rank_that_was_interrupted_are_told(ranks: RankFixture) -> None:
     _, (message, seconds) = ranks(2).run(_interrupted)
     assert message == "rank 0 failed: KeyboardInterrupt"
-    assert seconds < 5
+    assert seconds < SOON_S
     ranks(2).run(weft.close)
 
 
@@ -103,7 +129,7 @@ def _interrupted_choosing() -> tuple[str, float]:
 def test_peers_of_a_rank_that_was_interrupted_while_it_chose_are_told(ranks: RankFixture) -> None:
     (first, seconds), (second, _) = ranks(2).run(_interrupted_choosing)
     assert (first, second) == ("PeerLost: rank 1 failed: KeyboardInterrupt", "KeyboardInterrupt: ")
-    assert seconds < 5
+    assert seconds < SOON_S
     ranks(2).run(weft.close)
 
 
@@ -128,7 +154,7 @@ def test_a_setting_that_one_rank_cannot_take_is_raised_on_all(ranks: RankFixture
     (first, first_s), (second, second_s) = ranks(2).run(_cannot_start, setting, value)
     assert second.startswith(f"ValueError: {setting} is '{value}'")
     assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
-    assert max(first_s, second_s) < 5
+    assert max(first_s, second_s) < SOON_S
 
 
 def _no_room() -> tuple[str, float]:
@@ -155,7 +181,7 @@ def test_a_rank_without_room_for_a_segment_tells_the_others(ranks: RankFixture) 
     (first, first_s), (second, _) = ranks(2).run(_no_room)
     assert second.startswith("ValueError: shared memory: 1125899906842624 bytes asked")
     assert first == second.replace("ValueError", "PeerLost: rank 1 failed")
-    assert first_s < 5
+    assert first_s < SOON_S
 
 
 def _interrupted_in_between() -> tuple[str, float, list[str]]:
@@ -175,14 +201,14 @@ def _interrupted_in_between() -> tuple[str, float, list[str]]:
     seconds = time.monotonic() - began
     dist.barrier()
     weft.close()
-    left = [path.name for path in SHM.glob(f"{PREFIX}*-{os.getpid()}-*")]
+    left = [path.name for path in SHM.glob(f"{PREFIX}*") if path.name.split("-")[2] == str(os.getpid())]
     return f"{type(caught.value).__name__}: {caught.value}", seconds, left
 
 
 def test_a_rank_that_is_interrupted_with_a_segment_leaves_none_and_tells_the_others(ranks: RankFixture) -> None:
     (first, seconds, _), (second, _, left) = ranks(2).run(_interrupted_in_between)
     assert (first, second) == ("PeerLost: rank 1 failed: KeyboardInterrupt", "KeyboardInterrupt: ")
-    assert seconds < 5
+    assert seconds < SOON_S
     assert left == []
 
 
@@ -208,4 +234,4 @@ def test_with_splits_too_peers_of_a_rank_that_raises_are_told() -> None:
     with Ranks(2, environment={"WEFT_TIMEOUT_S": "20"}) as fresh:
         (first, _), (second, seconds) = fresh.run(_raises_between_exchanges, timeout_s=60)
     assert (first, second) == ("MemoryError: planted", "PeerLost: rank 0 failed: planted")
-    assert seconds < 5
+    assert seconds < SOON_S

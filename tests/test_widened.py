@@ -273,7 +273,7 @@ def test_a_rank_without_room_is_told_of(ranks: RankFixture) -> None:
     (first, seconds), (second, _) = ranks(2).run(_no_room)
     assert first.startswith("PeerLost: rank 1 failed: no room")
     assert second == "OutOfMemoryError: no room"
-    assert seconds < 3
+    assert seconds < 15, "before the bound of waits, which is 20 s"
 
 
 def _gather(shard: int, seed: int) -> None:
