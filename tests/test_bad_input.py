@@ -50,6 +50,8 @@ def test_a_destroyed_group_is_named(alone: None) -> None:
         (lambda: weft.plan(None, "h200x8"), "problem is a NoneType; use a weft.Problem"),
         (lambda: weft.plan(GATHER, None), "machine is a NoneType; use a weft.Machine, a name of weft machines"),
         (lambda: weft.plan(GATHER, "nope"), "machine is 'nope'; weft has a100x8"),
+        (lambda: weft.plan(GATHER, "h200x8", schedules=(s for s in [SHARDS])), "schedules is a generator; use a row of"),
+        (lambda: weft.plan(GATHER, "h200x8", schedules=["shard_p2p"]), "schedules is a str; use a row of weft.Schedule"),
         (lambda: weft.explain(GATHER, 3), "machine is a int"),
         (lambda: weft.explain("x"), "problem is a str"),
         (lambda: weft.build("x", "sequential"), "problem is a str"),

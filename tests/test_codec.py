@@ -103,8 +103,8 @@ def test_what_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     gathers = json.dumps(json.loads(profile)["collectives"]["all_gather"])
     assert profile.count(gathers) == 1
     for depth, message in ((1, ""), (2, "has also of its own"), (50, "has also of its own"), (400, "nested too deeply")):
-        table = '{"type": "Table", "world_size": 2, "points": [[1, 1.0]], "also": ['
-        deep = table * depth + table.removesuffix(', "also": [') + "}" + "]}" * depth
+        tables = [f'{{"type": "Table", "world_size": {ranks}, "points": [[1, 1.0]]' for ranks in range(depth + 2, 1, -1)]
+        deep = ', "also": ['.join(tables) + "}" + "]}" * depth
         path = tmp_path / "machine.json"
         path.write_text(profile.replace(gathers, deep))
         if message:

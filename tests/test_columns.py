@@ -21,6 +21,7 @@ from weft.execute.ranks import Ranks
 from weft.problem import COLUMN_OPS, ColumnProblem
 from weft.schedule import Collective, Copy, Gemm, Lane, Schedule, Signal, Wait, waits
 from weft.schedules import build, names
+from weft.sim.cost import gemm_us
 
 APART, BESIDE = map(names, COLUMN_OPS)
 
@@ -53,6 +54,14 @@ def test_overlap_is_predicted_to_win_at_real_sizes(op: Any) -> None:
     problem = ColumnProblem(op=op, m=8192 * (8 if op == "all_to_all_columns_matmul" else 1), n=8192, k=8192, world_size=8)
     plan = weft.plan(problem, machine.load("h200x8"))
     assert plan.chosen.schedule != "sequential"
+
+
+def test_the_whole_matmul_is_one_of_all_columns() -> None:
+    """Narrow columns for each rank are what a schedule pays, not what it is held against."""
+    problem = ColumnProblem(op="matmul_all_to_all_columns", m=8192, n=1024, k=1024, world_size=8)
+    found = weft.plan(problem, "h200x8", only="sequential")
+    assert found.computation_us == gemm_us(machine.load("h200x8"), 8192, 1024, 1024, "bfloat16")
+    assert found.computation_us < found.chosen.computation_us
 
 
 def _without(schedule: Schedule, kind: type, number: int) -> Schedule:

@@ -99,11 +99,26 @@ def test_columns_are_laid_side_by_side_once_they_are_there() -> None:
 
 def test_collective_on_fewer_ranks() -> None:
     """Of what bytes cost, 3 of 7 peers' share is left on a switch, all of it on a mesh."""
-    assert collective_us(H200, "all_gather", 2**26, 3) == pytest.approx(13.28 + (1392.9 - 13.28) * 2 / 7)
+    gather = H200.collectives["all_gather"]
+    assert isinstance(gather, Table)
+    sources = {path: text for path, text in H200.sources.items() if not path.startswith("collectives.all_gather.also")}
+    bare = dataclasses.replace(gather, also=())
+    one = dataclasses.replace(H200, collectives={**H200.collectives, "all_gather": bare}, sources=sources)
+    assert collective_us(one, "all_gather", 2**26, 3) == pytest.approx(13.28 + (1392.9 - 13.28) * 2 / 7)
     mesh = load("mi300x8")
     eight, four = (collective_us(mesh, "all_gather", 2**26, n) for n in (8, 4))
     assert eight - four == pytest.approx(4 * 1.5)
     assert collective_us(H200, "all_gather", 2**26, 1) == 0
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("size", [2**10, 2**17, 2**24])
+def test_collective_on_ranks_between_those_measured(op: str, size: int) -> None:
+    """Of 2, 4 and 8 what was measured; of 3, and of 5 to 7, about what lies between."""
+    us = [collective_us(H200, op, size, ranks) for ranks in range(2, 9)]
+    for low, high in ((0, 2), (2, 6)):
+        ends = us[low], us[high]
+        assert all(0.99 * min(ends) < between < 1.01 * max(ends) for between in us[low:high]), us
 
 
 def test_ring_collective_is_hops() -> None:

@@ -11,11 +11,13 @@ import pytest
 
 import weft
 from weft.cli import main
-from weft.machine import load
+from weft.machine import Table, load
 from weft.planner import heuristic, plan
 from weft.planner.explanation import _faster_links, explained, summary
+from weft.planner.signature import Signature
 from weft.problem import OPS, LookupProblem, Problem
 from weft.schedules import build, parse
+from weft.settings import changed
 from weft.sim import run
 
 H200 = load("h200x8")
@@ -100,6 +102,14 @@ def test_each_family_is_held_against_the_chosen_one(rows: int) -> None:
             assert not told
 
 
+def test_less_than_the_ideal_is_under_it() -> None:
+    """The ideal is of the vendor's calls, and others may take less."""
+    times = {"computation_us": 50.0, "communication_us": 100.0, "pieces_us": 50.0, "transfers_us": 80.0}
+    over, under = (Signature(problem=SMALL, spec="one", where="here", total_us=us, **times) for us in (120.0, 80.0))
+    assert str(over).endswith("one 120 us, 20% over the ideal")
+    assert str(under).endswith("one 80 us, 20% under the ideal")
+
+
 def test_that_nothing_would_change_the_choice_says_what_was_compared() -> None:
     found = weft.explain(GATHER, H200)
     unchanged = dataclasses.replace(found, changes=())
@@ -131,6 +141,22 @@ def test_faster_links_move_bytes_faster_and_nothing_else() -> None:
     assert (twice.copies.copy_us, twice.flag_us, twice.gpu) == (H200.copies.copy_us, H200.flag_us, H200.gpu)
     sequential = build(GATHER, "sequential")
     assert run(sequential, twice).total_us < run(sequential, H200).total_us
+
+
+@pytest.mark.parametrize(("path", "value"), [("links.gbps", 1e15), ("copies.copy_us", 1e-12), ("points", 30.0)])
+def test_machines_at_the_ends_of_what_there_may_be_are_varied(path: str, value: float) -> None:
+    """A free copy, links of no cost; and a collective whose smallest size was measured to take longer than the next."""
+    gather = H200.collectives["all_gather"]
+    assert isinstance(gather, Table)
+    if path == "points":
+        noisy = dataclasses.replace(gather, points=((gather.points[0][0], value), *gather.points[1:]))
+        machine = dataclasses.replace(H200, collectives={**H200.collectives, "all_gather": noisy})
+    else:
+        machine = changed(H200, path, str(value), known=(path,), what="it")
+    slower, faster = (_faster_links(machine, factor) for factor in (1 / 16, 16.0))
+    us = [run(build(SMALL, "sequential"), one).total_us for one in (slower, machine, faster)]
+    assert us == sorted(us, reverse=True)
+    assert weft.explain(dataclasses.replace(SMALL, m=8, n=8, k=8, world_size=2), machine).parts
 
 
 def test_a_model_in_a_few_sentences() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.sim.fabric import Fabric, Hosts, Mesh, Send, Switch, Torus, deliver
+from weft.sim.fabric import Fabric, FatTree, Hosts, Mesh, Send, Switch, Torus, deliver
 from weft.sim.fabric import collectives as c
 
 SIZE, GBPS, LATENCY = 1000, 2.0, 7
@@ -232,6 +232,8 @@ def test_all_to_all_has_every_pair() -> None:
         (lambda: hosts(mesh(4), 1), r"hosts is 1; use at least 2"),
         (lambda: hosts(mesh(4), 2, sharing=3), r"sharing is 3; it must divide the 4 ranks of a host"),
         (lambda: hosts(mesh(4), 2, gbps=0.0), r"gbps is 0\.0"),
+        (lambda: Hosts(inside=mesh(4), hosts=2, gbps=1.0, latency_ns=-1), r"latency_ns is -1"),
+        (lambda: FatTree(ranks=4, leaf=2, gbps=1.0, latency_ns=0, taper=math.inf), r"taper is inf; it must be above zero"),
         (lambda: mesh(4).path(0, 4), r"dst is 4; the fabric has ranks 0 to 3"),
         (lambda: torus(4).path(-1, 2), r"src is -1; the fabric has ranks 0 to 3"),
         (lambda: switch(4).path(1, 1), r"src and dst are both 1"),

@@ -53,6 +53,16 @@ def test_fewer_sms_are_never_faster() -> None:
     assert times[-1] > 2 * times[0]
 
 
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_to_all"])
+def test_sms_without_a_tile_store_nothing(op: Op) -> None:
+    """Four tiles that are stored share the stores' rate of as many SMs, however many the GPU has beside them."""
+    schedule = build(Problem(op=op, m=256, n=256, k=64, world_size=2), "direct_store", 1)
+    machine = of(H200, "gpu", tiles=H200.gpu.tiles[5:6], kernel_tiles=(), tile_step=None)
+    rates = {dtype: 2 * rate for dtype, rate in machine.gpu.tflops.items()}
+    twice = of(machine, "gpu", sms=2 * machine.gpu.sms, tflops=rates)
+    assert run(schedule, twice).total_us == run(schedule, machine).total_us
+
+
 def test_lanes_that_take_all_sms_are_refused() -> None:
     """Each lane's SMs are fewer than the GPU's, both together are not."""
     schedule, machine = build(SLICES, "node_slices", 2), of(of(H200, "network", sms=70), "stores", sms=70)

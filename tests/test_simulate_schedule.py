@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ def test_everything_as_data(weft: Weft, saved: Path) -> None:
     assert len(found["spans"]) == len(expected.spans) == sum(lane["steps"] for lane in found["lanes"])
     copy = next(lane for lane in found["lanes"] if (lane["rank"], lane["lane"]) == (0, "copy"))
     assert copy["busy_us"] + copy["waiting_us"] <= found["total_us"]
+    spans = [span for span in expected.spans if (span.rank, span.lane) == (0, "copy")]
+    assert copy["waiting_us"] == sum(span.duration_us for span in spans if span.kind == "wait")
 
 
 def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) -> None:
@@ -59,7 +62,11 @@ def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) ->
     assert f"{total_us:,.0f}" in out
     for words in ("flag_gated:2", "sequential", "GEMM DIL", "lanes of rank", "# gemm", f"wrote {trace}"):
         assert words in out
-    assert "flag_gated:2 simulated" in (report / "index.html").read_text(encoding="utf-8")
+    page = (report / "index.html").read_text(encoding="utf-8")
+    assert "flag_gated:2 simulated" in page
+    printed = next(line.split()[2:4] for line in out.splitlines() if line.startswith("copy ") and line.endswith("% "))
+    (shown,) = re.findall(r"rank 0 copy</th><td[^>]*>[^<]*</td><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)<", page)
+    assert tuple(printed) == shown, "busy and waiting time of a lane"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert {event["pid"] for event in events} == set(range(8))
     assert len(sorted(traces.glob("rank.*.et"))) == 8

@@ -83,6 +83,14 @@ def test_refuses_ranks_and_widths_that_make_no_sense() -> None:
         timeline(schedule, ranks=(2,))
     with pytest.raises(ValueError, match="width is 10"):
         timeline(schedule, width=10)
+    with pytest.raises(ValueError, match="ranks is a int; use a row of ranks"):
+        timeline(schedule, ranks=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"ranks is \('0',\)"):
+        timeline(schedule, ranks="0")  # type: ignore[arg-type]
+    many = build(Problem(op="all_gather_matmul", m=16, n=16, k=16, world_size=16), "shard_p2p")
+    with pytest.raises(ValueError, match="width is 100; 32 lanes need at least 256: use that, or fewer ranks"):
+        timeline(many, ranks=range(16))
+    assert max(map(len, timeline(many, ranks=range(16), width=256).splitlines())) <= 256
 
 
 def test_lanes_are_looked_at_where_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,9 @@ class Table:
     def __post_init__(self) -> None:
         if any(table.also for table in self.also):
             raise ValueError("also holds a table that has also of its own; list all of them in the first one's")
+        ranks = [table.world_size for table in self.also]
+        if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= self.world_size:
+            raise ValueError(f"also is of {ranks} ranks; give each number once, below the first one's, {self.world_size}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,6 +389,11 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         for item in value:
             for _, number in numbers(item, path):
                 yield path, number
+
+
+def within(number: float) -> float:
+    """The nearest that a machine may have."""
+    return max(LEAST, min(number, MOST))
 
 
 @cache

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.machine import AlphaBeta, Machine, Table, as_machine
+from weft.machine import Machine, as_machine, within
 from weft.planner.choose import plan
 from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
 from weft.planner.values import Plan
@@ -26,6 +26,7 @@ from weft.schedule import Schedule
 from weft.schedules import build, overlaps, parse
 from weft.sim import run
 from weft.sim.engine import us_within
+from weft.sim.rescaled import rescaled
 
 FACTORS = (2.0, 4.0, 16.0)
 """By which sizes and rates are varied, both ways, to see what changes the choice."""
@@ -131,7 +132,7 @@ def _told(found: Signature) -> str:
         ("CIL", found.communication_cil),
     )
     named = ", ".join(f"{name} {loss:.2f}" for name, loss in losses if loss is not None)
-    return f"{found.spec}: {found.total_us:.0f} us, {found.loss:.0%} over the ideal; {named}."
+    return f"{found.spec}: {found.total_us:.0f} us, {found.of_ideal}; {named}."
 
 
 def _changes(problem: Problem, specs: Sequence[str], machine: Machine) -> Iterator[str]:
@@ -168,7 +169,7 @@ def _variations(
         return problem, _faster_links(machine, factor)
 
     def copies(factor: float) -> Changed:
-        engines = dataclasses.replace(machine.copies, copy_us=machine.copies.copy_us * factor)
+        engines = dataclasses.replace(machine.copies, copy_us=within(machine.copies.copy_us * factor))
         return problem, dataclasses.replace(machine, copies=engines)
 
     yield lambda f: f"With {count(1 / f)} rows", lambda f: rows(1 / f)
@@ -180,24 +181,18 @@ def _variations(
 
 
 def _faster_links(machine: Machine, factor: float) -> Machine:
-    """All that moves bytes between ranks, but the vendor's tables, which are measured: their times shrink with the rate."""
+    """All that moves bytes between ranks; of the vendor's collectives what grows with bytes."""
 
-    def faster(model: Table | AlphaBeta) -> Table | AlphaBeta:
-        return faster_table(model) if isinstance(model, Table) else dataclasses.replace(model, gbps=model.gbps * factor)
-
-    def faster_table(model: Table) -> Table:
-        fixed = model.points[0][1]
-        points = tuple((size, fixed + (us - fixed) / factor) for size, us in model.points)
-        return Table(world_size=model.world_size, points=points, also=tuple(faster_table(table) for table in model.also))
+    def faster(gbps: float) -> float:
+        return within(gbps * factor)
 
     copies, links = machine.copies, machine.links
-    host = links.host_gbps and links.host_gbps * factor
     return dataclasses.replace(
         machine,
-        copies=dataclasses.replace(copies, gbps=copies.gbps * factor, several_gbps=copies.several_gbps * factor),
-        stores=dataclasses.replace(machine.stores, gbps=tuple((sms, gbps * factor) for sms, gbps in machine.stores.gbps)),
-        links=dataclasses.replace(links, gbps=links.gbps * factor, host_gbps=host),
-        collectives={op: faster(model) for op, model in machine.collectives.items()},
+        copies=dataclasses.replace(copies, gbps=faster(copies.gbps), several_gbps=faster(copies.several_gbps)),
+        stores=dataclasses.replace(machine.stores, gbps=tuple((sms, faster(gbps)) for sms, gbps in machine.stores.gbps)),
+        links=dataclasses.replace(links, gbps=faster(links.gbps), host_gbps=links.host_gbps and faster(links.host_gbps)),
+        collectives={op: rescaled(model, factor) for op, model in machine.collectives.items()},
     )
 
 

@@ -14,12 +14,13 @@ from weft.sim import run
 from weft.span import Span
 
 Progress = Callable[[str, int, int], None]
-WAITING = ("wait", "signal")
+FLAGS = ("wait", "signal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneUse:
-    """A lane of one rank in a call. busy_us: in steps that work, gates of a kernel included; waiting_us: in waits."""
+    """A lane of one rank in a call. busy_us: in steps that work, gates of a kernel included; waiting_us: in waits; signals are
+    neither."""
 
     rank: int
     lane: str
@@ -59,19 +60,19 @@ def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simul
     """Raises ValueError as `weft.sim.run` does."""
     steps = ("the schedule", "its halves alone", "the sequential program")
     progress(steps[0], 0, len(steps))
-    spans = run(schedule, machine).spans
+    whole = run(schedule, machine)
     progress(steps[1], 1, len(steps))
-    losses = signature(schedule, machine)
+    losses = signature(schedule, machine, whole)
     progress(steps[2], 2, len(steps))
     sequential_us = run(build(schedule.problem, "sequential"), machine).total_us
     progress(steps[2], 3, len(steps))
-    return Simulation(machine=machine.name, sequential_us=sequential_us, losses=losses, spans=spans)
+    return Simulation(machine=machine.name, sequential_us=sequential_us, losses=losses, spans=whole.spans)
 
 
 def _uses(spans: tuple[Span, ...]) -> Iterator[LaneUse]:
     by_lane = sorted(spans, key=lambda span: (span.rank, span.lane))
     for (rank, lane), found in groupby(by_lane, key=lambda span: (span.rank, span.lane)):
         items = list(found)
-        busy_us = sum(span.duration_us for span in items if span.kind not in WAITING)
-        waiting_us = sum(span.duration_us for span in items if span.kind in WAITING)
+        busy_us = sum(span.duration_us for span in items if span.kind not in FLAGS)
+        waiting_us = sum(span.duration_us for span in items if span.kind == "wait")
         yield LaneUse(rank=rank, lane=lane, steps=len(items), busy_us=busy_us, waiting_us=waiting_us)

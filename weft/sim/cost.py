@@ -20,7 +20,7 @@ import numpy as np
 
 from weft import pieces
 from weft.machine import AlphaBeta, Machine, Table, Tile
-from weft.problem import ITEMSIZE, CollectiveProblem, LookupProblem, Op, Problem
+from weft.problem import ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
 from weft.shapes import Blocks, whole_tiles
 
 COLLECTIVES: dict[Op, str] = {
@@ -181,7 +181,8 @@ def collective_us(machine: Machine, op: str, shard_bytes: float, world_size: int
     ports are shared (switch, ring, pcie), not at all on a mesh, where peers have links of their own. Steps shrink alike.
     all_to_all, of rows or of columns: where the machine has no figures for it, those of all_gather, in which as many bytes
     cross each port.
-    What a Table has of that number of ranks goes before. An all_to_all of columns then lays what came side by side.
+    What a Table has of that number of ranks goes before, and counts in part for those in between. An all_to_all of columns then
+    lays what came side by side.
     An all_reduce of a machine that has no figures for it is a reduce_scatter and an all_gather.
     On more ranks than a Table's each further one is a hop more, and none is faster than its bytes cross a rank's links
     (`wire_us`); up to the Table's, what was measured counts.
@@ -227,19 +228,21 @@ def wire_us(machine: Machine, op: str, shard_bytes: float, world_size: int) -> f
 
 
 def _from_table(machine: Machine, op: str, table: Table, shard_bytes: float, world_size: int) -> float:
-    """Scaled to so many ranks, and corrected by what was measured on them: by the ratio at the sizes around. On more than were
-    measured latency grows by a hop for each, and the links bound it."""
+    """Scaled to so many ranks, and corrected by what was measured on them, or on the numbers around: by the ratio at the sizes
+    around. On more than were measured latency grows by a hop for each, and the links bound it."""
     fixed = min(us for _, us in table.points)
     scaled = fixed + (_interpolate(table, shard_bytes) - fixed) * _share(machine, world_size, table.world_size)
     if world_size > table.world_size:
         hops_us = (world_size - table.world_size) * machine.links.latency_us
         return max(scaled + hops_us, wire_us(machine, op, shard_bytes, world_size))
-    known = next((other for other in table.also if other.world_size == world_size), None)
-    if known is None:
+    if not table.also or world_size == table.world_size:
         return scaled
-    bare = replace(table, also=())
-    ratios = [math.log(us / _from_table(machine, op, bare, size, world_size)) for size, us in known.points]
-    return scaled * math.exp(np.interp(math.log(shard_bytes), [math.log(size) for size, _ in known.points], ratios))
+    ratios, bare = {table.world_size: 0.0}, replace(table, also=())
+    for other in table.also:
+        bare_us = [_from_table(machine, op, bare, size, other.world_size) for size, _ in other.points]
+        logs = [math.log(us / bare) for (_, us), bare in zip(other.points, bare_us, strict=True)]
+        ratios[other.world_size] = np.interp(math.log(shard_bytes), [math.log(size) for size, _ in other.points], logs)
+    return scaled * math.exp(np.interp(world_size, sorted(ratios), [ratios[ranks] for ranks in sorted(ratios)]))
 
 
 def _share(machine: Machine, world_size: int, measured: int) -> float:
@@ -277,6 +280,8 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
         return machine.launch_us + busy if elements else 0.0
     ranks = range(problem.world_size)
     sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
+    if isinstance(problem, ColumnProblem) and problem.sends_columns:
+        sizes = {(problem.m, problem.n, problem.k)}  # before columns for each rank are laid together
     return max(gemm_us(machine, m, n, k, problem.dtype) for m, n, k in sizes)
 
 

@@ -284,13 +284,14 @@ def _ends(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost, op
 
 
 def _tile_ns(world: World, rank: int, group: _Group, tiles: int, cost: GemmCost) -> int:
-    """A tile's time, stretched where it stores to a peer while all SMs do."""
+    """A tile's time, stretched where it stores to a peer while all SMs that have a tile do."""
     part = group.parts[0]
     if part.out.rank == rank:
         return max(1, ns(cost.tile_us))
     stores = world.machine.stores
-    gbps = stores.rate(cost.sms) * (stores.tiles or 1.0)
-    store_us = region_bytes(world.schedule, part.out) / tiles * cost.sms / (gbps * 1e3)
+    sms = min(cost.sms, sum(cost.tiles))
+    gbps = stores.rate(sms) * (stores.tiles or 1.0)
+    store_us = region_bytes(world.schedule, part.out) / tiles * sms / (gbps * 1e3)
     return max(1, ns(cost.tile_us + stores.stall * store_us))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.machine import LEAST, MOST, AlphaBeta, Machine, Table
+from weft.machine import AlphaBeta, Machine, Table, within
 from weft.sim.cost import wire_us
 
 BY_HAND = "set by hand"
@@ -35,11 +35,11 @@ def rescaled(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
     ((64, 10.0), (1024, 20.0))
     """
     if isinstance(model, AlphaBeta):
-        return replace(model, gbps=max(LEAST, min(model.gbps * factor, MOST)))
+        return replace(model, gbps=within(model.gbps * factor))
     return _table(model, factor)
 
 
 def _table(table: Table, factor: float) -> Table:
     fixed_us = min(us for _, us in table.points)
-    points = tuple((size, min(fixed_us + (us - fixed_us) / factor, MOST)) for size, us in table.points)
+    points = tuple((size, within(fixed_us + (us - fixed_us) / factor)) for size, us in table.points)
     return replace(table, points=points, also=tuple(_table(other, factor) for other in table.also))

@@ -25,11 +25,12 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
     """The schedule drawn for `ranks`, no line longer than `width`.
 
     A schedule that deadlocks is drawn up to where it stops, then the lines that never run. Raises ValueError for a rank
-    that the schedule lacks, or for less than 40 columns of width.
+    that the schedule lacks, and for less than 40 columns of width, or than the ranks' lanes need.
     """
     require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    require("ranks", ranks, Sequence, "use a row of ranks, such as (0, 1)")
     require("width", width, int, "use a whole number of columns, at least 40")
-    wrong = [r for r in ranks if not 0 <= r < len(schedule.ranks)]
+    wrong = [r for r in ranks if not (isinstance(r, int) and 0 <= r < len(schedule.ranks))]
     if wrong or not ranks:
         raise ValueError(f"ranks is {tuple(ranks)}; use some of 0 to {len(schedule.ranks) - 1}")
     if width < 40:
@@ -82,6 +83,8 @@ class _Drawing:
         table = [[*heads, "other ranks" if last else ""], *(self.cells[row] for row in sorted(self.cells))]
         widths = _fit([max(len(cells[i]) for cells in table) for i in range(len(table[0]))], width)
         starts = list(accumulate(widths, lambda left, right: left + right + _GAP, initial=0))
+        if (needed := starts[-1] - _GAP) > width:
+            raise ValueError(f"width is {width}; {len(heads)} lanes need at least {needed}: use that, or fewer ranks")
         rows = [_overlay(table[0], starts, widths, [])]
         rows += [_overlay(self.cells[row], starts, widths, self.arrows[row]) for row in sorted(self.cells)]
         return rows

@@ -196,8 +196,8 @@ class FatTree(_Counted, Alike):
             raise ValueError(f"leaf is {self.leaf}; a switch needs at least 2 ranks")
         if self.ranks > self.leaf and self.ranks % self.leaf:
             raise ValueError(f"ranks is {self.ranks}; use a multiple of leaf, {self.leaf}, or fewer")
-        if not self.taper > 0:
-            raise ValueError(f"taper is {self.taper!r}; it must be above zero")
+        if not 0 < self.taper < math.inf:
+            raise ValueError(f"taper is {self.taper!r}; it must be above zero, and finite")
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -250,6 +250,8 @@ class Hosts(Fabric):
             raise ValueError(f"hosts is {self.hosts}; use at least 2, or the fabric inside alone")
         if not self.gbps > 0:
             raise ValueError(f"gbps is {self.gbps!r}; it must be above zero")
+        if self.latency_ns < 0:
+            raise ValueError(f"latency_ns is {self.latency_ns}; it must be zero or more")
         if self.sharing < 1 or self.inside.world_size % self.sharing:
             raise ValueError(f"sharing is {self.sharing}; it must divide the {self.inside.world_size} ranks of a host")
 
