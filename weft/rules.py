@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft import codec
+from weft.errors import require
 from weft.machine import Machine, Topology
 from weft.pieces import CUT, Pieces
 from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, REDUCTIONS, Op, Problem
@@ -244,6 +245,7 @@ def heuristic(problem: Problem, machine: Machine) -> str:
 
     Raises ValueError if the machine has fewer GPUs than the problem, or no rate for its dtype.
     """
+    require("machine", machine, Machine, "use a weft.Machine; weft.machine.load gives one by its name, once for many problems")
     machine.require_for(problem)
     if problem.op in COLLECTIVE_OPS:
         return "sequential"
