@@ -277,11 +277,18 @@ class OnInput:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.argument in kwargs:
-            return args, {**kwargs, self.argument: self.change(kwargs[self.argument])}
-        if not args:
-            raise ValueError(
-                f"{type(module).__name__} is called with {', '.join(kwargs) or 'nothing'}; weft changes its first positional "
-                f"argument, or {self.argument!r} by name: pass it so, or say which with SharedInput(argument=)"
-            )
-        return (self.change(args[0]), *args[1:]), kwargs
+        return with_input_changed(module, args, kwargs, self.argument, self.change)
+
+
+def with_input_changed(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call, as OnInput has them. By itself where a hook is traced: torch 2.11 makes no dataclass there."""
+    if argument in kwargs:
+        return args, {**kwargs, argument: change(kwargs[argument])}
+    if not args:
+        raise ValueError(
+            f"{type(module).__name__} is called with {', '.join(kwargs) or 'nothing'}; weft changes its first positional "
+            f"argument, or {argument!r} by name: pass it so, or say which with SharedInput(argument=)"
+        )
+    return (change(args[0]), *args[1:]), kwargs

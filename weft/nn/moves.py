@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.nn.layouts import as_dtensor
-from weft.nn.linear import OnInput, Tokens
+from weft.nn.linear import Tokens, with_input_changed
 
 Tensor = torch.Tensor
 
@@ -100,7 +100,7 @@ class CutIfMany:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         total = length_of_positions(args, kwargs, self.position)
-        return OnInput("hidden_states", partial(self._cut, total))(module, args, kwargs)
+        return with_input_changed(module, args, kwargs, "hidden_states", lambda x: self._cut(total, x))
 
     def _cut(self, total: int, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
