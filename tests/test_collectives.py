@@ -15,6 +15,7 @@ from rank_pools import interpreted_ranks
 import weft
 from weft import collectives
 from weft.errors import RankMismatch
+from weft.execute import collective_calls
 from weft.execute.bindings import Bindings
 from weft.execute.collective_calls import affordable
 from weft.execute.groups import GROUPS
@@ -192,6 +193,26 @@ def _gradients() -> None:
 
 def test_gradients(ranks: RankFixture) -> None:
     ranks(3).run(_gradients)
+
+
+def _gathered_doubles() -> list[str]:
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective_calls, "MOST_ELEMENTS", 5)
+        for x in (torch.ones(2, dtype=torch.float64, requires_grad=True), torch.ones(3, requires_grad=True)):
+            total = collectives.all_gather(x).sum()
+            with pytest.raises(ValueError) as raised:  # noqa: PT011 (the words are compared outside)
+                total.backward()
+            told.append(str(raised.value))
+    return told
+
+
+def test_gradients_that_cannot_be_summed_are_named(ranks: RankFixture) -> None:
+    for told in ranks(2).run(_gathered_doubles):
+        assert told == [
+            "the gradient of all_gather is torch.float64; reduce_scatter sums bfloat16, float16, float32",
+            "the gradient of all_gather has 6 elements; reduce_scatter takes at most 5: split it",
+        ]
 
 
 def _compiled() -> None:

@@ -416,6 +416,7 @@ def _refused() -> list[str]:
         lambda: weft.concurrent(Products(CPU), weft.AllReduce(flat), residents=(1,)),
         lambda: weft.AllReduce(torch.zeros(4, 4).t()),
         lambda: weft.AllReduce(flat, reduction="max"),  # type: ignore[arg-type]
+        lambda: weft.AllReduce(flat.int(), reduction="avg"),
         lambda: weft.AllReduce([1.0]),  # type: ignore[arg-type]
         lambda: weft.AllGather(flat, flat),
         lambda: weft.AllGather(torch.zeros(8 * size, dtype=torch.int32), flat),
@@ -456,7 +457,8 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "way is vendor+ctas=8; ctas needs a GPU",
         "residents is given without kernels",
         "tensor is not contiguous",
-        "op is 'max'; use sum or avg",
+        "reduction is 'max'; use sum or avg",
+        "reduction is 'avg', of torch.int32, of which gloo has no mean; use sum",
         "tensor is a list; it must be a tensor",
         "output has 8 elements; all_gather of 8 among 2 ranks gives 16",
         "output is torch.int32 on cpu, input torch.float32 on cpu; they must agree",

@@ -90,6 +90,23 @@ def test_collectives_of_one_memory_run_one_after_the_other(ranks: RankFixture) -
     ranks(2).run(_in_order)
 
 
+def _of_other_shapes() -> None:
+    """What counts is how many elements there are: of a matrix, to rows of words; and nothing of it is a graph's."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for way in ("sequential", "vendor", "copy_engine"):
+        part, whole = torch.nn.Parameter(torch.full((2, 3), float(rank))), torch.nn.Parameter(torch.zeros(3, 2 * size))
+        with weft.concurrent(collectives=weft.AllGather(whole, part), key="gather", way=way):
+            pass
+        assert torch.equal(whole.view(size, 6)[:, 0], torch.arange(float(size)))
+        with weft.concurrent(collectives=weft.ReduceScatter(part, whole), key="scatter", way=way):
+            pass
+        assert torch.equal(part, torch.full((2, 3), float(size * rank)))
+
+
+def test_only_the_number_of_elements_counts(ranks: RankFixture) -> None:
+    ranks(2).run(_of_other_shapes)
+
+
 def _of_a_parameter() -> list[float]:
     """Averaged in a trial, in one go and use by use."""
     parameter = torch.nn.Parameter(torch.full((64,), float(dist.get_rank())))

@@ -368,7 +368,8 @@ def _concurrent(model: nn.Module, *, way: str) -> None:
 def _refused() -> list[str]:
     weft.close()
     plain, told = nn.Linear(4, 4), []
-    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    ddp, sharded = DistributedDataParallel(nn.Linear(4, 4)), _model("fsdp")
+    weft.hooks.fsdp(sharded, way="copy_engine")
     for hook, model, way in (
         (weft.hooks.ddp, plain, "auto"),
         (weft.hooks.ddp, ddp, "vendor+left=8"),
@@ -382,6 +383,8 @@ def _refused() -> list[str]:
         (weft.hooks.fsdp, _model("fsdp"), "vendor+priority"),
         (weft.hooks.fsdp, _model("fsdp"), "sequential"),
         (_concurrent, plain, "vendor+ahead=1"),
+        (weft.hooks.fsdp, sharded, "vendor"),
+        (weft.hooks.ddp, ddp, None),
     ):
         try:
             hook(model, way=way)  # type: ignore[operator]
@@ -406,6 +409,8 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "way is 'vendor+priority'; priority is not to be had here",
         "way is 'sequential', but fully_shard overlaps by itself",
         "way is 'vendor+ahead=1'; ahead is for weft.hooks.fsdp",
+        "model communicates by weft already; call weft.hooks.fsdp once a model",
+        "way is a NoneType; use auto, or a way such as vendor+priority",
     ]
     for told in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected

@@ -22,6 +22,19 @@ from weft.span import Kind, Span
 
 pytestmark = pytest.mark.ranks
 TINY = Model(name="tiny", source="this test", hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
+REQUEST: dict[str, Any] = {
+    "ranks": 2,
+    "device": "cpu",
+    "tokens": 8,
+    "op": None,
+    "schedule": "auto",
+    "machine": load("h200x8"),
+    "machine_ranks": 8,
+    "machine_tokens": 8,
+    "dtype": "bfloat16",
+    "seed": 0,
+    "progress": lambda *_: None,
+}
 
 
 def _measure(problem: Problem, spec: str, harm: float) -> Measured:
@@ -178,6 +191,34 @@ def test_a_run_holds_what_it_says() -> None:
     assert not dataclasses.replace(run, sites=(dataclasses.replace(run.sites[0], max_error=1.0),)).ok
 
 
+class _Asked(Exception):
+    """In the place of ranks: their work ends here."""
+
+
+class _NoRanks:
+    def __init__(self, world_size: int, *, device: str) -> None: ...
+
+    def __enter__(self) -> _NoRanks:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def run(self, work: object, problem: Problem, spec: str, *rest: object) -> None:
+        raise _Asked(problem.nodes, schedules.parse(spec)[0])
+
+
+@pytest.mark.parametrize(("ranks_", "nodes"), [(4, (2, 2)), (3, (2, 1)), (2, ())])
+def test_what_ranks_of_several_nodes_run_is_chosen_for_them(
+    monkeypatch: pytest.MonkeyPatch, ranks_: int, nodes: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("WEFT_RANKS_PER_NODE", "2")
+    monkeypatch.setattr("weft.run.Ranks", _NoRanks)
+    with pytest.raises(_Asked) as asked:
+        run_model(TINY, **{**REQUEST, "ranks": ranks_, "op": "matmul_all_reduce"})
+    assert asked.value.args[0] == nodes
+    assert not nodes or asked.value.args[1] in ("sequential", "node_slices")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -190,18 +231,6 @@ def test_a_run_holds_what_it_says() -> None:
     ],
 )
 def test_bad_requests_start_nothing(change: dict[str, Any], message: str) -> None:
-    request: dict[str, Any] = {
-        "ranks": 2,
-        "device": "cpu",
-        "tokens": 8,
-        "op": None,
-        "schedule": "auto",
-        "machine": load("h200x8"),
-        "machine_ranks": 8,
-        "machine_tokens": 8,
-        "dtype": "bfloat16",
-        "seed": 0,
-        "progress": lambda *_: pytest.fail("work began"),
-    }
+    began = {"progress": lambda *_: pytest.fail("work began")}
     with pytest.raises(ValueError, match=message):
-        run_model(TINY, **{**request, **change})
+        run_model(TINY, **{**REQUEST, **began, **change})

@@ -11,13 +11,14 @@ import pytest
 import torch
 from compiled import for_a_gpu
 from rank_pools import interpreted_ranks
-from triton_kernels import exchange_kernel, sums_kernel
+from triton_kernels import copy_kernel, exchange_kernel, sums_kernel
 from triton_work import (
     calls_without_end,
     documented,
     example_with_a_slow_rank,
     hammer,
     mistakes,
+    numbers,
     one_rank_stays_away,
     run_example,
     run_protocol,
@@ -51,6 +52,10 @@ def test_calls_on_new_data(interpreted: Ranks, name: str, size: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int64"])
 def test_no_addition_and_no_signal_is_lost(interpreted: Ranks, dtype: str) -> None:
     interpreted.run(hammer, dtype, 60, timeout_s=60)
+
+
+def test_a_number_is_a_tile_too(interpreted: Ranks) -> None:
+    interpreted.run(numbers, timeout_s=60)
 
 
 def test_a_flag_may_wrap_around(interpreted: Ranks) -> None:
@@ -99,6 +104,7 @@ def test_wrong_arguments_are_named(interpreted: Ranks) -> None:
             "tensors has tensor 0, which these peers do not have, or have dropped",
             "one of tensors is a NoneType; pass what `tensor` returned",
             "tensors is a NoneType; pass what `tensor` returned, in a list",
+            "group: this rank is not in it; make Peers on the group's ranks only",
         ]
         assert re.search(r"shape: rank (\d) has \(2, \1\), rank (\d) has \(2, \2\)", mismatch)
 
@@ -137,6 +143,13 @@ def test_accesses_are_16_bytes_wide_on_a_gpu(align: int) -> None:
     wide = [len(re.findall(rf"{access}\.v4\.b32", text)) for access in (r"ld\.global\.cg", r"st\.global")]
     narrow = [len(re.findall(rf"{access}\.b16", text)) for access in (r"ld\.global\.cg", r"st\.global")]
     assert (wide, narrow) == (([2, 2], [0, 0]) if align == 8 else ([0, 0], [16, 16]))
+
+
+@pytest.mark.parametrize("kind", ["i1", "fp8e4nv"])
+def test_types_of_a_byte_have_wide_accesses_on_a_gpu(kind: str) -> None:
+    """Of bits and floats, masked, with nothing said of what the others are."""
+    text = str(for_a_gpu(copy_kernel, {"BLOCK": 2048}, {"x_ptr": f"*{kind}", "y_ptr": f"*{kind}"}, warps=4).asm["ptx"])
+    assert [len(re.findall(rf"{access}\.v4\.b32", text)) for access in (r"ld\.global\.cg", r"st\.global")] == [1, 1]
 
 
 def test_flags_release_and_acquire_at_system_scope_on_a_gpu() -> None:

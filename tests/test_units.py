@@ -57,6 +57,7 @@ def test_every_module_once_and_in_order(sizes: list[int], least: int) -> None:
 def test_mistakes_name_the_argument() -> None:
     for modules, options, text in (
         ([], {}, "modules is empty"),
+        (nn.Linear(2, 2), {}, "modules is a Linear; give modules that are computed one after the other"),
         ([nn.ReLU(), 3], {}, r"modules\[1\] is a int"),
         (blocks(4), {"least_bytes": 0}, "least_bytes is 0; it must be at least 1"),
     ):

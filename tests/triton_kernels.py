@@ -123,6 +123,20 @@ class Exchange:
 
 
 @triton.jit
+def copy_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    put(y_ptr, at, get(x_ptr, at, at < n, ALIGN=16), at < n, ALIGN=16)
+
+
+@triton.jit
+def numbers_kernel(y_ptr, y_peers_ptr, sum_ptr, sum_peers_ptr, rank, world_size):
+    peer = (rank + 1) % world_size
+    put(peer_pointer(y_ptr, y_peers_ptr, peer), 0, 7)
+    put(peer_pointer(y_ptr, y_peers_ptr, peer), 1, rank)
+    reduce_add(peer_pointer(sum_ptr, sum_peers_ptr, peer), 0, 3)
+
+
+@triton.jit
 def sums_kernel(
     x_ptr,
     sum_ptr,

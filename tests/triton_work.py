@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "triton.md"
 _BLOCK = re.compile(r"^```py ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -97,6 +98,20 @@ def hammer(dtype: str, times: int) -> None:
         peers.check()
         assert flag.local.tolist() == [2 * times * size]
         assert total.local.tolist() == [times * size * (at + 1) for at in range(16)]
+
+
+def numbers() -> None:
+    """Where a kernel has no tile, but one number."""
+    from triton_kernels import numbers_kernel
+
+    from weft.triton import Peers
+
+    with Peers() as peers:
+        words, total = peers.tensor(2, torch.float16), peers.tensor(1, torch.int32)
+        numbers_kernel[(1,)](words.local, words.peers, total.local, total.peers, peers.rank, peers.world_size)
+        peers.settle()
+        assert words.local.tolist() == [7.0, (peers.rank - 1) % peers.world_size]
+        assert total.local.tolist() == [3]
 
 
 def wrap_around() -> None:
@@ -192,11 +207,13 @@ def mistakes() -> tuple[str, list[str], str]:
         wrong: list[tuple[Any, Any]] = [((True, 2), torch.int32), (1 << 61, torch.int32), (4, torch.quint8), (4, "int32")]
         named = partial(peers.tensor, 4, torch.int32, name=5)  # type: ignore[arg-type]
         drops = [partial(peers.drop, given) for given in ([dropped], [None], None)]
-        for call in (*(partial(peers.tensor, *given) for given in wrong), named, *drops):
+        apart = partial(Peers, dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+        for call in (*(partial(peers.tensor, *given) for given in wrong), named, *drops, apart):
             with pytest.raises(ValueError, match=r".") as caught:
                 call()
             bad.append(str(caught.value))
-        assert peers.tensor((2, 0), torch.int8).local.shape == (2, 0)
+        empty = peers.tensor((2, 0), torch.int8)
+        assert (empty.name, empty.local.shape) == ("tensor 1", (2, 0))
     return messages[0], bad, messages[1]
 
 

@@ -37,6 +37,7 @@ from weft.results import Run, SiteRun
 from weft.run_lookups import LookupInputs
 from weft.schedule import Schedule
 from weft.span import Span
+from weft.team_nodes import cut
 
 Given = tuple[torch.Tensor, torch.Tensor] | LookupInputs
 """One rank's inputs of a site."""
@@ -78,7 +79,7 @@ def run_model(
     with Ranks(ranks if chosen else 0, device=device) as pool:
         for index, site in enumerate(chosen):
             progress(f"{site.name}: planning", 2 * index, 2 * len(chosen))
-            problem = site.problem(tokens, ranks, element)
+            problem = replace(site.problem(tokens, ranks, element), nodes=cut(ranks))
             spec = _choose(problem, schedule, machine, device)
             there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
             progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))

@@ -19,6 +19,12 @@ def ranks_per_node() -> int | None:
     return int(text) if text else None
 
 
+def cut(ranks: int) -> tuple[int, ...]:
+    """How many ranks each node of this host has, of so many on it; () for one node. Raises ValueError as `ranks_per_node`."""
+    size = ranks_per_node() or ranks
+    return nodes_of([str(rank // size) for rank in range(ranks)])
+
+
 def nodes_of(hosts: Sequence[str]) -> tuple[int, ...]:
     """How many ranks each node has, by the hosts of all ranks; () for one node.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+import torch.distributed as dist
+
 TEXT_BYTES = 4096
 """Of a text in a control segment."""
 
@@ -69,3 +71,10 @@ def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
 
 def _fields(text: str) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in (line.partition(": ") for line in text.splitlines())]
+
+
+def no_group(group: object, what: str) -> str:
+    """What is wrong with a group that is none. torch has a constant for groups that a rank is not in."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"group: this rank is not in it; {what} on the group's ranks only"
+    return f"group is a {type(group).__name__}; use a ProcessGroup (a mesh's is mesh.get_group()), or None for all ranks"

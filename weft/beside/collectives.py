@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from weft import collectives as by_copy_engine
 from weft.collectives.checks import check_overlap
-from weft.ops.checks import DTYPES, check_values, no_group
+from weft.ops.checks import DTYPES, check_values
+from weft.team_texts import no_group
 
 COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
 """The schedules of weft.collectives."""
@@ -167,9 +168,17 @@ def _contiguous(name: str, tensor: object) -> None:
     check_values(name, tensor)
 
 
-def _reduction(op: object) -> None:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements one after the other: gloo asks for shapes that go together, where only their number counts. Of a parameter,
+    too: what is written is no part of a graph."""
+    return tensor.detach().view(-1)
+
+
+def _reduction(op: object, tensor: torch.Tensor) -> None:
     if not isinstance(op, str) or op not in _REDUCTIONS:
-        raise ValueError(f"op is {op!r}; use {' or '.join(_REDUCTIONS)}")
+        raise ValueError(f"reduction is {op!r}; use {' or '.join(_REDUCTIONS)}")
+    if op == "avg" and tensor.device.type == "cpu" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"reduction is 'avg', of {tensor.dtype}, of which gloo has no mean; use sum")
 
 
 def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -192,7 +201,7 @@ class AllReduce(Collective):
 
     def _check(self, world_size: int) -> None:
         _contiguous("tensor", self.tensor)
-        _reduction(self.reduction)
+        _reduction(self.reduction, self.tensor)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -270,7 +279,7 @@ class AllGather(_Moving):
         return self.input.numel() * world_size
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        work: dist.Work | None = vendor_all_gather(self.output, self.input, group=group, async_op=async_op)
+        work: dist.Work | None = vendor_all_gather(_flat(self.output), _flat(self.input), group=group, async_op=async_op)
         return work
 
     @property
@@ -294,8 +303,8 @@ class ReduceScatter(_Moving):
     reduction: Reduction = field(default="sum", kw_only=True)
 
     def _check(self, world_size: int) -> None:
-        _reduction(self.reduction)
         super()._check(world_size)
+        _reduction(self.reduction, self.input)
         if self.input.numel() % world_size:
             raise ValueError(f"input has {self.input.numel()} elements; {world_size} ranks share them: pad it to a multiple")
 
@@ -304,7 +313,8 @@ class ReduceScatter(_Moving):
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         op = _REDUCTIONS[self.reduction]
-        work: dist.Work | None = vendor_reduce_scatter(self.output, self.input, op=op, group=group, async_op=async_op)
+        output, input = _flat(self.output), _flat(self.input)
+        work: dist.Work | None = vendor_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         return work
 
     def move(self, sms: int, *, pull: bool = False) -> None:
@@ -337,9 +347,7 @@ class AllToAll(_Moving):
         return self.input.numel()
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
-        work: dist.Work | None = dist.all_to_all_single(
-            self.output.view(-1), self.input.view(-1), group=group, async_op=async_op
-        )
+        work: dist.Work | None = dist.all_to_all_single(_flat(self.output), _flat(self.input), group=group, async_op=async_op)
         return work
 
     def move(self, sms: int, *, pull: bool = False) -> None:

@@ -17,6 +17,7 @@ from weft.beside.collectives import AllReduce
 from weft.beside.device import Device
 from weft.beside.sites import Sites, sites_of
 from weft.beside.trials import Judge, Settled
+from weft.errors import require
 from weft.execute.groups import GROUPS
 from weft.ops.checks import DTYPES, group_of
 from weft.planner.ways import Way, parse, possible
@@ -33,6 +34,7 @@ def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str], no_copies
 
     Raises ValueError for a way that has what cannot be.
     """
+    require("way", way, str, "use auto, or a way such as vendor+priority")
     if way == "auto":
         if no_copies:
             warnings.warn(f"copy_engine is not tried: {no_copies}", stacklevel=3)

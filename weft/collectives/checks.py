@@ -8,17 +8,15 @@ import torch
 import torch.distributed as dist
 
 from weft.errors import require
-from weft.execute.collective_calls import CollectiveCall, staging_from_environment
+from weft.execute.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.execute.groups import GROUPS
 from weft.library.collectives import default_sms
-from weft.ops.checks import DTYPES, check_values, group_of, shape_of, spec_of
+from weft.ops.checks import check_values, group_of, shape_of, spec_of
 from weft.problem import CollectiveProblem, Op
 from weft.schedule import Schedule
 
 Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 """As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
-MOST_ELEMENTS = 1 << 30
-"""Of a tensor that is summed: the kernel counts them in 32 bits."""
 
 
 def reduction(op: Reduction) -> Literal["sum", "avg"]:
@@ -74,11 +72,8 @@ def check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; it must be strided")
-    sums = op in ("reduce_scatter", "all_reduce")
-    if sums and tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(DTYPES.values())}")
-    if sums and tensor.numel() > MOST_ELEMENTS:
-        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes at most {MOST_ELEMENTS}: split it")
+    if op in ("reduce_scatter", "all_reduce"):
+        check_summed(op, name, tensor)
 
 
 def _check_contiguous(name: str, tensor: torch.Tensor) -> None:

@@ -58,7 +58,8 @@ def fsdp(
     What is returned has the way that steps take now.
     Any mixed precision, reshard_after_forward and offloading to CPUs may be fully_shard's; what it sums has to be of a dtype
     that copy engines sum, and not of set_gradient_divide_factor's, for ways that have them.
-    Raises ValueError for a model without such a module, or on no device yet, and for another way.
+    Raises ValueError for a model without such a module, on no device yet, or that communicates by weft already, and for
+    another way.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameter = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
@@ -69,6 +70,8 @@ def fsdp(
     specs = ways_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES, no_copies=_why_no_copies(sharded))
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
+    if any(isinstance(group._all_gather_comm, _Ours) for module in sharded for group in groups_of(module)):
+        raise ValueError("model communicates by weft already; call weft.hooks.fsdp once a model")
     device = _computing(parameter.device, parameter.device_mesh.device_type)
     steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded), sharded)
     model.register_forward_pre_hook(steps.forward, prepend=True)

@@ -19,7 +19,7 @@ import torch
 
 from weft import machine
 from weft.execute.choose import machine_for
-from weft.execute.collective_calls import CollectiveCall, staging_from_environment
+from weft.execute.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.execute.groups import GROUPS
 from weft.library import backward_schedule, register, unseen
 from weft.problem import Op
@@ -77,6 +77,8 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     op, reduce_op, group, world_size, schedule, *rest = ctx.site
     back = _WAY_BACK[op]
+    if back == "reduce_scatter":
+        check_summed(back, f"the gradient of {op}", grad)
     spec = schedule if back == op else backward_schedule(schedule, back)
     if op == "reduce_scatter" and reduce_op == "avg":
         grad = grad / world_size

@@ -13,6 +13,7 @@ from weft.execute.choose import CHOSEN_HERE
 from weft.execute.groups import GROUPS
 from weft.problem import Op
 from weft.schedule import Schedule
+from weft.team_texts import no_group
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -26,13 +27,6 @@ def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
         raise ValueError(no_group(group, "call the operator"))
     # The group's own methods: torch.distributed's functions of these names take ten times as long.
     return group.group_name, group.rank(), group.size()
-
-
-def no_group(group: object, what: str) -> str:
-    """What is wrong with a group that is none. torch has a constant for groups that a rank is not in."""
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        return f"group: this rank is not in it; {what} on the group's ranks only"
-    return f"group is a {type(group).__name__}; use a ProcessGroup (a mesh's is mesh.get_group()), or None for all ranks"
 
 
 def spec_of(schedule: str | Schedule, op: Op) -> str:

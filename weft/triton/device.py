@@ -48,7 +48,7 @@ def peer_pointer(local_ptr, peers_ptr, peer):
 def _places(base_ptr, offsets, ALIGN: tl.constexpr):
     """Pointers of a tile, of which the compiler knows that ALIGN neighbours go together."""
     pointers = base_ptr + offsets
-    BYTES: tl.constexpr = ALIGN * (base_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    BYTES: tl.constexpr = ALIGN * ((base_ptr.dtype.element_ty.primitive_bitwidth + 7) // 8)  # a bool has one bit, and a byte
     if ALIGN > 1:
         tl.static_assert(len(offsets.shape) <= 2, "ALIGN is for tiles of one or two dimensions")
         if len(offsets.shape) == 1:
@@ -70,14 +70,13 @@ def _inside(mask, offsets, ALIGN: tl.constexpr):
 
 @triton.jit
 def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
-    """Store a tile: value[i] to dst_ptr + offsets[i] where mask[i].
+    """Store a tile, or a number: value[i] to dst_ptr + offsets[i] where mask[i], as the type that lies there.
 
     dst_ptr: of a peer (`peer_pointer`), or of memory here. offsets: in elements, not negative. ALIGN: in elements, a power of
     two: what the caller promises of the tile's last dimension, that every run of ALIGN neighbours lies together, begins at a
     multiple of ALIGN * itemsize bytes, and is masked alike. With 16 bytes of them, accesses are 16 bytes wide, whatever the
     compiler knows of offsets and mask. The peer sees it after a `signal` that it has waited for.
     """
-    value = value.to(dst_ptr.dtype.element_ty)
     if mask is None:
         tl.store(_places(dst_ptr, offsets, ALIGN), value)
     else:
@@ -85,7 +84,7 @@ def put(dst_ptr, offsets, value, mask=None, ALIGN: tl.constexpr = 1):
 
 
 @triton.jit
-def get(src_ptr, offsets, mask=None, other=0, ALIGN: tl.constexpr = 1):
+def get(src_ptr, offsets, mask=None, other=0.0, ALIGN: tl.constexpr = 1):
     """Load a tile that a peer wrote, or that lies on a peer: src_ptr[offsets[i]] where mask[i], else `other`.
 
     Past this SM's first-level cache. offsets, ALIGN: as for `put`.
@@ -110,7 +109,7 @@ def reduce_add(dst_ptr, offsets, value, mask=None):
         or (dst_ptr.dtype.element_ty == tl.int64),
         "reduce_add takes float32, int32 and int64",
     )
-    tl.atomic_add(dst_ptr + offsets, value.to(dst_ptr.dtype.element_ty), mask=mask, sem="relaxed", scope="sys")
+    tl.atomic_add(dst_ptr + offsets, value, mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit

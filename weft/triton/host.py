@@ -25,6 +25,7 @@ import triton
 from weft.errors import WaitTimeout, require
 from weft.memory import Segment, gpu_symmetric
 from weft.team import Team, timeout_from_environment
+from weft.team_texts import no_group
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
 """How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""
@@ -72,7 +73,7 @@ class Peers:
                 raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
-        self._team = Team(group or _world(), timeout_s=4 * timeout_s, remedy=_REMEDY)
+        self._team = Team(_ranks(group), timeout_s=4 * timeout_s, remedy=_REMEDY)
         if self._team.nodes:
             self._team.close()
             raise ValueError(
@@ -82,6 +83,7 @@ class Peers:
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._tensors: list[SymmetricTensor] = []
+        self._made = 0
 
     @property
     def resident_blocks(self) -> int:
@@ -109,10 +111,11 @@ class Peers:
             raise ValueError(f"shape is {shape}; every extent must be a whole number of 0 or more")
         if math.prod(shape) * dtype.itemsize >= 1 << 63:
             raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
-        name = name or f"tensor {len(self._tensors)}"
+        name = name or f"tensor {self._made}"
         self._team.enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
         made = self._allocate(name, shape, dtype)
         self._tensors.append(made)
+        self._made += 1
         self.settle()
         return made
 
@@ -221,8 +224,11 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _world() -> dist.ProcessGroup:
+def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group; all ranks for None. Raises ValueError for what is none."""
     if not dist.is_initialized():
         raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(no_group(group, "make Peers"))
+    return group
