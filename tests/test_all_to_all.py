@@ -87,7 +87,7 @@ def _kernels() -> int:
                 ("direct_store:2",) * 2,
                 ("sequential_stores",) * 2,
             ):
-                for call in range(1 + (m == 72)):
+                for call in range(1 + (m == 72 and dist.get_world_size() == 2)):
                     check_both(m, n, k, torch.float16, combine, dispatch, call)
     finally:
         for kind in kinds:
@@ -100,7 +100,7 @@ interpreted = interpreted_ranks([2, 4])
 
 def test_kernels_interpreted(interpreted: Ranks) -> None:
     for launches in interpreted.run(_kernels):
-        assert launches >= 4 * (3 + 5 + 3)
+        assert launches >= 3 * (3 + 5 + 3)
 
 
 def _gradients() -> None:

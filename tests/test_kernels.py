@@ -51,7 +51,7 @@ def _fused_schedules() -> tuple[int, int]:
     for kind in kinds:
         kind.launch = counted  # type: ignore[method-assign]
     try:
-        for (m, n, k), calls in (((64, 80, 48), 2), ((128, 96, 64), 2), ((64, 80, 48), 1)):
+        for (m, n, k), calls in (((64, 80, 48), 2), ((128, 96, 64), 1), ((64, 80, 48), 1)):
             for name in FUSED:
                 for call in range(calls):
                     check_both(m, n, k, torch.float16, name, call)
@@ -64,7 +64,7 @@ def _fused_schedules() -> tuple[int, int]:
 
 def test_fused_schedules_run_as_kernels(interpreted: Ranks) -> None:
     for launches, halved in interpreted.run(_fused_schedules):
-        assert launches >= 20
+        assert launches >= 16
         assert halved >= 4
 
 

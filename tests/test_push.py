@@ -276,12 +276,12 @@ def _exchange(rows: int, cols: int, gap: int) -> None:
         plan = exchange.plan()
         exchange.team.enter("rehearsal")
         push(plan, sms=2, silent=True)
-        for call in range(7):
+        for call in range(5):
             exchange.src.copy_(_random(rows, cols, torch.float16, 100 * call + exchange.rank))
             exchange.team.enter(f"call {call}")
-            time.sleep(0.2 * (call == 2 and exchange.rank == 0))
+            time.sleep(0.2 * (call == 1 and exchange.rank == 0))
             push(plan, sms=2)
-            time.sleep(0.2 * (call == 4 and exchange.rank == 1))
+            time.sleep(0.2 * (call == 3 and exchange.rank == 1))
             exchange.check_arrivals(call)
         exchange.team.enter("end")
     finally:
