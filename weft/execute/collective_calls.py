@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from weft.execute.bound import Inputs, Outputs
+from weft.execute.bound import DTYPES, Inputs, Outputs
 from weft.execute.calls import Call
 from weft.execute.reach import Reach
 from weft.problem import CollectiveProblem
@@ -22,15 +22,15 @@ GEMM waits for SMs: on 4 x H200, beside GEMMs of 1080 us, an all_gather of 512 M
 _MOST_TRIED_BYTES = 1 << 30
 _OF_FREE = 8
 """A GPU gives at most this part of its free memory: `auto` binds several schedules at once."""
-SUMMED = ("bfloat16", "float16", "float32")
+_SUMMED = {dtype: name for name, dtype in DTYPES.items() if dtype.is_floating_point}
 MOST_ELEMENTS = 1 << 30
 """Of a tensor that is summed: the kernel counts them in 32 bits."""
 
 
 def check_summed(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor that cannot be summed."""
-    if str(tensor.dtype).removeprefix("torch.") not in SUMMED:
-        raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(SUMMED)}")
+    if tensor.dtype not in _SUMMED:
+        raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(_SUMMED.values())}")
     if tensor.numel() > MOST_ELEMENTS:
         raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes at most {MOST_ELEMENTS}: split it")
 

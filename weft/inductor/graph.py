@@ -37,8 +37,6 @@ RESHAPES = frozenset(
 )
 """Operators whose result has the elements of their first argument, in their order."""
 SPLITS = frozenset((aten.split.Tensor, aten.split_with_sizes.default))
-
-
 CASTS = frozenset((aten._to_copy.default, torch.ops.prims.convert_element_type.default))
 _SHARED = RESHAPES - {aten.clone.default} | SPLITS | CASTS | {aten.cat.default, aten.slice.Tensor, operator.getitem}
 """What follows a wait and makes the same of the same; a clone is another tensor on purpose."""
