@@ -1,8 +1,8 @@
 """What does a row count cost that was never called before? Of `auto` between measured ones, and of a schedule by name.
 
 Serving calls with another number of tokens at nearly every step. `auto` is measured at the row counts EDGES; then it is called
-with many between two that have the same choice, each of them twice, and with some of them by name, which binds a program of its
-own. A sample is one call, until the GPU is done; the ranks meet before it.
+with many between two that speak for one schedule, each of them twice, and with some of them by name, which binds a program of
+its own. A sample is one call, until the GPU is done; the ranks meet before it.
 
     first    the call that brings a new row count, where the program that it runs by was bound before (what binds it is apart)
     again    the next call of the same rows
@@ -17,6 +17,7 @@ Protocol: medians of the slowest rank's times; eager. Trap: a call whose tensors
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import sys
@@ -54,6 +55,28 @@ def bound() -> int:
     return len(GROUPS.state(group.group_name).programs())
 
 
+def _between(op: str, called: Callable[[int], object]) -> tuple[str, int, int]:
+    """(spec, low, high): what runs between the neighbours furthest apart that speak for one schedule."""
+    for low, high in sorted(itertools.pairwise(EDGES), key=lambda edges: edges[0] - edges[1]):
+        called((low + high) // 2)
+        choice = weft.choices()[-1]
+        if choice.like == (low, high):
+            return choice.spec, low, high
+        alarm()
+    raise Failed(op, f"between no two neighbours of {EDGES} a schedule is taken over: {[str(each) for each in weft.choices()]}")
+
+
+def _between(op: str, called: Callable[[int], object]) -> tuple[str, int, int]:
+    """(spec, low, high): what runs between the neighbours furthest apart that speak for one schedule."""
+    for low, high in sorted(itertools.pairwise(EDGES), key=lambda edges: edges[0] - edges[1]):
+        called((low + high) // 2)
+        choice = weft.choices()[-1]
+        if choice.like == (low, high):
+            return choice.spec, low, high
+        alarm()
+    raise Failed(op, f"between no two neighbours of {EDGES} is a schedule taken over: {', '.join(map(str, weft.choices()))}")
+
+
 def measured(op: str) -> dict[str, Any]:
     """Medians of one operator's calls."""
     size = dist.get_world_size()
@@ -69,12 +92,7 @@ def measured(op: str) -> dict[str, Any]:
     for rows in EDGES:
         sample(call(rows, "auto"))
         alarm()
-    chosen = [choice.spec for choice in weft.choices()]
-    alike = [at for at in range(len(EDGES) - 1) if chosen[at] == chosen[at + 1]]
-    if not alike:
-        raise Failed(op, f"no two neighbours of {EDGES} have the same choice: {chosen}")
-    at = max(alike, key=lambda at: EDGES[at + 1] - EDGES[at])
-    spec, low, high = chosen[at], EDGES[at], EDGES[at + 1]
+    spec, low, high = _between(op, lambda rows: sample(call(rows, "auto")))
     drawn = random.Random(1).sample(range(low // size + 1, high // size), COUNTS)
     found: dict[str, list[float]] = {"first": [], "again": [], "bound": [], "named": [], "own": []}
     for shard in drawn:

@@ -11,29 +11,22 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import RankFixture
-from rank_work import check_gather, told_with
 
-import weft
-from weft.between import Between
 from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
-from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved
+from weft.execute.kept import KeptPlans
 from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import NAMES, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, space=space())
-ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
+ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0}, as_good=("flag_gated:1",))
 
 
 def mode(path: Path) -> int:
@@ -88,6 +81,7 @@ def spoiled(text: str) -> list[tuple[str, str]]:
         ("[" * 100_000, "is not JSON"),
         (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
         (json.dumps(data | {"spec": "two_shot"}), "is for matmul_all_reduce alone"),
+        (json.dumps(data | {"as_good": ["shard_p2p", "os.system"]}), "schedule is 'os.system'"),
         (json.dumps(data | {"code": "import os"}), "code is not a field of Entry"),
         (json.dumps({"key": data["key"], "us": {}}), "spec is missing"),
         (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),
@@ -231,228 +225,6 @@ def test_what_a_killed_writer_left_goes_after_an_hour(tmp_path: Path) -> None:
     assert (old.exists(), new.exists()) == (False, True)
 
 
-@contextmanager
-def trials_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iterator[list[str]]:
-    """Trials on CPUs, of sequential and a rival, one of which is four times as fast; what is bound meanwhile."""
-    from weft.execute import groups
-
-    bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
-    made: list[str] = []
-
-    def noted(self: groups.GroupState, schedule: weft.Schedule, device: torch.device) -> object:
-        made.append(schedule.name)
-        return bind(self, schedule, device)
-
-    def clock(call: Callable[[], object], calls: int) -> int:
-        call()
-        return 1_000_000 if made[-1] == fast else 4_000_000
-
-    groups.GroupState._bind = noted  # type: ignore[method-assign, assignment]
-    groups.timer_for = lambda device: clock  # type: ignore[assignment]
-    groups.contenders = lambda problem, device: ("sequential", rival)
-    try:
-        yield made
-    finally:
-        groups.GroupState._bind, groups.timer_for = bind, timer_for  # type: ignore[method-assign]
-        groups.contenders = contenders
-
-
-def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
-    """Two calls of auto in a process whose cache is its rank's: what was chosen, and how many schedules were bound."""
-    os.environ["WEFT_CACHE_DIR"] = folders[dist.get_rank()]
-    try:
-        with trials_by_a_clock() as made:
-            weft.close()
-            check_gather(64, 48, 32, torch.float32, "auto", 0)
-            check_gather(64, 48, 32, torch.float32, "auto", 1)
-            found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
-            weft.close()
-            return found, len(made)
-    finally:
-        os.environ["WEFT_CACHE_DIR"] = ""
-
-
-@pytest.mark.ranks
-def test_a_second_process_needs_no_trial_and_rank_0_decides(ranks: RankFixture, tmp_path: Path) -> None:
-    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
-    pool = ranks(2)
-    times = {"sequential": 4000.0, "shard_p2p": 1000.0}
-    for found, binds in pool.run(_first_calls, [mine, mine]):
-        assert (found, binds) == ([("shard_p2p", False, times)], 2)
-    assert len(list((tmp_path / "mine" / "plans").iterdir())) == 1
-    for found, binds in pool.run(_first_calls, [mine, mine]):
-        assert (found, binds) == ([("shard_p2p", True, times)], 1)
-    for found, binds in pool.run(_first_calls, [theirs, mine]):
-        assert (found, binds) == ([("shard_p2p", False, times)], 2), "rank 0 knows of none: all measure"
-    (first, binds), (second, _) = pool.run(_first_calls, [mine, str(tmp_path / "none")])
-    assert (first, binds) == ([("shard_p2p", True, times)], 1)
-    assert second == [("shard_p2p", True, {})], "rank 1 has read nothing, and runs what rank 0 has"
-
-
-def test_row_counts_between_known_ones() -> None:
-    known = Between()
-    for m, text in ((1024, "flag_gated:1"), (4096, "flag_gated:1"), (8192, "shard_p2p"), (65536, "shard_p2p")):
-        known.add(dataclasses.replace(PROBLEM, m=m), text)
-
-    def found(m: int, **changes: Any) -> object:
-        return known.find(dataclasses.replace(PROBLEM, m=m, **changes))
-
-    assert found(2000) == ("flag_gated:1", 1024, 4096)
-    assert found(6000) is None, "the two sides differ"
-    assert found(20000) is None, "the two sides are far apart"
-    assert found(512) is found(100_000) is None, "one side is missing"
-    assert found(2000, k=64) is found(2000, dtype="float16") is found(2000, b_sizes=(PROBLEM.n, 0)) is None
-    known.add(dataclasses.replace(PROBLEM, m=4096), "sequential")
-    assert found(2000) is None
-
-
-def test_looking_between_takes_less_than_100_us() -> None:
-    known = Between()
-    for m in range(64, 64 * 500, 64):
-        known.add(dataclasses.replace(PROBLEM, m=m), "flag_gated:1")
-    times = []
-    for m in range(65, 65 + 200):
-        problem = dataclasses.replace(PROBLEM, m=m)
-        begun = time.perf_counter_ns()
-        known.find(problem)
-        times.append((time.perf_counter_ns() - begun) / 1e3)
-    assert min(times) < 100
-
-
-def _serves(rows: list[int]) -> tuple[list[tuple[int, str, tuple[int, ...]]], int]:
-    """A call of auto for one row count after the other."""
-    with trials_by_a_clock() as made:
-        weft.close()
-        for m in rows:
-            check_gather(m, 48, 32, torch.float32, "auto", 0)
-        found = [(choice.problem.m, choice.spec, choice.like) for choice in weft.choices()]
-        weft.close()
-        return found, len(made)
-
-
-@pytest.mark.ranks
-def test_a_row_count_between_measured_ones_needs_no_trial(ranks: RankFixture) -> None:
-    """98 to 104 rows run by one program, of 104."""
-    for found, binds in ranks(2).run(_serves, [64, 160, 96, 100, 98, 104, 99]):
-        assert found == [(m, "shard_p2p", like) for m, like in ((64, ()), (160, ()), (96, (64, 160)), (104, (64, 160)))]
-        assert binds == 2 + 2 + 1 + 1
-
-
-def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], list[str]]:
-    """Calls of auto with a kept plan, until it has been proved: choices, schedules that are bound, warnings."""
-    from weft.execute.groups import GROUPS
-
-    os.environ["WEFT_CACHE_DIR"] = folder
-    try:
-        with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always", UserWarning)
-            weft.close()
-            for call in range(PROVED_AFTER + 4):
-                check_gather(64, 48, 32, torch.float32, "auto", call)
-            group = dist.group.WORLD
-            assert group is not None
-            bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
-            found = [(choice.spec, choice.kept) for choice in weft.choices()]
-            weft.close()
-            return found, bound, [str(warning.message) for warning in seen]
-    finally:
-        os.environ["WEFT_CACHE_DIR"] = ""
-
-
-@pytest.mark.ranks
-def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture, tmp_path: Path) -> None:
-    pool, folder = ranks(2), str(tmp_path)
-    pool.run(_first_calls, [folder, folder])
-    assert pool.run(_in_use, folder, "shard_p2p") == [([("shard_p2p", True)], ["shard_p2p"], [])] * 2
-    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
-        assert found == [("sequential", False)]
-        assert bound == ["sequential", "shard_p2p"], "a graph of the caller's may be replaying the loser"
-        (text,) = seen
-        assert text.endswith("shard_p2p was taken over, but is no faster here; sequential is put back")
-    for found, bound, seen in pool.run(_in_use, folder, "sequential"):
-        assert (found, bound, seen) == ([("sequential", True)], ["sequential"], []), "it is kept so, and said once"
-
-
-def _predicted(asked: str, fast: str) -> tuple[list[str], list[str], int]:
-    """Calls of "planned" or "heuristic", until they have been proved: schedules that are bound, warnings, binds."""
-    from weft.execute import choose
-    from weft.execute.groups import GROUPS
-
-    def named(problem: Problem, device: torch.device) -> str:
-        return "shard_p2p"
-
-    with (
-        mock.patch.multiple(choose, predicted=named, by_sizes=named),
-        trials_by_a_clock(fast) as made,
-        warnings.catch_warnings(record=True) as seen,
-    ):
-        warnings.simplefilter("always", UserWarning)
-        weft.close()
-        for call in range(PREDICTED_AFTER + 3):
-            check_gather(64, 48, 32, torch.float32, asked, call)
-        group = dist.group.WORLD
-        assert group is not None
-        bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
-        weft.close()
-        return bound, [str(warning.message) for warning in seen], len(made)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("asked", ["planned", "heuristic"])
-def test_what_is_predicted_is_held_against_sequential_in_use(ranks: RankFixture, asked: str) -> None:
-    pool = ranks(2)
-    for bound, seen, binds in pool.run(_predicted, asked, "shard_p2p"):
-        assert (bound, seen) == (["shard_p2p"], [])
-        assert binds > 1, "it has been proved"
-    for bound, seen, _ in pool.run(_predicted, asked, "sequential"):
-        assert bound == ["sequential", "shard_p2p"]
-        (text,) = seen
-        assert text.endswith(f"shard_p2p was chosen by {asked!r}, but is no faster here; sequential is put back")
-
-
-def test_calls_until_a_proof_are_counted_once() -> None:
-    left, program = Unproved(), object()
-    assert not left.due(program)  # type: ignore[arg-type]
-    left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
-    assert [left.due(program) for _ in range(PROVED_AFTER + 3)].index(True) == PROVED_AFTER - 1  # type: ignore[arg-type]
-    left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
-    left.forget(program)  # type: ignore[arg-type]
-    assert not any(left.due(program) for _ in range(PROVED_AFTER + 3))  # type: ignore[arg-type]
-    left.verdicts["its problem"] = "sequential"
-    left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
-    assert not any(left.due(program) for _ in range(PROVED_AFTER + 3)), "bound anew"  # type: ignore[arg-type]
-
-
-def _come_and_go(asked: str, fast: str) -> tuple[int, int]:
-    """More row counts than a group keeps, three times: warnings, and the trials that were made."""
-    from weft.execute import choose, groups
-
-    def named(problem: Problem, device: torch.device) -> str:
-        return "shard_p2p"
-
-    with (
-        mock.patch.multiple(choose, predicted=named, by_sizes=named),
-        mock.patch.object(groups, "PROGRAMS_PER_GROUP", 2),
-        mock.patch.object(groups.GroupState, "_proved", autospec=True, side_effect=groups.GroupState._proved) as proved,
-        trials_by_a_clock(fast),
-        warnings.catch_warnings(record=True) as seen,
-    ):
-        warnings.simplefilter("always", UserWarning)
-        weft.close()
-        for _ in range(3):
-            for m in (64, 32, 16, 8):
-                for call in range(PREDICTED_AFTER + 1):
-                    check_gather(m, 48, 32, torch.float32, asked, call)
-        weft.close()
-        return len(seen), proved.call_count
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("fast", ["sequential", "shard_p2p"])
-def test_a_verdict_holds_for_programs_that_are_bound_anew(ranks: RankFixture, fast: str) -> None:
-    assert ranks(2).run(_come_and_go, "planned", fast) == [(4 if fast == "sequential" else 0, 4)] * 2
-
-
 def test_plans_are_kept_by_the_profile_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     plans, device = KeptPlans(SimpleNamespace(world_size=2, nodes=())), torch.device("cpu")  # type: ignore[arg-type]
     before = plans._key(PROBLEM, device)
@@ -469,16 +241,3 @@ def test_folders_on_the_way_are_for_their_user_alone(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     assert [mode(tmp_path / name) for name in ("one", "one/two", "one/two/plans")] == [0o700] * 3
-
-
-def _one_cannot_read() -> list[str]:
-    """Rank 1 has a profile that is not there; then the group goes on."""
-    return told_with([{"WEFT_MACHINE": machine} for machine in ("nothing.json" if dist.get_rank() == 1 else "", "")], "auto")
-
-
-@pytest.mark.ranks
-def test_a_profile_that_one_rank_cannot_read_is_told_to_all(ranks: RankFixture) -> None:
-    first, second = ranks(2).run(_one_cannot_read)
-    assert first == ["rank 1 cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there", "right"]
-    assert second[0].startswith("cannot read nothing.json")
-    assert second[1] == "right"

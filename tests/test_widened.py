@@ -13,7 +13,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from fake_gpu import fake_gpu
 from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
-from test_cache import trials_by_a_clock
+from timed_trials import trials_by_a_clock
 
 import weft
 from weft.errors import WeftError

@@ -59,17 +59,19 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """spec: what was chosen. us: what was measured, by spec. Raises ValueError for a schedule that the operator lacks, or that
-    is not built in so many chunks."""
+    """spec: what was chosen. us: what was measured, by spec. as_good: what else could have been chosen, the fastest first.
+    Raises ValueError for a schedule that the operator lacks, or that is not built in so many chunks."""
 
     key: Key
     spec: str
     us: Mapping[str, float]
+    as_good: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        name, chunks = parse(self.spec)
-        check_op(name, self.key.problem.op)
-        check_chunks(chunks or 1, self.key.problem.world_size)
+        for each in (self.spec, *self.as_good):
+            name, chunks = parse(each)
+            check_op(name, self.key.problem.op)
+            check_chunks(chunks or 1, self.key.problem.world_size)
 
 
 def encode(spec: str | None) -> int:

@@ -21,7 +21,7 @@ from weft.cache import Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
 from weft.execute.choose import effort, profile_for
 from weft.execute.network import transport_from_environment
-from weft.execute.trial import Choice, Trial
+from weft.execute.trial import Choice, Trial, as_good
 from weft.execute.versions import gpu_number, links_between, machine_of, versions
 from weft.problem import Problem
 from weft.team import Team
@@ -30,6 +30,8 @@ PROVED_AFTER = 20
 """Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
 PREDICTED_AFTER = 3
 """The same of a choice that is only predicted: as many as callers make before they capture a graph."""
+_AS_GOOD = 3
+"""Specs beside the chosen one that an entry speaks for."""
 _UNREAD, _ONE_LANE, _EACH_PEER = range(3)
 """What a rank says of its machine profile."""
 
@@ -79,9 +81,20 @@ class KeptPlans:
         chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
         if chosen is None:
             return self.around(problem)
-        self._between.add(problem, chosen)
+        self._between.add(problem, chosen, self._as_good(problem, entry))
         us = entry.us if entry and entry.spec == chosen else {}
         return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
+
+    def _as_good(self, problem: Problem, entry: Entry | None) -> list[str]:
+        """What rank 0 knows to be as good as what it has chosen. Collective."""
+        mine = entry.as_good[:_AS_GOOD] if entry else ()
+        found = []
+        for at in range(_AS_GOOD):
+            number = encode(mine[at]) if at < len(mine) else 0
+            if (spec := decode(self._team.enter(f"as good for {problem}: {at}", number)[0])) is None:
+                break
+            found.append(spec)
+        return found
 
     def around(self, problem: Problem) -> Choice | None:
         """What was measured with fewer and with more rows. Ranks that have made the same calls know the same."""
@@ -95,10 +108,11 @@ class KeptPlans:
         """Remember what was measured; for later processes, on rank 0."""
         if not choice.trials:
             return
-        self._between.add(choice.problem, choice.spec)
+        good = as_good(choice.trials, choice.spec)
+        self._between.add(choice.problem, choice.spec, good)
         if self._cache and self._team.rank == 0:
             key = self._key(choice.problem, device)
-            self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us))
+            self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us, as_good=good))
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)
