@@ -6,6 +6,7 @@ its own. A sample is one call, until the GPU is done; the ranks meet before it.
 
     first    the call that brings a new row count, where the program that it runs by was bound before (what binds it is apart)
     again    the next call of the same rows
+    moved    the one after that, of another a
     bound    the same where it has to be bound: of a step on the scale of row counts
     named    the first call of a new row count by name, which binds a program of its own
     own      the next one by name: what the copies of rows cost
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,23 @@ N, K = 28672, 8192
 """Of Llama 3 70B's MLP."""
 
 
-def sample(call: Callable[[], object]) -> float:
-    """us of one call until the GPU is done, on the slowest rank."""
+class Sample(NamedTuple):
+    """us of one call, on the slowest rank: until the GPU is done; until Python goes on."""
+
+    us: float
+    host_us: float
+
+
+def sample(call: Callable[[], object]) -> Sample:
     torch.cuda.synchronize()
     dist.barrier()
     begun = time.perf_counter()
     call()
+    host = time.perf_counter()
     torch.cuda.synchronize()
-    times = [0.0] * dist.get_world_size()
-    dist.all_gather_object(times, 1e6 * (time.perf_counter() - begun))
-    return max(times)
+    times = [(0.0, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(times, (1e6 * (time.perf_counter() - begun), 1e6 * (host - begun)))
+    return Sample(*map(max, zip(*times, strict=True)))
 
 
 def bound() -> int:
@@ -94,21 +102,24 @@ def measured(op: str) -> dict[str, Any]:
         alarm()
     spec, low, high = _between(op, lambda rows: sample(call(rows, "auto")))
     drawn = random.Random(1).sample(range(low // size + 1, high // size), COUNTS)
-    found: dict[str, list[float]] = {"first": [], "again": [], "bound": [], "named": [], "own": []}
+    found: dict[str, list[Sample]] = {"first": [], "again": [], "moved": [], "bound": [], "named": [], "own": []}
     for shard in drawn:
         before = bound()
         one = call(shard * size, "auto")
-        us = sample(one)
-        found["bound" if bound() > before else "first"].append(us)
+        first = sample(one)
+        found["bound" if bound() > before else "first"].append(first)
         found["again"].append(sample(one))
+        found["moved"].append(sample(call(shard * size, "auto")))
         alarm()
     for shard in drawn[: COUNTS // 4]:
         one = call(shard * size, spec)
         found["named"].append(sample(one))
         found["own"].append(sample(one))
         alarm()
-    medians = {name: statistics.median(samples) for name, samples in found.items() if samples}
-    return {"rows": f"{low} to {high}", "schedule": spec, "programs": bound(), "us": medians}
+    medians = {name: Sample(*map(statistics.median, zip(*some, strict=True))) for name, some in found.items() if some}
+    us = {name: round(median.us, 1) for name, median in medians.items()}
+    host_us = {name: round(median.host_us, 1) for name, median in medians.items()}
+    return {"rows": f"{low} to {high}", "schedule": spec, "programs": bound(), "us": us, "host_us": host_us}
 
 
 def main() -> None:
@@ -126,7 +137,7 @@ def main() -> None:
         case = f"rows {found.pop('rows')}, N={N} K={K}"
         line = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
         append(arguments.json, line | found)
-        times = ", ".join(f"{name} {us:.0f} us" for name, us in found["us"].items())
+        times = ", ".join(f"{name} {us:.0f} us, host {found['host_us'][name]:.0f}" for name, us in found["us"].items())
         say(op, found["schedule"], times, f"{found['programs']} programs")
         release()
     stop(left_out)

@@ -58,6 +58,55 @@ def _known_and_new(team: Team) -> str:
     return "nothing noticed"
 
 
+def _unmet_alike(team: Team) -> tuple[int, list[int]]:
+    """Calls that begin without a meeting, between others; in another order of remembering. One rank is far ahead."""
+    if team.rank:
+        team.remember("op: gather\nM: 3")
+    team.enter("op: gather\nM: 64")
+    numbers = [team.begin(f"op: gather\nM: {m}") for m in range(3000)]
+    team.repeat(numbers[7])
+    team.enter("op: barrier")
+    team.check_peers(may_leave=True)
+    return team.calls, numbers
+
+
+def _unmet_and_different(team: Team) -> str:
+    team.enter("op: gather\nM: 64")
+    team.begin(f"op: gather\nM: {128 + team.rank}")
+    try:
+        team.until(lambda: False, lambda: "nothing")
+    except (RankMismatch, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing noticed"
+
+
+def _unmet_and_new(team: Team) -> str:
+    """One rank begins without a meeting, the other meets."""
+    team.enter("op: gather\nM: 64")
+    try:
+        if team.rank:
+            team.begin("op: gather\nM: 96")
+            team.until(lambda: False, lambda: "nothing")
+        else:
+            team.enter("op: gather\nM: 128")
+    except (RankMismatch, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing noticed"
+
+
+def _late_to_look(team: Team) -> str:
+    """What the other rank began is noticed when it has begun others."""
+    team.enter("op: gather\nM: 64")
+    for m in range(3):
+        team.begin(f"op: gather\nM: {m + (7 if team.rank and m == 1 else 0)}")
+    try:
+        team.enter("op: barrier")
+        team.until(lambda: False, lambda: "nothing")
+    except (RankMismatch, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing noticed"
+
+
 def _last_call(team: Team) -> str:
     """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
     team.enter("op: last")
@@ -126,6 +175,30 @@ def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
     assert all("nothing noticed" not in m for m in messages)
 
 
+def test_calls_that_begin_without_a_meeting(ranks: RankFixture) -> None:
+    (calls, numbers), (others, theirs) = ranks(2).run(_with_team, "_unmet_alike")
+    assert calls == others == 3003
+    assert numbers == theirs
+
+
+def test_calls_that_begin_without_a_meeting_and_differ_are_noticed(ranks: RankFixture) -> None:
+    messages = ranks(2).run(_with_team, "_unmet_and_different")
+    assert any("ranks disagree in call 2" in m and "M: rank 0 has 128, rank 1 has 129" in m for m in messages), messages
+    assert all("nothing noticed" not in m for m in messages)
+
+
+def test_a_call_without_a_meeting_beside_one_that_meets_is_noticed(ranks: RankFixture) -> None:
+    messages = ranks(2).run(_with_team, "_unmet_and_new")
+    assert any("M: rank 0 has 128, rank 1 has 96" in m or "M: rank 1 has 96, rank 0 has 128" in m for m in messages), messages
+    assert all("nothing noticed" not in m for m in messages)
+
+
+def test_a_call_without_a_meeting_that_differed_some_calls_ago_is_noticed(ranks: RankFixture) -> None:
+    messages = ranks(2).run(_with_team, "_late_to_look")
+    assert any("ranks disagree in call 3" in m and "M: " in m for m in messages), messages
+    assert all("nothing noticed" not in m for m in messages)
+
+
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
     """Those that have told their calls, and those that have left; for so long as it is told to."""
     knew, first, last = ranks(3).run(_with_team, "_told")
@@ -156,11 +229,20 @@ def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
 
 
 def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:
-    known = Remembered(2, 50)
-    assert known.number("first") == known.number("first") == 2
+    known, other = (Remembered(2, 1 << 24, most=48) for _ in range(2))
+    assert known.number("first") == known.number("first")
     numbers = {f"text {i}": known.number(f"text {i}") for i in range(500)}
+    assert len(set(numbers.values())) == 500
+    assert 2 <= min(numbers.values()) <= max(numbers.values()) < 1 << 24
     last = [f"text {i}" for i in range(500 - 48, 500)]
-    assert len({numbers[text] for text in last}) == 48
     assert [known.text(numbers[text]) for text in last] == last
-    assert [known.number(text) for text in last] == [numbers[text] for text in last]
-    assert known.text(None) == known.text(1) == known.text(50) == ""
+    assert [other.number(text) for text in reversed(last)] == [numbers[text] for text in reversed(last)]
+    assert known.text(numbers["text 3"]) == known.text(None) == known.text(1) == known.text(1 << 24) == ""
+    known.number(last[0])
+    known.number("one more")
+    assert known.text(numbers[last[0]]) == last[0], "it was used since"
+
+
+def test_numbers_leave_no_room_to_choose() -> None:
+    known = Remembered(2, 50)
+    assert {known.number(str(number)) for number in range(2000)} == set(range(2, 50))

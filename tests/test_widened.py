@@ -22,6 +22,7 @@ from weft.execute.groups import GROUPS, GroupState
 from weft.execute.widened import Widened, serves, wider
 from weft.problem import COLUMN_OPS, ColumnProblem, Op, Problem
 from weft.schedules import parse
+from weft.team import Team
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
@@ -78,7 +79,7 @@ def test_whom_a_program_serves() -> None:
 
 
 def test_a_count_that_stays_gets_its_own_program() -> None:
-    left = Widened()
+    left = Widened({}, lambda problem: None)
     assert left.may("a")
     for _ in range(widened.CALLS):
         assert left.may("a")
@@ -304,6 +305,59 @@ def _captured(calls: int) -> list[int]:
 def test_a_graph_can_be_captured_at_any_time(ranks: RankFixture, calls: int) -> None:
     own = [101] if calls > 5 else []
     assert ranks(2).run(_captured, calls) == [[64, *own, 104, 192]] * 2
+
+
+def _meetings(op: Op) -> tuple[int, int]:
+    """Of ranks, in calls of row counts that are new: of the first on its step, and of eight after that."""
+    size = dist.get_world_size()
+    met: list[str] = []
+    enter = Team.enter
+
+    def noted(self: Team, text: str, *given: Any, **named: Any) -> tuple[int, ...]:
+        met.append(text)
+        return enter(self, text, *given, **named)
+
+    with fake_gpu(), clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
+        for seed, shard in enumerate((64, 192)):
+            _call(op, shard * size, seed)
+        dist.barrier()
+        patch.setattr(Team, "enter", noted)
+        _call(op, 97 * size, 2)
+        first = len(met)
+        for seed, shard in enumerate((98, 103, 100, 99, 104, 101, 102, 98)):
+            dist.barrier()  # programs of CPUs share their buffers
+            _call(op, shard * size, seed)
+        return first, len(met) - first
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all"])
+def test_ranks_do_not_meet_for_a_new_count_on_a_known_step(ranks: RankFixture, op: Op) -> None:
+    for first, others in ranks(2).run(_meetings, op):
+        assert first > 0
+        assert others == 0
+
+
+def _other_counts() -> str:
+    """New counts of one step, another one on each rank."""
+    with fake_gpu(), clocked("shard_p2p"):
+        for seed, shard in enumerate((64, 192, 97)):
+            _gather(shard, seed)
+        dist.barrier()
+        b = torch.ones(16, 8)
+        a = torch.ones(98 + dist.get_rank(), 16)
+        try:
+            for _ in range(2000):
+                weft.all_gather_matmul(a, b)
+        except WeftError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing noticed"
+
+
+@pytest.mark.ranks
+def test_new_counts_that_differ_are_told_apart(ranks: RankFixture) -> None:
+    told = ranks(2).run(_other_counts)
+    assert any("RankMismatch" in text and "M: rank 0 has 196, rank 1 has 198" in text for text in told), told
 
 
 def _many_counts() -> list[int]:

@@ -5,11 +5,13 @@ Each rank owns a control segment that all of its node map; ranks of other nodes 
     word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed, 3 failed and told
     word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the meeting
     word 2 MAPPED    segment rounds that it has mapped          text: why it failed; text: name of its newest segment
-    words 4, 5       a number that it offers, by parity         words: what each of its last calls was, by call
+    words 4, 5       a number that it offers, by parity         text: the newest call that it began without a meeting
+                                                                words: what each of its last calls was, by call
 
-What all ranks have agreed on once has a number. A first call meets: `enter` publishes what is about to run and waits until
-all have published the same. A later one only leaves its number (`repeat`), and whoever looks after the team compares the
-numbers of all ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others.
+What ranks agree on has a number, a digest. A first call meets: `enter` publishes what is about to run and waits until all have
+published the same. A later one only leaves its number (`repeat`), and whoever looks after the team compares the numbers of all
+ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others. Nor does a first one whose ranks know
+all that they have to tell each other (`begin`): it leaves its number, and its text for those who have another.
 
     rank 0                          rank 1
     slot[n % 2] = text              slot[n % 2] = text
@@ -50,11 +52,11 @@ _MOST_TIMEOUT_S = 1e9
 _ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
 _FAILED, _CLOSED, _TOLD = 1, 2, 3
 _ENDED_BADLY = (_FAILED, _TOLD)
-_FAILURE_AT, _NAME_AT, _LOG_AT = 3 * TEXT_BYTES, 4 * TEXT_BYTES, 5 * TEXT_BYTES
+_FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
 _LOGGED = 4096
 """Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
 _BOARD = Board(words=6, texts_at=TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
-_NUMBERS = 4096
+_NUMBERS = 1 << 24
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
 OF_A_GROUP = (
     "this group's team is broken ({}); call weft.close(group) on every rank, then go on",
@@ -224,6 +226,14 @@ class Team:
         """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
         return self._known.number(text)
 
+    def begin(self, text: str) -> int:
+        """Begin a call that all ranks begin without a meeting, and remember it: its number. Waits for nobody."""
+        self.check_usable()
+        number = self.remember(text)
+        self._control[self.rank].write_text(_BEGUN_AT, TEXT_BYTES, text)
+        self._log_call(number)
+        return number
+
     def repeat(self, number: int) -> None:
         """Begin a call that all ranks have agreed on before. Waits for nobody."""
         self.check_usable()
@@ -243,7 +253,8 @@ class Team:
         number = self._number_of(rank, call)
         if number in (0, 1):
             return self._control[rank].read_text((1 + number) * TEXT_BYTES, TEXT_BYTES)
-        return self._known.text(number)
+        begun = self._control[rank].read_text(_BEGUN_AT, TEXT_BYTES)
+        return begun if self._known.number_of(begun) == number else self._known.text(number)
 
     def _compare(self) -> None:
         """Raise RankMismatch if calls that all ranks have entered differ."""

@@ -11,26 +11,29 @@ TEXT_BYTES = 4096
 
 
 class Remembered:
-    """Texts by numbers of `lowest` to `end` - 1, and back. The oldest text gives its number away when all are taken."""
+    """Texts by numbers of `lowest` to `end` - 1, and back. A text's number is a digest of it, so that ranks give the same text
+    the same one, in whatever order they come to texts; another one has another number, but for one in so many as there are.
+    most: texts that are kept, the newest."""
 
-    def __init__(self, lowest: int, end: int) -> None:
-        self._lowest, self._end, self._count = lowest, end, 0
+    def __init__(self, lowest: int, end: int, *, most: int = 4096) -> None:
+        self._lowest, self._end, self._most = lowest, end, most
         self._texts: dict[int, str] = {}
-        self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        """A text's, the same as long as it is remembered."""
-        known = self._numbers.get(text)
-        if known is not None:
-            return known
-        number = self._lowest + self._count % (self._end - self._lowest)
-        self._count += 1
-        self._numbers.pop(self._texts.get(number, ""), None)
-        self._texts[number], self._numbers[text] = text, number
+        """A text's, which is remembered."""
+        number = self.number_of(text)
+        self._texts.pop(number, None)
+        self._texts[number] = text
+        if len(self._texts) > self._most:
+            del self._texts[next(iter(self._texts))]
         return number
 
+    def number_of(self, text: str) -> int:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return self._lowest + int.from_bytes(digest, "little") % (self._end - self._lowest)
+
     def text(self, number: int | None) -> str:
-        """Nothing for a number that has none."""
+        """Nothing for a number that is not, or no more, known."""
         return self._texts.get(number or 0, "")
 
 
@@ -62,6 +65,8 @@ def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
     '  op: rank 0 has gather, rank 1 has scatter'
     """
     left, right = dict(_fields(mine)), dict(_fields(theirs))
+    if not theirs:
+        return f"  rank {rank} makes this one, rank {peer} another, which it tells of itself:\n{mine}"
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     lines = [
         f"  {key}: rank {rank} has {left.get(key, 'nothing')}, rank {peer} has {right.get(key, 'nothing')}" for key in keys

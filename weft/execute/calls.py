@@ -72,6 +72,10 @@ class Call(ABC):
     def describe(self) -> str:
         """What every rank must have in common, a line each."""
 
+    def agreed(self, shares: tuple[int, ...]) -> str:
+        """What ranks have in common once each knows the share of every rank."""
+        return f"{self.describe()}\nsizes of b: {shares}"
+
     @abstractmethod
     def problem(self, shares: tuple[int, ...]) -> Problem:
         """What is to be computed, from the share of every rank."""
@@ -118,6 +122,12 @@ class MatmulCall(Call):
         a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         return (fixed, a.shape, a.dtype, a.get_device(), shapes, *self.extras)
+
+    @property
+    def but_rows(self) -> tuple[object, ...]:
+        """What calls that differ in their row count alone have in common, on this rank."""
+        fixed = (self.op, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
+        return (fixed, self.a.shape[1], self.a.dtype, self.a.get_device(), tuple([b.shape for b in self.bs]), *self.extras)
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"

@@ -36,7 +36,7 @@ from weft.execute.plain import PLAIN
 from weft.execute.ragged_programs import RaggedPrograms
 from weft.execute.reach import Reach, Reachable
 from weft.execute.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
-from weft.execute.widened import Widened, narrowed, widened, wider
+from weft.execute.widened import Widened, narrowed, widened
 from weft.memory import free_symmetric
 from weft.problem import Problem
 from weft.schedule import Schedule
@@ -70,7 +70,7 @@ class GroupState:
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._earlier = KeptPlans(self.team)
-        self._unproved, self._widened = Unproved(), Widened()
+        self._unproved, self._widened = Unproved(), Widened(self._choices, self._earlier.around)
         self._attached: dict[type, Any] = {}
         self._ragged = RaggedPrograms(self.team, self._in_graphs)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
@@ -128,45 +128,53 @@ class GroupState:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
         if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        text, known_by = call.describe(), call.key
-        sizes = self.team.enter(text, call.share)
+        if (site := self._unmet(call)) is not None:
+            return site
+        sizes = self.team.enter(call.describe(), call.share)
         empty = call.sums_nothing(sizes)
-        call = call.filled(len(sizes)) if empty else call
-        problem = call.problem(sizes)
+        as_bound = call.filled(len(sizes)) if empty else call
+        problem = as_bound.problem(sizes)
         problem = replace(problem, nodes=self.team.nodes) if self.team.nodes else problem
-        key = (problem, call.schedule, call.device)
-        program, wide = self._bound(key), 0
-        if program is None and self._widened.may(known_by) and (found := self._wider(call, key)):
-            wide, key = found.m, (found, call.schedule, call.device)
-            program = self._bound(key)
+        key, wide, program = self._known(call, problem)
         try:
-            program = program or self._made(call, key, kept)
+            program = program or self._made(as_bound, key, kept)
         except Exception:
             raise  # of what ranks have agreed on, and so on all; what is one rank's alone has ended the team
         except BaseException as interrupt:
             raise self.team.fail(interrupt) from interrupt.__cause__
         site = Site(number=0, program=program, empty=empty, wide=wide)
         if call.device.type == "cuda":
-            site = replace(site, number=self.team.remember(f"{text}\nsizes of b: {sizes}"))
-            self._sites[known_by] = site
+            site = replace(site, number=self.team.remember(call.agreed(sizes)))
+            self._sites[call.key] = site
+            if wide:
+                self._widened.met(call, sizes, problem)
         return site
+
+    def _unmet(self, call: Call) -> Site | None:
+        """Begin a call of a row count that is new, where ranks have nothing to tell each other: they have met in a call but for
+        the rows the same, and the program that it runs by is bound. None where they must meet."""
+        if (found := self._widened.alike(call)) is None:
+            return None
+        sizes, problem = found
+        _, wide, program = self._known(call, problem)
+        if program is None:
+            return None
+        number = self.team.begin(call.agreed(sizes))
+        self._sites[call.key] = site = Site(number=number, program=program, empty=call.sums_nothing(sizes), wide=wide)
+        return site
+
+    def _known(self, call: Call, problem: Problem) -> tuple[Key, int, BoundProgram | None]:
+        """What a call's program is for, its rows where they are more than the call's, else 0; the program, if it is bound."""
+        key = (problem, call.schedule, call.device)
+        program = self._bound(key)
+        if program is None and self._widened.may(call.key) and (found := self._widened.wider(call, problem)):
+            key = (found, call.schedule, call.device)
+            return key, found.m, self._bound(key)
+        return key, 0, program
 
     def _bound(self, key: Key) -> BoundProgram | None:
         rows = key[0].m  # told apart at once: there may be a hundred
         return next((program for program, known in self._programs.items() if known[0].m == rows and known == key), None)
-
-    def _wider(self, call: Call, key: Key) -> Problem | None:
-        """The problem whose program is to run this call, if that is another one: what is known of both was measured around."""
-        problem, spec, device = key
-        if spec != "auto" or not isinstance(call, MatmulCall) or call.spans is not None or (problem, device) in self._choices:
-            return None
-        around = self._earlier.around(problem)
-        if around is None or (found := wider(problem, at_most=around.like[1])) is None:
-            return None
-        if found.m == around.like[1]:
-            return found
-        known = self._choices.get((found, device)) or (around if found.m < around.like[1] else self._earlier.around(found))
-        return found if known is not None and known.spec == around.spec else None
 
     def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""

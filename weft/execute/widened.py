@@ -13,15 +13,16 @@ those that are added. A row count that stays, for CALLS calls, gets a program of
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from weft.between import but_rows, of_rows
 from weft.execute.bound import Outputs
-from weft.execute.calls import MatmulCall
+from weft.execute.calls import Call, MatmulCall
+from weft.execute.trial import Choice
 from weft.problem import Op, Problem, split
 
 CALLS = 100
@@ -64,10 +65,42 @@ def serves(problem: Problem, rows: int) -> bool:
 
 
 class Widened:
-    """How often calls alike may still run by a program of more rows. As many calls alike are made on every rank."""
+    """How often calls alike may still run by a program of more rows, and what ranks have agreed on in calls that differ in
+    their rows alone. As many calls alike are made on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, choices: Mapping[tuple[Problem, torch.device], Choice], around: Callable[[Problem], Choice | None]
+    ) -> None:
+        """choices: what was chosen until now. around: what was measured with fewer and with more rows."""
+        self._choices, self._around = choices, around
         self._left: dict[Hashable, int] = {}
+        self._met: dict[Hashable, tuple[tuple[int, ...], tuple[Any, ...]]] = {}
+
+    def met(self, call: Call, sizes: tuple[int, ...], problem: Problem) -> None:
+        """sizes: each rank's share of b, by rank."""
+        assert isinstance(call, MatmulCall)
+        self._met[call.but_rows] = sizes, but_rows(problem)
+
+    def alike(self, call: Call) -> tuple[tuple[int, ...], Problem] | None:
+        """A call's sizes and problem, if ranks have met in one that differs in its rows alone."""
+        if not self._met or not isinstance(call, MatmulCall) or (met := self._met.get(call.but_rows)) is None:
+            return None
+        sizes, alike = met
+        return sizes, of_rows(alike, call.rows)
+
+    def wider(self, call: Call, problem: Problem) -> Problem | None:
+        """The problem whose program is to run a call, if that is another one: what is known of both was measured around."""
+        device = call.device
+        if call.schedule != "auto" or not isinstance(call, MatmulCall) or call.spans is not None:
+            return None
+        if (problem, device) in self._choices or (around := self._around(problem)) is None:
+            return None
+        high = around.like[1]
+        found = wider(problem, at_most=high)
+        if found is None or found.m == high:
+            return found
+        known = self._choices.get((found, device)) or (around if found.m < high else self._around(found))
+        return found if known is not None and known.spec == around.spec else None
 
     def may(self, key: Hashable) -> bool:
         return self._left.get(key, CALLS) > 0
