@@ -73,7 +73,7 @@ def _blocks_come_late_to_their_waits(trial: Trial, folder: str) -> Told:
     wait = HostProgram.wait
 
     def late(self: HostProgram, flag: Flag, value: int, where: Where) -> None:
-        if where.lane == "blocks":
+        if where.lane == "blocks" and self._words[flag.rank].load(self.slots[flag]) < value:
             time.sleep(0.2)
         wait(self, flag, value, where)
 
