@@ -1,8 +1,8 @@
 """What does a row count cost that was never called before? Of `auto` between measured ones, and of a schedule by name.
 
 Serving calls with another number of tokens at nearly every step. `auto` is measured at the row counts EDGES; then it is called
-with many between two that speak for one schedule, each of them twice, and with some of them by name, which binds a program of
-its own. A sample is one call, until the GPU is done; the ranks meet before it.
+with many between two that speak for one schedule, each of them three times, and with some of them by name, which binds a
+program of its own. A sample is one call; LEADS calls of a known row count go before it, so that the host is ahead of the GPU.
 
     first    the call that brings a new row count, where the program that it runs by was bound before (what binds it is apart)
     again    the next call of the same rows
@@ -13,7 +13,8 @@ its own. A sample is one call, until the GPU is done; the ranks meet before it.
 
     torchrun --nproc-per-node 2 benchmarks/row_counts.py --json benchmarks/results/row_counts.jsonl
 
-Protocol: medians of the slowest rank's times; eager. Trap: a call whose tensors lie where none lay is enqueued step by step.
+Protocol: medians of the slowest rank's times, of the GPU by events, of the host until Python goes on; eager. Trap: a call whose
+tensors lie where none lay is enqueued step by step.
 """
 
 from __future__ import annotations
@@ -35,26 +36,32 @@ from weft.execute.groups import GROUPS
 
 EDGES = (1024, 1536, 2048, 3072, 4096)
 COUNTS = 60
+LEADS = 2
 N, K = 28672, 8192
 """Of Llama 3 70B's MLP."""
 
 
 class Sample(NamedTuple):
-    """us of one call, on the slowest rank: until the GPU is done; until Python goes on."""
+    """us of one call, on the slowest rank: of the GPU, and until Python goes on."""
 
     us: float
     host_us: float
 
 
-def sample(call: Callable[[], object]) -> Sample:
+def sample(call: Callable[[], object], lead: Callable[[], object]) -> Sample:
     torch.cuda.synchronize()
     dist.barrier()
-    begun = time.perf_counter()
+    for _ in range(LEADS):
+        lead()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    called = time.perf_counter()
     call()
-    host = time.perf_counter()
-    torch.cuda.synchronize()
+    host_us = 1e6 * (time.perf_counter() - called)
+    end.record()
+    end.synchronize()
     times = [(0.0, 0.0)] * dist.get_world_size()
-    dist.all_gather_object(times, (1e6 * (time.perf_counter() - begun), 1e6 * (host - begun)))
+    dist.all_gather_object(times, (1e3 * begin.elapsed_time(end), host_us))
     return Sample(*map(max, zip(*times, strict=True)))
 
 
@@ -98,23 +105,24 @@ def measured(op: str) -> dict[str, Any]:
         return lambda: operator(a, b, schedule=schedule)
 
     for rows in EDGES:
-        sample(call(rows, "auto"))
+        call(rows, "auto")()
         alarm()
-    spec, low, high = _between(op, lambda rows: sample(call(rows, "auto")))
+    spec, low, high = _between(op, lambda rows: call(rows, "auto")())
+    lead = call(high, "auto")
     drawn = random.Random(1).sample(range(low // size + 1, high // size), COUNTS)
     found: dict[str, list[Sample]] = {"first": [], "again": [], "moved": [], "bound": [], "named": [], "own": []}
     for shard in drawn:
         before = bound()
         one = call(shard * size, "auto")
-        first = sample(one)
+        first = sample(one, lead)
         found["bound" if bound() > before else "first"].append(first)
-        found["again"].append(sample(one))
-        found["moved"].append(sample(call(shard * size, "auto")))
+        found["again"].append(sample(one, lead))
+        found["moved"].append(sample(call(shard * size, "auto"), lead))
         alarm()
     for shard in drawn[: COUNTS // 4]:
         one = call(shard * size, spec)
-        found["named"].append(sample(one))
-        found["own"].append(sample(one))
+        found["named"].append(sample(one, lead))
+        found["own"].append(sample(one, lead))
         alarm()
     medians = {name: Sample(*map(statistics.median, zip(*some, strict=True))) for name, some in found.items() if some}
     us = {name: round(median.us, 1) for name, median in medians.items()}
