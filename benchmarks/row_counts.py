@@ -5,6 +5,7 @@ with many between two that speak for one schedule, each of them three times, and
 program of its own. A sample is one call; LEADS calls of a known row count go before it, so that the host is ahead of the GPU.
 
     first    the call that brings a new row count, where the program that it runs by was bound before (what binds it is apart)
+    chosen   of the host's, until that program is found: all that a known row count does without
     again    the next call of the same rows
     moved    the one after that, of another a
     bound    the same where it has to be bound: of a step on the scale of row counts
@@ -24,15 +25,17 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from measure import Failed, alarm, append, parser, release, row, say, start, stop
 
 import weft
-from weft.execute.groups import GROUPS
+from weft.execute.groups import GROUPS, GroupState
 
 EDGES = (1024, 1536, 2048, 3072, 4096)
 COUNTS = 60
@@ -65,20 +68,33 @@ def sample(call: Callable[[], object], lead: Callable[[], object]) -> Sample:
     return Sample(*map(max, zip(*times, strict=True)))
 
 
+@contextmanager
+def choosing() -> Iterator[list[float]]:
+    """us of the host's in finding what runs a call, of those that are new."""
+    found: list[float] = []
+    meet = GroupState._meet
+
+    def clocked(self: GroupState, *given: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return meet(self, *given)
+        finally:
+            found.append(1e6 * (time.perf_counter() - begun))
+
+    with mock.patch.object(GroupState, "_meet", clocked):
+        yield found
+
+
+def slowest_median(own: list[float]) -> float:
+    """Of each rank's samples."""
+    medians = [0.0] * dist.get_world_size()
+    dist.all_gather_object(medians, statistics.median(own))
+    return max(medians)
+
+
 def bound() -> int:
     group: Any = dist.group.WORLD
     return len(GROUPS.state(group.group_name).programs())
-
-
-def _between(op: str, called: Callable[[int], object]) -> tuple[str, int, int]:
-    """(spec, low, high): what runs between the neighbours furthest apart that speak for one schedule."""
-    for low, high in sorted(itertools.pairwise(EDGES), key=lambda edges: edges[0] - edges[1]):
-        called((low + high) // 2)
-        choice = weft.choices()[-1]
-        if choice.like == (low, high):
-            return choice.spec, low, high
-        alarm()
-    raise Failed(op, f"between no two neighbours of {EDGES} a schedule is taken over: {[str(each) for each in weft.choices()]}")
 
 
 def _between(op: str, called: Callable[[int], object]) -> tuple[str, int, int]:
@@ -111,11 +127,14 @@ def measured(op: str) -> dict[str, Any]:
     lead = call(high, "auto")
     drawn = random.Random(1).sample(range(low // size + 1, high // size), COUNTS)
     found: dict[str, list[Sample]] = {"first": [], "again": [], "moved": [], "bound": [], "named": [], "own": []}
+    chosen: list[float] = []
     for shard in drawn:
         before = bound()
         one = call(shard * size, "auto")
-        first = sample(one, lead)
+        with choosing() as us:
+            first = sample(one, lead)
         found["bound" if bound() > before else "first"].append(first)
+        chosen += us if bound() == before else []
         found["again"].append(sample(one, lead))
         found["moved"].append(sample(call(shard * size, "auto"), lead))
         alarm()
@@ -127,6 +146,7 @@ def measured(op: str) -> dict[str, Any]:
     medians = {name: Sample(*map(statistics.median, zip(*some, strict=True))) for name, some in found.items() if some}
     us = {name: round(median.us, 1) for name, median in medians.items()}
     host_us = {name: round(median.host_us, 1) for name, median in medians.items()}
+    host_us["chosen"] = round(slowest_median(chosen), 1)
     return {"rows": f"{low} to {high}", "schedule": spec, "programs": bound(), "us": us, "host_us": host_us}
 
 
@@ -146,7 +166,7 @@ def main() -> None:
         line = row(bench="row_counts", op=op, case=case, dtype="bfloat16", mode="eager", arguments=arguments)
         append(arguments.json, line | found)
         times = ", ".join(f"{name} {us:.0f} us, host {found['host_us'][name]:.0f}" for name, us in found["us"].items())
-        say(op, found["schedule"], times, f"{found['programs']} programs")
+        say(op, found["schedule"], times, f"chosen in {found['host_us']['chosen']:.0f} us, {found['programs']} programs")
         release()
     stop(left_out)
 
