@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
-from weft.problem import MOST_EXTENT, Problem
+from weft.problem import Problem
 
 WITHIN = 4.0
 """Known row counts further apart than this, as a ratio, say nothing of those between."""
@@ -82,13 +82,9 @@ def but_rows(problem: Problem) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def of_rows(alike: tuple[Any, ...], m: int) -> Problem:
-    """The problem of which `but_rows` is `alike`, with so many rows. Raises ValueError as Problem does."""
+    """The problem of which `but_rows` is `alike`, with so many rows."""
     kind, *rest = alike
-    others = dict(zip(_names(kind), rest, strict=True))
-    if not 0 <= m <= MOST_EXTENT or m % others["row_multiple"]:
-        return kind(m=m, **others)  # type: ignore[no-any-return]
-    found: Problem = kind.__new__(kind)
-    vars(found).update(others, m=m)  # what is checked of all else was: to do so again takes several times as long
+    found: Problem = kind(m=m, **dict(zip(_names(kind), rest, strict=True)))
     return found
 
 

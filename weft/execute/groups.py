@@ -128,14 +128,20 @@ class GroupState:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
         if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        if (site := self._unmet(call)) is not None:
+        if (found := self._widened.served(call)) is not None:  # ranks have nothing to tell each other
+            text, site = found
+            self._sites[call.key] = site = replace(site, number=self.team.begin(text))
             return site
         sizes = self.team.enter(call.describe(), call.share)
         empty = call.sums_nothing(sizes)
         as_bound = call.filled(len(sizes)) if empty else call
         problem = as_bound.problem(sizes)
         problem = replace(problem, nodes=self.team.nodes) if self.team.nodes else problem
-        key, wide, program = self._known(call, problem)
+        key = (problem, call.schedule, call.device)
+        program, wide = self._bound(key), 0
+        if program is None and self._widened.may(call.key) and (more := self._widened.wider(call, problem)):
+            wide, key = more.m, (more, call.schedule, call.device)
+            program = self._bound(key)
         try:
             program = program or self._made(as_bound, key, kept)
         except Exception:
@@ -147,30 +153,8 @@ class GroupState:
             site = replace(site, number=self.team.remember(call.agreed(sizes)))
             self._sites[call.key] = site
             if wide:
-                self._widened.met(call, sizes, problem)
+                self._widened.learn(call, problem, sizes, site)
         return site
-
-    def _unmet(self, call: Call) -> Site | None:
-        """Begin a call of a row count that is new, where ranks have nothing to tell each other: they have met in a call but for
-        the rows the same, and the program that it runs by is bound. None where they must meet."""
-        if (found := self._widened.alike(call)) is None:
-            return None
-        sizes, problem = found
-        _, wide, program = self._known(call, problem)
-        if program is None:
-            return None
-        number = self.team.begin(call.agreed(sizes))
-        self._sites[call.key] = site = Site(number=number, program=program, empty=call.sums_nothing(sizes), wide=wide)
-        return site
-
-    def _known(self, call: Call, problem: Problem) -> tuple[Key, int, BoundProgram | None]:
-        """What a call's program is for, its rows where they are more than the call's, else 0; the program, if it is bound."""
-        key = (problem, call.schedule, call.device)
-        program = self._bound(key)
-        if program is None and self._widened.may(call.key) and (found := self._widened.wider(call, problem)):
-            key = (found, call.schedule, call.device)
-            return key, found.m, self._bound(key)
-        return key, 0, program
 
     def _bound(self, key: Key) -> BoundProgram | None:
         rows = key[0].m  # told apart at once: there may be a hundred
@@ -265,10 +249,12 @@ class GroupState:
 
     def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
         program = self._bind(schedule, key[2])
+        self._widened.unlearn()
         self._programs[program] = key
         return program
 
     def _drop(self, program: BoundProgram) -> None:
+        self._widened.unlearn()
         del self._programs[program]
         self._unproved.forget(program)
         program.close()

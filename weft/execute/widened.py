@@ -13,15 +13,16 @@ those that are added. A row count that stays, for CALLS calls, gets a program of
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from weft.between import but_rows, of_rows
 from weft.execute.bound import Outputs
-from weft.execute.calls import Call, MatmulCall
+from weft.execute.calls import Call, MatmulCall, Site
 from weft.execute.trial import Choice
 from weft.problem import Op, Problem, split
 
@@ -64,9 +65,21 @@ def serves(problem: Problem, rows: int) -> bool:
     return wider(replace(problem, m=rows), at_most=problem.m) == problem
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """The row counts of calls that differ in nothing else, from `first` to `last`, and what all of them run by. before, after:
+    what ranks say of such a call, but for its row count."""
+
+    first: int
+    last: int
+    site: Site
+    before: str
+    after: str
+
+
 class Widened:
-    """How often calls alike may still run by a program of more rows, and what ranks have agreed on in calls that differ in
-    their rows alone. As many calls alike are made on every rank."""
+    """How often calls alike may still run by a program of more rows, and which other row counts run by it. As many calls alike
+    are made on every rank."""
 
     def __init__(
         self, choices: Mapping[tuple[Problem, torch.device], Choice], around: Callable[[Problem], Choice | None]
@@ -74,19 +87,37 @@ class Widened:
         """choices: what was chosen until now. around: what was measured with fewer and with more rows."""
         self._choices, self._around = choices, around
         self._left: dict[Hashable, int] = {}
-        self._met: dict[Hashable, tuple[tuple[int, ...], tuple[Any, ...]]] = {}
+        self._steps: dict[Hashable, list[_Step]] = {}
 
-    def met(self, call: Call, sizes: tuple[int, ...], problem: Problem) -> None:
-        """sizes: each rank's share of b, by rank."""
+    def learn(self, call: Call, problem: Problem, sizes: tuple[int, ...], site: Site) -> None:
+        """What ranks have agreed on in a call of `problem`, for those of the other row counts that its program serves. sizes:
+        each rank's share of b, by rank."""
+        found, around = self.wider(call, problem), self._around(problem)
+        if found is None or around is None or found.m != site.wide:
+            return
         assert isinstance(call, MatmulCall)
-        self._met[call.but_rows] = sizes, but_rows(problem)
+        unit = problem.row_multiple
+        entries = range(found.m // unit)
+        first = bisect_left(entries, True, lo=around.like[0] // unit + 1, key=lambda entry: serves(found, unit * entry))
+        before, _, after = call.agreed(sizes).partition(f"M: {call.rows}\n")
+        step = _Step(first=unit * first, last=found.m, site=site, before=before, after=after)
+        self._steps.setdefault(call.but_rows, []).append(step)
 
-    def alike(self, call: Call) -> tuple[tuple[int, ...], Problem] | None:
-        """A call's sizes and problem, if ranks have met in one that differs in its rows alone."""
-        if not self._met or not isinstance(call, MatmulCall) or (met := self._met.get(call.but_rows)) is None:
+    def served(self, call: Call) -> tuple[str, Site] | None:
+        """(what ranks agree on, the site but for its number) of a call that runs by a program that is bound, and that differs
+        in its rows alone from one that ranks have met in; else None."""
+        if not self._steps or not isinstance(call, MatmulCall) or call.spans is not None:
             return None
-        sizes, alike = met
-        return sizes, of_rows(alike, call.rows)
+        rows = call.rows
+        for step in self._steps.get(call.but_rows, ()):
+            if step.first <= rows <= step.last and self.may(call.key):
+                site = step.site if rows < step.last else replace(step.site, wide=0)
+                return f"{step.before}M: {rows}\n{step.after}", site
+        return None
+
+    def unlearn(self) -> None:
+        """Programs, and so choices, are others."""
+        self._steps.clear()
 
     def wider(self, call: Call, problem: Problem) -> Problem | None:
         """The problem whose program is to run a call, if that is another one: what is known of both was measured around."""
