@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
+import torch
 
-from weft.execute.ranks import Ranks
+from weft.execute.ranks import SHARED, Ranks
 
 Sizes = int | Sequence[int]
 """World sizes: one, or several, for each of which the tests run once."""
@@ -30,5 +32,16 @@ def interpreted_ranks(sizes: Sizes, timeout_s: float = 60) -> Callable[..., obje
 
 
 def ranks_on_gpus(sizes: Sizes, timeout_s: float) -> Callable[..., object]:
-    """With a GPU each. timeout_s: how long they wait for each other."""
-    return shared_ranks(sizes, {"WEFT_TIMEOUT_S": str(timeout_s)}, "cuda")
+    """With a GPU each, or one that they share. timeout_s: how long they wait for each other."""
+    return shared_ranks(sizes, {"WEFT_TIMEOUT_S": str(timeout_s)}, gpus())
+
+
+def pretended_gpus() -> int:
+    """WEFT_TEST_GPUS: tests on GPUs run as if there were so many, and their ranks share those that there are. 0 where there are
+    none, or a rank is to have one of its own."""
+    return int(os.environ.get("WEFT_TEST_GPUS", "0")) if torch.cuda.is_available() else 0
+
+
+def gpus() -> str:
+    """Where ranks are that need GPUs."""
+    return SHARED if pretended_gpus() else "cuda"

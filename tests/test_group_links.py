@@ -47,6 +47,7 @@ def test_kinds_of_links() -> None:
     assert versions.links_between(numbers(0, 2)) == "rank 1 x 1"
     assert versions.links_between(numbers(0, 3)) == "none x 1"
     assert versions.links_between([*numbers(0), 12345]) == "not seen x 1"
+    assert versions.links_between(numbers(2, 2)) == "the same x 1"
     assert versions.links_between(numbers(0, 1, 2, 3)) == "none x 1, rank 0 x 2, rank 1 x 3"
 
 

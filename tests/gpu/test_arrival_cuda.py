@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpus import NEEDS_TWO, alarm
+from rank_pools import gpus
 
 import weft
 from weft.errors import WaitTimeout
@@ -20,7 +21,7 @@ pytestmark = NEEDS_TWO
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
-    with Ranks(2, device="cuda") as ranks:
+    with Ranks(2, device=gpus()) as ranks:
         yield ranks
 
 

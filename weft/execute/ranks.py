@@ -30,6 +30,8 @@ import torch.distributed as dist
 
 from weft.errors import WeftError
 
+SHARED = "cuda:shared"
+"""Ranks take GPUs in turn, so that several may have one."""
 _START_S = 120.0
 _GRACE_S = 15.0
 
@@ -81,10 +83,16 @@ def _work(rank: int, world_size: int, store_path: str, device: str, pipe: Connec
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    options: dict[str, Any] = {"device_id": torch.device("cuda", rank)} if device == "cuda" else {}
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    options: dict[str, Any] = {}
+    if device != "cpu":
+        gpu = rank
+        if device == SHARED:
+            gpu = rank % torch.cuda.device_count()
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks of one GPU, but not of two hosts
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.set_device(gpu)
+        options["device_id"] = torch.device("cuda", gpu)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_START_S), **options
@@ -137,8 +145,8 @@ def _whole() -> Iterator[None]:
 class Ranks:
     """`world_size` rank processes on this host. A context manager; `close` always ends them.
 
-    device: "cpu" or "cuda" (rank r takes GPU r). environment: set in every rank before anything else. start_s: at most, until
-    all have joined their group. Raises RankFailed if some rank has not.
+    device: "cpu", "cuda" (rank r takes GPU r) or SHARED (what GPUs there are: right, but slow). environment: set in every rank
+    before anything else. start_s: at most, until all have joined their group. Raises RankFailed if some rank has not.
     """
 
     def __init__(

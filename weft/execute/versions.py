@@ -55,6 +55,9 @@ def links_between(numbers: Sequence[int]) -> str:
     driver, seen = driver_api(), {gpu_number(torch.device("cuda", at)): at for at in range(torch.cuda.device_count())}
     kinds: Counter[str] = Counter()
     for pair in combinations(numbers, 2):
+        if len(set(pair)) == 1:
+            kinds["the same"] += 1
+            continue
         if not all(number in seen for number in pair):
             kinds["not seen"] += 1
             continue
