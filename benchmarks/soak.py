@@ -49,7 +49,7 @@ from calls import Case, even
 from checked_options import appended, count
 
 import weft
-from weft.execute.ranks import Ranks
+from weft.execute.ranks import SHARED, Ranks
 from weft.execute.versions import versions
 from weft.memory import PREFIX, SHM
 
@@ -229,7 +229,7 @@ class Rank:
 
     def __init__(self, soak: Soak) -> None:
         self.soak = soak
-        self.on = torch.device(soak.device, dist.get_rank()) if soak.device == "cuda" else torch.device("cpu")
+        self.on = torch.device("cuda", torch.cuda.current_device()) if soak.device == "cuda" else torch.device("cpu")
         size = dist.get_world_size()
         some = dist.new_group(list(range(size - 1))) if size > 2 else None
         member = dist.get_rank() < size - 1
@@ -339,8 +339,6 @@ class Rank:
 
 def rank_work(soak: Soak) -> Told:
     """One rank of a soak."""
-    if soak.device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
     return Rank(soak).run()
 
 
@@ -390,18 +388,21 @@ def main() -> None:
     options.add_argument("--calls", type=count, default=10_000)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options.add_argument("--ranks", type=int, default=0, help="default: 3; on GPUs all of them, 4 at most")
+    options.add_argument(
+        "--ranks", type=int, default=0, help="default: 3, or all GPUs, 4 at most; more ranks share them"
+    )
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
     options.add_argument("--json", type=appended)
     options.add_argument("--commit", default="", help="what the tree is, for the lines")
     given = options.parse_args()
-    on_gpu = given.device == "cuda"
-    if on_gpu and torch.cuda.device_count() < 2:
-        options.error(f"--device cuda needs two GPUs or more, this machine has {torch.cuda.device_count()}; use cpu")
-    ranks = given.ranks or (min(4, torch.cuda.device_count()) if on_gpu else 3)
+    on_gpu, gpus = given.device == "cuda", torch.cuda.device_count()
+    if on_gpu and (not gpus or (gpus < 2 and not given.ranks)):
+        options.error(f"--device cuda needs two GPUs or more, or one and --ranks; this machine has {gpus}")
+    ranks = given.ranks or (min(4, gpus) if on_gpu else 3)
+    place = SHARED if on_gpu and ranks > gpus else given.device
     size = {"catalogue": 64, "window": 16, "moves": 400} if on_gpu else {}
     soak = Soak(calls=given.calls, seed=given.seed, device=given.device, budget_s=given.budget_s, **size)
-    with Ranks(ranks, device=given.device, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
+    with Ranks(ranks, device=place, environment={"WEFT_CACHE_DIR": "", "WEFT_TIMEOUT_S": "30"}) as pool:
         told = pool.run(rank_work, soak, timeout_s=86_400)
     shown = list(lines(soak, told, ranks))
     for line in islice(shown, len(told[0].parts)):
