@@ -388,9 +388,7 @@ def main() -> None:
     options.add_argument("--calls", type=count, default=10_000)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options.add_argument(
-        "--ranks", type=int, default=0, help="default: 3, or all GPUs, 4 at most; more ranks share them"
-    )
+    options.add_argument("--ranks", type=int, default=0, help="default: 3, or all GPUs, 4 at most; more ranks share them")
     options.add_argument("--budget-s", type=float, default=float("inf"), help="no part is begun after so long")
     options.add_argument("--json", type=appended)
     options.add_argument("--commit", default="", help="what the tree is, for the lines")

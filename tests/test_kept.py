@@ -6,6 +6,8 @@ import dataclasses
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,19 +28,24 @@ from weft.problem import Problem
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 
 
-def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
-    """Two calls of auto in a process whose cache is its rank's: what was chosen, and how many schedules were bound."""
-    os.environ["WEFT_CACHE_DIR"] = folders[dist.get_rank()]
+@contextmanager
+def _new_process(folder: str) -> Iterator[None]:
+    """What a rank does within is done as if by a process that has just begun, and keeps its plans in a folder."""
+    os.environ["WEFT_CACHE_DIR"] = folder
     try:
-        with trials_by_a_clock() as made:
-            weft.close()
-            check_gather(64, 48, 32, torch.float32, "auto", 0)
-            check_gather(64, 48, 32, torch.float32, "auto", 1)
-            found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
-            weft.close()
-            return found, len(made)
+        weft.close()
+        yield
+        weft.close()
     finally:
         os.environ["WEFT_CACHE_DIR"] = ""
+
+
+def _first_calls(folders: list[str]) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
+    """Two calls of auto in a process whose cache is its rank's: what was chosen, and how many schedules were bound."""
+    with trials_by_a_clock() as made, _new_process(folders[dist.get_rank()]):
+        check_gather(64, 48, 32, torch.float32, "auto", 0)
+        check_gather(64, 48, 32, torch.float32, "auto", 1)
+        return [(choice.spec, choice.kept, choice.us) for choice in weft.choices()], len(made)
 
 
 @pytest.mark.ranks
@@ -163,17 +170,11 @@ def _times(schedule: weft.Schedule) -> int:
 
 def _serves_where_choices_differ(folders: list[str]) -> tuple[list[tuple[int, str, tuple[int, ...]]], int]:
     """A process whose cache is its rank's."""
-    os.environ["WEFT_CACHE_DIR"] = folders[dist.get_rank()]
-    try:
-        with timed_trials(("sequential", "shard_p2p", "flag_gated:1", "hetero_unfused_1d:2"), _times) as made:
-            weft.close()
-            for m in (64, 160, 96, 104):
-                check_gather(m, 48, 32, torch.float32, "auto", 0)
-            found = [(choice.problem.m, choice.spec, choice.like) for choice in weft.choices()]
-            weft.close()
-            return found, len(made)
-    finally:
-        os.environ["WEFT_CACHE_DIR"] = ""
+    specs = ("sequential", "shard_p2p", "flag_gated:1", "hetero_unfused_1d:2")
+    with timed_trials(specs, _times) as made, _new_process(folders[dist.get_rank()]):
+        for m in (64, 160, 96, 104):
+            check_gather(m, 48, 32, torch.float32, "auto", 0)
+        return [(choice.problem.m, choice.spec, choice.like) for choice in weft.choices()], len(made)
 
 
 @pytest.mark.ranks
@@ -199,21 +200,15 @@ def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], 
     """Calls of auto with a kept plan, until it has been proved: choices, schedules that are bound, warnings."""
     from weft.execute.groups import GROUPS
 
-    os.environ["WEFT_CACHE_DIR"] = folder
-    try:
-        with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always", UserWarning)
-            weft.close()
-            for call in range(PROVED_AFTER + 4):
-                check_gather(64, 48, 32, torch.float32, "auto", call)
-            group = dist.group.WORLD
-            assert group is not None
-            bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
-            found = [(choice.spec, choice.kept) for choice in weft.choices()]
-            weft.close()
-            return found, bound, [str(warning.message) for warning in seen]
-    finally:
-        os.environ["WEFT_CACHE_DIR"] = ""
+    with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen, _new_process(folder):
+        warnings.simplefilter("always", UserWarning)
+        for call in range(PROVED_AFTER + 4):
+            check_gather(64, 48, 32, torch.float32, "auto", call)
+        group = dist.group.WORLD
+        assert group is not None
+        bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
+        found = [(choice.spec, choice.kept) for choice in weft.choices()]
+        return found, bound, [str(warning.message) for warning in seen]
 
 
 @pytest.mark.ranks

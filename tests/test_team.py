@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 from conftest import RankFixture
@@ -29,33 +31,31 @@ def _alike(team: Team) -> int:
     return team.calls
 
 
-def _different(team: Team) -> str:
-    numbers = []
-    for text in ("op: gather\nM: 64", "op: scatter\nM: 64"):
-        team.enter(text)
-        numbers.append(team.remember(text))
-    team.repeat(numbers[0])
-    team.repeat(numbers[team.rank % 2])
+def _noticed(team: Team, *calls: Callable[[], object]) -> str:
+    """What a rank is told that makes these calls, and then waits for nothing."""
     try:
+        for call in calls:
+            call()
         team.until(lambda: False, lambda: "nothing")
     except (RankMismatch, PeerLost) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing noticed"
 
 
+def _different(team: Team) -> str:
+    numbers = []
+    for text in ("op: gather\nM: 64", "op: scatter\nM: 64"):
+        team.enter(text)
+        numbers.append(team.remember(text))
+    team.repeat(numbers[0])
+    return _noticed(team, partial(team.repeat, numbers[team.rank % 2]))
+
+
 def _known_and_new(team: Team) -> str:
     """One rank repeats what all know, the other meets for something new."""
     team.enter("op: gather\nM: 64")
     number = team.remember("op: gather\nM: 64")
-    try:
-        if team.rank:
-            team.repeat(number)
-            team.until(lambda: False, lambda: "nothing")
-        else:
-            team.enter("op: gather\nM: 128")
-    except (RankMismatch, PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing noticed"
+    return _noticed(team, partial(team.repeat, number) if team.rank else partial(team.enter, "op: gather\nM: 128"))
 
 
 def _unmet_alike(team: Team) -> tuple[int, list[int]]:
@@ -72,39 +72,20 @@ def _unmet_alike(team: Team) -> tuple[int, list[int]]:
 
 def _unmet_and_different(team: Team) -> str:
     team.enter("op: gather\nM: 64")
-    team.begin(f"op: gather\nM: {128 + team.rank}")
-    try:
-        team.until(lambda: False, lambda: "nothing")
-    except (RankMismatch, PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing noticed"
+    return _noticed(team, partial(team.begin, f"op: gather\nM: {128 + team.rank}"))
 
 
 def _unmet_and_new(team: Team) -> str:
     """One rank begins without a meeting, the other meets."""
     team.enter("op: gather\nM: 64")
-    try:
-        if team.rank:
-            team.begin("op: gather\nM: 96")
-            team.until(lambda: False, lambda: "nothing")
-        else:
-            team.enter("op: gather\nM: 128")
-    except (RankMismatch, PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing noticed"
+    return _noticed(team, partial(team.begin if team.rank else team.enter, f"op: gather\nM: {(128, 96)[team.rank]}"))
 
 
 def _late_to_look(team: Team) -> str:
     """What the other rank began is noticed when it has begun others."""
     team.enter("op: gather\nM: 64")
-    for m in range(3):
-        team.begin(f"op: gather\nM: {m + (7 if team.rank and m == 1 else 0)}")
-    try:
-        team.enter("op: barrier")
-        team.until(lambda: False, lambda: "nothing")
-    except (RankMismatch, PeerLost) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing noticed"
+    others = [f"op: gather\nM: {m}" for m in (0, 8 if team.rank else 1, 2)]
+    return _noticed(team, *(partial(team.begin, text) for text in others), partial(team.enter, "op: barrier"))
 
 
 def _last_call(team: Team) -> str:
