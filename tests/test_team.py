@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch.distributed as dist
 from conftest import RankFixture
 from lone_ranks import wait_for
@@ -144,40 +145,26 @@ def test_calls_alike(ranks: RankFixture) -> None:
     assert ranks(2).run(_with_team, "_alike") == [3003, 3003]
 
 
-def test_known_calls_that_differ_are_noticed(ranks: RankFixture) -> None:
-    messages = ranks(2).run(_with_team, "_different")
-    assert any("ranks disagree in call 4" in m and "op: rank 0 has gather, rank 1 has scatter" in m for m in messages), messages
-    assert all("nothing noticed" not in m for m in messages)
-
-
-def test_a_known_call_beside_a_new_one_is_noticed(ranks: RankFixture) -> None:
-    messages = ranks(2).run(_with_team, "_known_and_new")
-    assert any("M: rank" in m and "64" in m and "128" in m for m in messages), messages
-    assert all("nothing noticed" not in m for m in messages)
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("_different", ("ranks disagree in call 4", "op: rank 0 has gather, rank 1 has scatter")),
+        ("_known_and_new", ("M: rank", "64", "128")),
+        ("_unmet_and_different", ("ranks disagree in call 2", "M: rank 0 has 128, rank 1 has 129")),
+        ("_unmet_and_new", ("M: rank", "has 128", "has 96")),
+        ("_late_to_look", ("ranks disagree in call 3", "M: ")),
+    ],
+)
+def test_calls_that_differ_are_noticed(ranks: RankFixture, function: str, words: tuple[str, ...]) -> None:
+    messages = ranks(2).run(_with_team, function)
+    assert any(all(word in message for word in words) for message in messages), messages
+    assert all("nothing noticed" not in message for message in messages)
 
 
 def test_calls_that_begin_without_a_meeting(ranks: RankFixture) -> None:
     (calls, numbers), (others, theirs) = ranks(2).run(_with_team, "_unmet_alike")
     assert calls == others == 3003
     assert numbers == theirs
-
-
-def test_calls_that_begin_without_a_meeting_and_differ_are_noticed(ranks: RankFixture) -> None:
-    messages = ranks(2).run(_with_team, "_unmet_and_different")
-    assert any("ranks disagree in call 2" in m and "M: rank 0 has 128, rank 1 has 129" in m for m in messages), messages
-    assert all("nothing noticed" not in m for m in messages)
-
-
-def test_a_call_without_a_meeting_beside_one_that_meets_is_noticed(ranks: RankFixture) -> None:
-    messages = ranks(2).run(_with_team, "_unmet_and_new")
-    assert any("M: rank 0 has 128, rank 1 has 96" in m or "M: rank 1 has 96, rank 0 has 128" in m for m in messages), messages
-    assert all("nothing noticed" not in m for m in messages)
-
-
-def test_a_call_without_a_meeting_that_differed_some_calls_ago_is_noticed(ranks: RankFixture) -> None:
-    messages = ranks(2).run(_with_team, "_late_to_look")
-    assert any("ranks disagree in call 3" in m and "M: " in m for m in messages), messages
-    assert all("nothing noticed" not in m for m in messages)
 
 
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
