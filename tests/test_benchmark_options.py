@@ -87,7 +87,7 @@ def test_a_line_is_written_before_it_is_told(tmp_path: Path) -> None:
     ("made", "words", "says"),
     [
         (races, ["--only", "nothing"], "--only 'nothing': no operator has such a schedule"),
-        (soak, ["--device", "cuda"], "--device cuda needs two GPUs or more, this machine has 0; use cpu"),
+        (soak, ["--device", "cuda"], "--device cuda needs two GPUs or more, or one and --ranks; this machine has 0"),
         (soak, ["--calls", "0"], "--calls: '0' is no whole number of at least 1"),
         (fuzz, ["--device", "cpu", "--trials", "0"], "--trials: '0' is no whole number of at least 1"),
         (fuzz, ["--device", "cpu", "--trials", "1", "--json", "/dev/null/x"], "--json: cannot append to"),

@@ -51,10 +51,9 @@ def _fused_schedules() -> tuple[int, int]:
     for kind in kinds:
         kind.launch = counted  # type: ignore[method-assign]
     try:
-        for (m, n, k), calls in (((64, 80, 48), 2), ((128, 96, 64), 1), ((64, 80, 48), 1)):
+        for call, (m, n, k) in enumerate(((64, 80, 48), (128, 96, 64), (64, 80, 48))):
             for name in FUSED:
-                for call in range(calls):
-                    check_both(m, n, k, torch.float16, name, call)
+                check_both(m, n, k, torch.float16, name, call)
     finally:
         for kind in kinds:
             kind.launch = launch[kind]  # type: ignore[method-assign]
@@ -64,8 +63,8 @@ def _fused_schedules() -> tuple[int, int]:
 
 def test_fused_schedules_run_as_kernels(interpreted: Ranks) -> None:
     for launches, halved in interpreted.run(_fused_schedules):
-        assert launches >= 16
-        assert halved >= 4
+        assert launches >= 12
+        assert halved >= 3
 
 
 def _no_columns() -> list[tuple[int, ...]]:

@@ -40,9 +40,9 @@ def _called(operator: str, options: dict[str, Any], spec: str, k: int, n: int) -
 def _all() -> None:
     for operator, options, op in COLUMNS:
         for spec in ("auto", *names(op)):
+            like = _called(operator, options, spec, 2, 6)[0]
             for _ in range(2):
                 out, grad_a, grad_b, *moved = _called(operator, options, spec, 0, 6)
-                like = _called(operator, options, spec, 2, 6)[0]
                 assert torch.equal(out, torch.zeros_like(like)), (operator, spec)
                 assert (grad_a.shape, grad_b.shape) == ((6, 0), (0, 6))
                 assert [each.shape[1] for each in moved] == [0] * len(moved)
