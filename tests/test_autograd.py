@@ -234,6 +234,9 @@ def _dual_tensors() -> None:
                 assert weft.collectives.all_reduced(x).tolist() == [[2.0] * 4] * 2
             with refused:
                 torch.func.jvp(call, (x.clone().requires_grad_(requires_grad),), (torch.ones_like(x),))
+            if name != "swiglu":  # is not called by users
+                with pytest.raises(ValueError, match=r"torch.func's grad, .* use torch.autograd.grad"):
+                    torch.func.vjp(call, x)
             assert weft.collectives.all_reduced(x).tolist() == [[2.0] * 4] * 2
 
 

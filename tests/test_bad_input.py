@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
@@ -193,3 +194,18 @@ def test_splits_that_cannot_be_take_no_memory(alone: None, splits: list[int], sa
     for operator in (weft.matmul_all_to_all, weft.all_to_all_matmul):
         with pytest.raises(ValueError, match=says):
             operator(A, B, splits=torch.tensor(splits), max_rows=4)
+
+
+def test_a_tensor_of_several_ranks_is_no_ranks_part(alone: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    a, b = (DTensor.from_local(part, mesh, [Shard(0)]) for part in (A, B))
+    for name, call in {
+        "a": lambda: weft.all_gather_matmul(a, B),
+        "b": lambda: weft.matmul_reduce_scatter(A, b),
+        r"b\[1\]": lambda: weft.all_gather_matmul(A, [B, b]),
+        "residual": lambda: weft.matmul_all_reduce(A, B, residual=DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)])),
+        r"tables\[0\]": lambda: weft.embedding_bag_all_to_all(torch.arange(4), torch.arange(5), [a]),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name} is a DTensor; .* use {name}.to_local"):
+            call()
+    assert torch.equal(weft.all_gather_matmul(a.to_local(), b.to_local()), A @ B)

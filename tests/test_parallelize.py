@@ -409,6 +409,12 @@ def _without_norm() -> Any:
     return model
 
 
+def _with_a_layers_norm() -> Any:
+    model = tiny("llama")
+    model.model.norm = model.model.layers[-1].input_layernorm
+    return model
+
+
 def _refused() -> list[str]:
     import transformers
 
@@ -427,6 +433,7 @@ def _refused() -> list[str]:
         lambda: sharded(tiny("llama"), few_tokens=0).to("meta")(text(2, 9).to("meta")),
         lambda: weft.parallelize(Around(tiny("llama")), mesh()),
         lambda: weft.parallelize(_without_norm(), mesh()),
+        lambda: weft.parallelize(_with_a_layers_norm(), mesh()),
     ):
         try:
             attempt()
@@ -448,6 +455,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "a is on meta; weft runs on cpu and cuda",
         "model is Around around LlamaForCausalLM, which has no layers of its own; pass the model of transformers",
         "model has a LlamaModel without a norm after its layers, before which tokens become whole again; put an nn.Identity",
+        "model has a LlamaModel whose norm is also one of its layers'; give it one of its own: copy.deepcopy(model.norm)",
     ]
     for told in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(told, expected, strict=True)] == expected, told

@@ -129,11 +129,22 @@ def unseen(*tensors: torch.Tensor) -> bool:
     that torch is to negate or conjugate. Then torch's dispatch, some 15 us of host time, has nothing to do."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if forward_ad._current_level >= 0:
+        return False
+    if (transform := torch._C._functorch.peek_interpreter_stack()) is not None:
+        _check_transform(transform.key())
         return False
     grad = torch.is_grad_enabled()
     plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and not (grad and t.requires_grad) for t in tensors)
     return plain and not any(t.is_neg() or t.is_conj() for t in tensors)
+
+
+def _check_transform(kind: torch._C._functorch.TransformType) -> None:
+    if kind == torch._C._functorch.TransformType.Grad:
+        raise ValueError(
+            "torch.func's grad, vjp and jacrev cannot be taken of weft's operators, whose derivatives torch.library knows; use"
+            " torch.autograd.grad, or backward"
+        )
 
 
 def backward_schedule(schedule: str, op: Op) -> str:

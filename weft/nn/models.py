@@ -109,15 +109,21 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError("model has DTensors already; call weft.parallelize once, before fully_shard")
     found = getattr(model, cast(str, getattr(model, "base_model_prefix", "model")), model)
-    if not isinstance(getattr(found, "layers", None), nn.ModuleList):
+    layers, norm = getattr(found, "layers", None), getattr(found, "norm", None)
+    if not isinstance(layers, nn.ModuleList):
         raise ValueError(
             f"model is {type(model).__name__} around {type(found).__name__}, which has no layers of its own; pass the model of "
             "transformers itself, here the one inside. Adapters (LoRA) are put into it before this call, not afterwards"
         )
-    if not isinstance(getattr(found, "norm", None), nn.Module):
+    if not isinstance(norm, nn.Module):
         raise ValueError(
             f"model has a {type(found).__name__} without a norm after its layers, before which tokens become whole again; put "
             "an nn.Identity in its place"
+        )
+    if norm in layers.modules():
+        raise ValueError(
+            f"model has a {type(found).__name__} whose norm is also one of its layers'; give it one of its own: "
+            "copy.deepcopy(model.norm)"
         )
     return found
 

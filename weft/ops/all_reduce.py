@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from weft.library.all_reduce import run_all_reduce
-from weft.ops.checks import check_operands, group_of, shape_of, spec_of
+from weft.ops.checks import check_operands, check_own, group_of, shape_of, spec_of
 from weft.ops.rows import flat
 from weft.schedule import Schedule
 
@@ -62,7 +62,6 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
         return
     if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
         raise ValueError(f"{name} is {shape_of(given)}; it must be {list(shape)}")
-    if given.layout is not torch.strided:
-        raise ValueError(f"{name} is {given.layout}; weft takes strided tensors: use {name}.to_dense()")
+    check_own(name, given)
     if given.dtype != a.dtype or given.device != a.device:
         raise ValueError(f"{name} is {given.dtype} on {given.device}, a is {a.dtype} on {a.device}; they must agree")

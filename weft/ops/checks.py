@@ -16,6 +16,7 @@ from weft.schedule import Schedule
 from weft.team_texts import no_group
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_USUAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
@@ -56,8 +57,7 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
         raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
     if not bs:
         raise ValueError("b is an empty list; pass one matrix or several")
-    if a.layout is not torch.strided:
-        raise ValueError(f"a is {a.layout}; weft takes strided tensors: use a.to_dense()")
+    check_own("a", a)
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
     if a.dtype not in DTYPES:
@@ -66,14 +66,27 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
         name = "b" if count == 1 else f"b[{i}]"
         if not isinstance(b, torch.Tensor) or b.dim() != 2:
             raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
-        if b.layout is not torch.strided:
-            raise ValueError(f"{name} is {b.layout}; weft takes strided tensors: use {name}.to_dense()")
+        check_own(name, b)
         if b.shape[0] != beside * a.shape[-1]:
             columns = f"{a.shape[-1]} columns" + (f" on each of {beside} ranks" if beside > 1 else "")
             raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
         # get_device, which is fast, is -1 for a tensor without memory, too.
         if b.dtype != a.dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+def check_own(name: str, tensor: torch.Tensor) -> None:
+    """That a tensor is strided, and this rank's part itself. Raises ValueError."""
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; weft takes strided tensors: use {name}.to_dense()")
+    if type(tensor) not in _USUAL and _of_several_ranks(tensor):
+        raise ValueError(f"{name} is a DTensor; operators are called with each rank's own part: use {name}.to_local()")
+
+
+def _of_several_ranks(tensor: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor  # import weft does not load it
+
+    return isinstance(tensor, DTensor)
 
 
 def check_values(name: str, tensor: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weft.errors import require
 from weft.library.embedding import run_lookup
-from weft.ops.checks import DTYPES, group_of, listed, shape_of, spec_of
+from weft.ops.checks import DTYPES, check_own, group_of, listed, shape_of, spec_of
 from weft.ops.optimizers import Optimizer
 from weft.schedule import Schedule
 
@@ -143,8 +143,7 @@ def _check_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype: t
         )
     for at, table in enumerate(tables):
         require(f"tables[{at}]", table, torch.Tensor, "it must be a matrix [rows, dim]")
-        if table.layout is not torch.strided:
-            raise ValueError(f"tables[{at}] is {table.layout}; weft takes strided tensors")
+        check_own(f"tables[{at}]", table)
     kind = tables[0].dtype if tables else dtype
     if kind not in DTYPES or dtype not in (None, kind):
         raise ValueError(f"tables[0] is {kind}, dtype {dtype}; weft takes {', '.join(DTYPES.values())}, the same for both")
