@@ -14,6 +14,9 @@ define install
 	touch $@
 endef
 
+# Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test lint types docs site audit clean
 
 run: $(VENV)/.set-up-run

@@ -1,4 +1,4 @@
-"""A script's ranks as torchrun starts them, forked from a server that has imported torch, which is quicker."""
+"""A script's ranks as torchrun starts them, forked from a server that has imported what they need, which is quicker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from weft.execute.ranks import PRELOADED
+
 
 def torchrun(script: Path, *words: str, ranks: int, folder: Path, timeout_s: float) -> str:
     """What all ranks print, each started in `folder`. Raises AssertionError with the errors of those that fail or are late."""
@@ -19,7 +21,7 @@ def torchrun(script: Path, *words: str, ranks: int, folder: Path, timeout_s: flo
     found = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     found |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "CUDA_VISIBLE_DEVICES": ""}
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(list(PRELOADED))
     processes = []
     for rank in range(ranks):
         environment = {**os.environ, **found, "RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -3,8 +3,8 @@
 `weft run` and the tests use this; under torchrun the user's processes are the ranks. Work is a top-level function and its
 arguments; every rank runs it inside one process group (gloo on CPU, NCCL on CUDA).
 
-Ranks are forked from a server that has imported torch, and nothing that reads the environment when it is imported: the first
-ranks of a process take seconds, later ones a tenth of one.
+Ranks are forked from a server that has imported torch and the operators: the first ranks of a process take seconds, later ones
+a tenth of one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from weft.errors import WeftError
 
 SHARED = "cuda:shared"
 """Ranks take GPUs in turn, so that several may have one."""
+PRELOADED = ("torch", "weft.ops", "weft.planner")
+"""What ranks' server imports: nothing that reads the environment when it is imported."""
 _START_S = 120.0
 _GRACE_S = 15.0
 
@@ -155,7 +157,7 @@ class Ranks:
         self.world_size, self.device = world_size, device
         self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(list(PRELOADED))
         store = str(Path(self._folder.name) / "store")
         self._pipes: list[Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
