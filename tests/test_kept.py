@@ -316,3 +316,41 @@ def test_a_profile_that_one_rank_cannot_read_is_told_to_all(ranks: RankFixture) 
     assert first == ["rank 1 cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there", "right"]
     assert second[0].startswith("cannot read nothing.json")
     assert second[1] == "right"
+
+
+def _efforts() -> list[str]:
+    return told_with([{"WEFT_EFFORT": effort} for effort in ("quick" if dist.get_rank() == 1 else "none", "quick")], "auto")
+
+
+@pytest.mark.ranks
+def test_efforts_that_differ_are_named(ranks: RankFixture) -> None:
+    expected = ["WEFT_EFFORT is none on rank 0, quick on rank 1; set it alike on all ranks", "right"]
+    assert ranks(2).run(_efforts) == [expected] * 2
+
+
+def _strict(folder: str) -> str:
+    """Others could have written the kept plan that rank 0 reads, to whom warnings are errors."""
+    os.environ["WEFT_CACHE_DIR"] = folder if dist.get_rank() == 0 else ""
+    try:
+        with trials_by_a_clock("shard_p2p"), warnings.catch_warnings():
+            for mode in (0o600, 0o666):
+                weft.close()
+                for path in Path(folder).glob("plans/*.json"):
+                    path.chmod(mode)
+                dist.barrier()
+                warnings.simplefilter("error")
+                try:
+                    check_gather(64, 48, 32, torch.float32, "auto", 0)
+                except Exception as error:
+                    told = f"{type(error).__name__}: {error}"
+            return told
+    finally:
+        os.environ["WEFT_CACHE_DIR"] = ""
+        weft.close()
+
+
+@pytest.mark.ranks
+def test_what_one_rank_raises_on_reading_a_plan_is_told_to_all(ranks: RankFixture, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_strict, str(tmp_path), timeout_s=15)
+    assert first.startswith("UserWarning: a kept plan is skipped")
+    assert second.startswith("PeerLost: rank 0 failed: a kept plan is skipped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ragged_work import PATTERNS, Case, counts_of, round_trip
 from rank_pools import interpreted_ranks
 
 import weft
+from weft import memory
 from weft.errors import WeftError
 from weft.execute.groups import GROUPS
 from weft.execute.ranks import Ranks
@@ -415,3 +417,37 @@ def _lost() -> str:
 @pairs
 def test_a_peer_that_does_not_come_is_told_of(interpreted: Ranks) -> None:
     assert interpreted.run(_lost, timeout_s=90)[0].startswith("WaitTimeout: rank 0")
+
+
+def _without_room(lacks: str) -> list[str]:
+    """Rank 1 has no room for a program's memory: of its own, or shared. What each call raises."""
+    from weft.execute import ragged
+
+    weft.close()
+    error = {"own": torch.OutOfMemoryError("no room"), "shared": ValueError("no room")}[lacks]
+    place = (ragged, "Exchange") if lacks == "own" else (memory.Segment, "create")
+    a, b, splits = torch.ones(8, 16).half(), torch.ones(16, 16).half(), torch.full((dist.get_world_size(),), 2)
+    weft.all_to_all_matmul(torch.ones(4, 4), torch.ones(4, 4))  # the group is there
+    told = []
+    for number in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1 and not number:
+                patch.setattr(*place, mock.Mock(side_effect=error))
+            try:
+                weft.all_to_all_matmul(a, b, splits=splits, max_rows=16)
+            except Exception as raised:
+                told.append(f"{type(raised).__name__}: {raised}")
+    weft.close()
+    out, counts = weft.all_to_all_matmul(a, b, splits=splits, max_rows=16)
+    assert out[: int(counts.sum())].eq(16).all()
+    return told
+
+
+@pytest.mark.parametrize("lacks", ["own", "shared"])
+def test_a_rank_without_room_for_a_program_is_told_of(interpreted: Ranks, lacks: str) -> None:
+    told = interpreted.run(_without_room, lacks)
+    kind = {"own": "OutOfMemoryError", "shared": "ValueError"}[lacks]
+    for rank, (first, second) in enumerate(told):
+        assert first == f"{kind}: no room" if rank == 1 else first.startswith("PeerLost: ") and first.endswith("no room"), told
+        assert "this group's team is broken" in second
+        assert "call weft.close(group) on every rank" in second

@@ -13,7 +13,7 @@ from lone_ranks import wait_for
 
 from weft.errors import PeerLost, RankMismatch
 from weft.team import _CLOSED, _PEER_CHECK_S, _STATE, _TOLD, Team
-from weft.team_texts import TEXT_BYTES, Remembered, told
+from weft.team_texts import TEXT_BYTES, Remembered, difference, told
 
 
 def _alike(team: Team) -> int:
@@ -214,3 +214,7 @@ def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:
 def test_numbers_leave_no_room_to_choose() -> None:
     known = Remembered(2, 50)
     assert {known.number(str(number)) for number in range(2000)} == set(range(2, 50))
+
+
+def test_what_nobody_remembers_is_said_to_be_so() -> None:
+    assert difference(0, "", 1, "") == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to be told"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -80,14 +81,17 @@ def test_whom_a_program_serves() -> None:
 
 def test_a_count_that_stays_gets_its_own_program() -> None:
     left = Widened({}, lambda problem: None)
-    assert left.may("a")
-    for _ in range(widened.CALLS):
-        assert left.may("a")
-        left.used("a")
-    assert not left.may("a")
-    assert left.may("b")
-    left.again(["a", "c"])
-    assert left.may("a")
+    assert left.may(100)
+    for call in range(widened.CALLS):
+        assert left.may(100)
+        left.used(100, "alike")
+        left.used(1 + call % (widened.RECENT - 1), "alike")
+        left.used(call, "others")
+    assert not left.may(100)
+    assert left.may(1)
+    for other in range(widened.RECENT):
+        left.used(other, "alike")
+    assert left.may(100), "so many others came that it is new again"
 
 
 @contextmanager
@@ -363,8 +367,8 @@ def test_new_counts_that_differ_are_told_apart(ranks: RankFixture) -> None:
     assert any("RankMismatch" in text and "M: rank 0 has 196, rank 1 has 198" in text for text in told), told
 
 
-def _many_counts() -> list[int]:
-    """Programs that are bound in each round over more row counts than programs are kept for."""
+def _bound_in(rounds: Iterable[Iterable[int]], gpu: bool) -> list[int]:
+    """Programs that are bound in each round of calls, each given by a shard's rows."""
     made: list[int] = []
     bind = GroupState._bind
 
@@ -372,22 +376,50 @@ def _many_counts() -> list[int]:
         made[-1] += 1
         return bind(self, schedule, device)
 
-    with fake_gpu(), clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
+    with fake_gpu() if gpu else nullcontext(), clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(widened, "CALLS", 5)
         patch.setattr(groups, "PROGRAMS_PER_GROUP", 12)
+        patch.setattr(groups, "SITES_PER_GROUP", 16)
         patch.setattr(groups, "PROVED_AFTER", 10**6)
         _gather(64, 0)
         _gather(192, 1)
         patch.setattr(GroupState, "_bind", noted)
-        for seed in range(18):
+        for seed, shards in enumerate(rounds):
             made.append(0)
-            for shard in range(97, 128):
+            for shard in shards:
                 _gather(shard, seed)
+        state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        assert len(state._sites) <= 16
+        assert len(state._widened._left) <= widened.RECENT
     return made
 
 
 @pytest.mark.ranks
-def test_counts_that_come_back_do_not_bind_each_time(ranks: RankFixture) -> None:
-    for made in ranks(2).run(_many_counts):
-        assert made[1:5] == [0] * 4
-        assert sum(made) < 31 * 18 / 3, made
+@pytest.mark.parametrize("gpu", [True, False])
+def test_counts_that_come_back_do_not_bind_each_time(ranks: RankFixture, gpu: bool) -> None:
+    """More of them than programs are kept for, some called often at a time, as by the layers of a model."""
+    rounds = [range(97, 128)] * 8
+    for made in ranks(2).run(_bound_in, rounds, gpu):
+        assert made == [4] + [0] * 7
+    steps = [[shard] * 3 for shard in random.Random(1).choices(range(97, 128), k=60)]
+    for made in ranks(2).run(_bound_in, steps, gpu):
+        assert sum(made[30:]) <= 3, made
+
+
+_COLUMNS = {17: (9, 8), 18: (9, 9)}
+
+
+def _two_weights() -> None:
+    """Rank 0 has as many columns of both; no row count is used with both."""
+    rank = dist.get_rank()
+    with fake_gpu(), clocked("shard_p2p"):
+        for n, shard in ((17, 64), (17, 192), (18, 66), (18, 190), (18, 100), (17, 97), (17, 98), (18, 99), (18, 99)):
+            dist.barrier()
+            whole = torch.randn(2 * shard, 16, generator=torch.Generator().manual_seed(shard))
+            b = torch.randn(16, _COLUMNS[n][rank], generator=torch.Generator().manual_seed(rank))
+            torch.testing.assert_close(weft.all_gather_matmul(whole.chunk(2)[rank], b), whole @ b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks
+def test_a_step_of_one_weight_serves_no_other(ranks: RankFixture) -> None:
+    ranks(2).run(_two_weights)

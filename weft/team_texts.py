@@ -65,6 +65,8 @@ def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
     '  op: rank 0 has gather, rank 1 has scatter'
     """
     left, right = dict(_fields(mine)), dict(_fields(theirs))
+    if not (mine or theirs):
+        return f"  rank {rank} makes one, rank {peer} another, and both were agreed on too long ago to be told"
     if not theirs:
         return f"  rank {rank} makes this one, rank {peer} another, which it tells of itself:\n{mine}"
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]

@@ -12,7 +12,7 @@ import hashlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,6 +52,8 @@ T = TypeVar("T")
 _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Kept beside those in graphs; the least recently used goes first. Each holds some KiB of flags; on GPUs data, too."""
+SITES_PER_GROUP = 2048
+"""Calls that are known without a meeting. Fewer than the texts that a team remembers, so that each can be told of."""
 _TOLD_AT_ONCE = 48  # programs that a rank tells the others of in one number
 
 
@@ -66,7 +68,7 @@ class GroupState:
         self.team = Team(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
         self.lock = threading.Lock()
-        self._sites: dict[tuple[object, ...], Site] = {}
+        self._sites: dict[Hashable, Site] = {}
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
         self._earlier = KeptPlans(self.team)
@@ -93,7 +95,8 @@ class GroupState:
                 self.team.repeat(site.number)
             asked, call = call, self._as_bound(call, site)
             if site.wide and not capturing:
-                self._widened.used(known_by)
+                assert isinstance(asked, MatmulCall)
+                self._widened.used(known_by, asked.but_rows)
             if not capturing and call.tried and self._unproved.due(site.program):
                 site = self._proved(call, site)
             if not capturing:
@@ -130,8 +133,7 @@ class GroupState:
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         if (found := self._widened.served(call)) is not None:  # ranks have nothing to tell each other
             text, site = found
-            self._sites[call.key] = site = replace(site, number=self.team.begin(text))
-            return site
+            return self._known_by(call.key, replace(site, number=self.team.begin(text)))
         sizes = self.team.enter(call.describe(), call.share)
         empty = call.sums_nothing(sizes)
         as_bound = call.filled(len(sizes)) if empty else call
@@ -150,10 +152,18 @@ class GroupState:
             raise self.team.fail(interrupt) from interrupt.__cause__
         site = Site(number=0, program=program, empty=empty, wide=wide)
         if call.device.type == "cuda":
-            site = replace(site, number=self.team.remember(call.agreed(sizes)))
-            self._sites[call.key] = site
-            if wide:
+            site = self._known_by(call.key, replace(site, number=self.team.remember(call.agreed(sizes))))
+            if self._widened.met(call, sizes) and wide:
                 self._widened.learn(call, problem, sizes, site)
+        return site
+
+    def _known_by(self, key: Hashable, site: Site) -> Site:
+        """From here on, calls of this key are the site's; the oldest of too many are met in anew, if they come again. As many
+        calls are made on all ranks, so that they are the same."""
+        self._sites.pop(key, None)
+        self._sites[key] = site
+        if len(self._sites) > SITES_PER_GROUP:
+            del self._sites[next(iter(self._sites))]
         return site
 
     def _bound(self, key: Key) -> BoundProgram | None:
@@ -281,7 +291,6 @@ class GroupState:
         return held
 
     def _forget(self, program: BoundProgram) -> None:
-        self._widened.again(key for key, site in self._sites.items() if site.program is program)
         self._sites = {key: site for key, site in self._sites.items() if site.program is not program}
         problem, _, device = self._programs[program]
         if (choice := self._choices.get((problem, device))) and choice.like:
@@ -339,15 +348,15 @@ class GroupState:
 
     def schedules(self) -> list[Schedule]:
         """What has been chosen so far, oldest use first."""
-        return [program.schedule for program in self._programs]
+        return [program.schedule for program in list(self._programs)]
 
     def asked(self) -> list[tuple[Schedule, str]]:
         """As `schedules`, each with what the callers asked for that run it."""
-        return [(program.schedule, spec) for program, (_, spec, _) in self._programs.items()]
+        return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
 
     def runs(self, asked: str) -> Schedule:
         """What calls that asked for `asked` run, for the problem called last by it. KeyError if there was none."""
-        for program, (_, spec, _) in reversed(self._programs.items()):
+        for program, (_, spec, _) in reversed(list(self._programs.items())):
             if spec == asked:
                 return program.schedule
         raise KeyError(asked)

@@ -11,15 +11,17 @@ Row counts are looked up in what ranks have found together, so that they find th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import get_args
 
 import torch
 
 from weft.between import Between
 from weft.cache import Entry, Key, decode, encode, from_environment, space
 from weft.execute.bound import BoundProgram
-from weft.execute.choose import effort, profile_for
+from weft.execute.choose import Effort, effort, profile_for
 from weft.execute.network import transport_from_environment
 from weft.execute.trial import Choice, Trial, as_good
 from weft.execute.versions import gpu_number, links_between, machine_of, versions
@@ -32,29 +34,31 @@ PREDICTED_AFTER = 3
 """The same of a choice that is only predicted: as many as callers make before they capture a graph."""
 _AS_GOOD = 3
 """Specs beside the chosen one that an entry speaks for."""
-_UNREAD, _ONE_LANE, _EACH_PEER = range(3)
-"""What a rank says of its machine profile."""
+_EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 
 def agree(team: Team, device: torch.device) -> None:
-    """See that every rank can read what schedules are chosen by, and has copy lanes as the others do by it. Raises ValueError
-    on all where one cannot, or has not; the team goes on. Collective."""
+    """See that every rank can read what schedules are chosen by, and has the others' effort, and copy lanes as they do. Raises
+    ValueError on all where one cannot, or has not; the team goes on. Collective."""
     wrong: ValueError | None = None
-    mine = _UNREAD
+    mine = 0
     try:
-        effort()
-        mine = _EACH_PEER if profile_for(device).fans_out else _ONE_LANE
+        mine = 1 + _EFFORTS.index(effort()) + len(_EFFORTS) * profile_for(device).fans_out
     except ValueError as error:
         wrong = error
     found = team.enter("what schedules are chosen by can be read", mine)
     if wrong is not None:
         raise wrong
-    if _UNREAD in found:
+    if 0 in found:
         raise ValueError(
-            f"rank {found.index(_UNREAD)} cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there"
+            f"rank {found.index(0)} cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there"
         )
-    if len(set(found)) > 1:
-        one, each = found.index(_ONE_LANE), found.index(_EACH_PEER)
+    fan_out, efforts = zip(*(divmod(each - 1, len(_EFFORTS)) for each in found), strict=True)
+    if len(set(efforts)) > 1:
+        words = ", ".join(f"{_EFFORTS[each]} on rank {rank}" for rank, each in enumerate(efforts))
+        raise ValueError(f"WEFT_EFFORT is {words}; set it alike on all ranks")
+    if len(set(fan_out)) > 1:
+        one, each = fan_out.index(False), fan_out.index(True)
         raise ValueError(
             f"machine profiles differ: rank {one} has one copy lane by its own, rank {each} one for each peer "
             "(copies.engines); set WEFT_MACHINE alike on all ranks"
@@ -76,7 +80,8 @@ class KeptPlans:
         if device.type == "cuda":
             numbers = self._team.enter("GPUs of the group", gpu_number(device))
             self._links[device] = links_between([numbers[rank] for rank in self._team.near])
-        entry = self._cache.read(self._key(problem, device)) if self._cache else None
+        with self._alone():
+            entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = encode(entry.spec) if entry else 0
         chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
         if chosen is None:
@@ -111,8 +116,17 @@ class KeptPlans:
         good = as_good(choice.trials, choice.spec)
         self._between.add(choice.problem, choice.spec, good)
         if self._cache and self._team.rank == 0:
-            key = self._key(choice.problem, device)
-            self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us, as_good=good))
+            with self._alone():
+                key = self._key(choice.problem, device)
+                self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us, as_good=good))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What is raised in here, a warning that is an error, say, is this rank's alone: the others are told."""
+        try:
+            yield
+        except BaseException as error:
+            raise self._team.fail(error) from error.__cause__
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)

@@ -89,7 +89,6 @@ class RaggedProgram:
     def __init__(self, peers: Peers, call: RaggedCall, *, a_rows: int) -> None:
         self.peers = peers
         self.shape = _shape(call, peers.rank, peers.world_size, a_rows)
-        _check_kernels(call, peers.world_size)
         self._symmetric = {
             name: peers.tensor(extents, dtype, name=name) for name, (extents, dtype) in symmetric_shapes(self.shape).items()
         }
@@ -189,8 +188,8 @@ def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
     )
 
 
-def _check_kernels(call: RaggedCall, world_size: int) -> None:
-    """What the kernels need beside what every call does."""
+def check_kernels(call: RaggedCall, world_size: int) -> None:
+    """What the kernels need beside what every call does; the same on every rank. Raises ValueError."""
     experts, k, n = call.b.shape
     unit = 16 if call.gated else 8
     if call.a.dtype not in (torch.float16, torch.bfloat16):

@@ -58,16 +58,26 @@ class RaggedPrograms:
 
     def _bind(self, call: RaggedCall, *, capturing: bool) -> tuple[int, RaggedProgram]:
         """Agree with the other ranks on a call, and allocate. Collective."""
-        from weft.execute.ragged import RaggedProgram
+        from weft.execute.ragged import RaggedProgram, check_kernels
         from weft.triton.host import Peers
 
         if capturing:
             raise ValueError("splits: call the operator once with these sizes before capturing a graph")
-        heights = self._team.enter(call.describe(), call.a.shape[0])
-        self.peers = self.peers or Peers(self._team.group)
-        self._make_room()
-        program = RaggedProgram(self.peers, call, a_rows=max(9 * max(heights) // 8, call.max_rows))
-        return self.kept.setdefault(call.key, (self._team.remember(call.describe()), program))
+        text = call.describe()
+        heights = self._team.enter(text, call.a.shape[0])
+        check_kernels(call, self._team.world_size)
+        try:
+            self.peers = self.peers or Peers(self._team.group)
+            self._make_room()
+            program = RaggedProgram(self.peers, call, a_rows=max(9 * max(heights) // 8, call.max_rows))
+            self._team.enter(f"bound: {text}")
+        except BaseException as error:
+            alike = self._team.nodes if self.peers is None else not self.peers.broken
+            if alike and isinstance(error, ValueError):
+                raise  # of what ranks have agreed on, and so on all
+            # One rank's alone, for want of memory, say: it ends the calls of all.
+            raise self._team.fail(error) from error.__cause__
+        return self.kept.setdefault(call.key, (self._team.remember(text), program))
 
     def _make_room(self) -> None:
         """Free programs that were not used for the longest. Those in graphs stay. Collective."""

@@ -8,14 +8,16 @@ program of the next count on a coarse scale, which those around it run by, too:
     result    each piece: its rows | cut off                                                one copy; of one piece none
 
 A piece is a rank's shard, or what goes to, or comes from, one rank. Rows are multiplied each by itself, so nobody has to fill
-those that are added. A row count that stays, for CALLS calls, gets a program of its own.
+those that are added. A row count that stays, for CALLS calls between which fewer than RECENT others come, gets a program of its
+own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import Literal
 
 import torch
@@ -28,6 +30,9 @@ from weft.problem import Op, Problem, split
 
 CALLS = 100
 """Of one row count by a program of more rows. A model calls with one count once a layer and step: such counts may still go."""
+RECENT = 4
+"""Row counts whose calls are counted, of calls that are alike in all else: another one takes the place of the oldest, which is
+new if it returns. Else each count of many would, in the end, get a program, which the others soon put out."""
 _STEPS = 3
 """Binary digits of a piece's rows that count, after the first: up to an eighth more rows."""
 _Pieces = Literal["own", "each", "mine", "whole"]
@@ -87,11 +92,25 @@ class Widened:
         """choices: what was chosen until now. around: what was measured with fewer and with more rows."""
         self._choices, self._around = choices, around
         self._left: dict[Hashable, int] = {}
+        self._recent: dict[Hashable, list[Hashable]] = {}
         self._steps: dict[Hashable, list[_Step]] = {}
+        self._shares: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+
+    def met(self, call: Call, sizes: tuple[int, ...]) -> bool:
+        """Note how ranks share b in a call that they met in. sizes: each one's share, by rank. Whether every rank can tell this
+        call from all others by its own share: with 17 and 18 columns, a rank that has 9 of both cannot."""
+        if not isinstance(call, MatmulCall):
+            return False
+        before, _, after = call.describe().partition(f"M: {call.rows}\n")
+        known = self._shares.setdefault((before, after), set())
+        clear = not any(other != sizes and any(map(eq, other, sizes)) for other in known)
+        if not clear and sizes not in known:
+            self.unlearn()  # steps of the one whose share it has
+        known.add(sizes)
+        return clear
 
     def learn(self, call: Call, problem: Problem, sizes: tuple[int, ...], site: Site) -> None:
-        """What ranks have agreed on in a call of `problem`, for those of the other row counts that its program serves. sizes:
-        each rank's share of b, by rank."""
+        """What ranks have agreed on in a call of `problem`, for those of the other row counts that its program serves."""
         found, around = self.wider(call, problem), self._around(problem)
         if found is None or around is None or found.m != site.wide:
             return
@@ -136,14 +155,16 @@ class Widened:
     def may(self, key: Hashable) -> bool:
         return self._left.get(key, CALLS) > 0
 
-    def used(self, key: Hashable) -> None:
-        """Count a call."""
+    def used(self, key: Hashable, alike: Hashable) -> None:
+        """Count a call. alike: what it has in common with those of other row counts."""
+        recent = self._recent.setdefault(alike, [])
+        if not recent or recent[-1] != key:
+            if key in recent:
+                recent.remove(key)
+            recent.append(key)
+            if len(recent) > RECENT:
+                self._left.pop(recent.pop(0), None)
         self._left[key] = self._left.get(key, CALLS) - 1
-
-    def again(self, keys: Iterable[Hashable]) -> None:
-        """Their programs are gone: count from the start."""
-        for key in keys:
-            self._left.pop(key, None)
 
 
 def widened(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:

@@ -86,6 +86,11 @@ class Peers:
         self._made = 0
 
     @property
+    def broken(self) -> bool:
+        """Whether these peers have failed, here or on another rank: nothing can be made with them any more."""
+        return self._team.broken is not None
+
+    @property
     def resident_blocks(self) -> int:
         """As many blocks as run at once whatever the kernel: one for each SM; interpreted, one.
 
