@@ -115,6 +115,12 @@ def _viewed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Te
     return whole_x @ w, torch.ops.aten._unsafe_view(whole_x.sin(), [48, 8])
 
 
+def _cast_behind_a_view(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Torch gathers along the first dimension and views, where the one before the second is one."""
+    whole_x = gather(x[:1], 1).bfloat16()
+    return whole_x @ w.bfloat16(), whole_x.mean(1), whole_x + 1
+
+
 def _own_factor(whole_x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return whole_x @ (w * whole_x.sum())
 
@@ -154,6 +160,7 @@ GATHERS = [
     Case("saved before its wait", _gather_is_saved, ("all_gather_matmul",)),
     Case("waited for twice", _waited_for_twice, ("all_gather_matmul",)),
     Case("viewed as it lay", _viewed, ("all_gather_matmul",)),
+    Case("cast behind a view, and used", _cast_behind_a_view, ("all_gather_matmul",)),
     Case("cast to fewer bits", lambda x, w, b: gather(x, 1).bfloat16() @ w.bfloat16(), ("all_gather_matmul",)),
 ]
 SCATTERS = [

@@ -182,7 +182,8 @@ def rewrite(graph: Graph, site: Gather, schedule: str) -> None:
         outs = write.items(fused)
         if keep:
             kept = write.from_front(outs.pop(), site.dim, extents)
-            (site.cast or site.whole).replace_all_uses_with(kept)
+            used = site.cast or site.whole  # which may be cast behind views
+            used.replace_all_uses_with(write.reshape(kept, shape(used)))
             site.start.replace_all_uses_with(kept, lambda user: user.op == "output")
     raise_above(fused, bs)
     for product, out in zip(site.products, outs, strict=True):
