@@ -326,6 +326,11 @@ class GroupState:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             return self.reachable.take(self._space(device), nbytes)
 
+    def numbers(self, what: str, mine: int) -> tuple[int, ...]:
+        """What each rank gives, by rank. Collective: hosts meet."""
+        with self.lock:
+            return self.team.enter(what, mine)
+
     def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
         """As weft.execute.unscheduled.watched."""
         with self.lock:

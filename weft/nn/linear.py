@@ -42,12 +42,13 @@ Tensor = torch.Tensor
 @dataclass(kw_only=True)
 class Tokens:
     """How the tokens of what a module is given lie on ranks, along `dim`. total: of all ranks, where each has its part, as
-    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs. open: in a
-    forward that has not yet gathered at its end, total, or 0; None outside."""
+    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
 
     dim: int = 1
     total: int | None = None
-    open: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError where nobody knows."""
 
 
 @dataclass(kw_only=True)
@@ -106,6 +107,7 @@ class Shared:
     def _products(self, x: Tensor, members: Sequence[ColumnLinear]) -> list[Tensor]:
         weights = [local(member.weight) for member in members]
         biases = [None if member.bias is None else local(member.bias) for member in members]
+        self.tokens.check()
         group, total = group_of(members[0].weight), self.tokens.total
         self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
         decodes = total is None and not torch.is_grad_enabled()
@@ -138,6 +140,7 @@ class RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
         tokens, group = self._weft_tokens, group_of(self.weight)
+        tokens.check()
         scatter = tokens.total is not None
         self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
         return rows(input, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)

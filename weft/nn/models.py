@@ -30,10 +30,11 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.errors import require
+from weft.nn.decoder_tokens import DecoderTokens
 from weft.nn.expert_parallel import ExpertParallel
 from weft.nn.layouts import ColumnsOut
 from weft.nn.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
-from weft.nn.moves import Begun, Cut, CutIfMany, Gathered, GatheredOnce, OfOutput, Sharded, evenly, noting_tokens
+from weft.nn.moves import Begun, Cut, CutIfMany, Gathered, GatheredOnce, OfOutput, Sharded, evenly, noting_tokens, placed
 from weft.nn.products import How
 from weft.nn.replicas import always, class_of, never, replicate, replicate_alone
 from weft.nn.sharing import in_several_places, whole_by_sharing
@@ -82,7 +83,8 @@ def parallelize(
         raise ValueError(f"few_tokens is {few_tokens!r}; use 0 or more")
     how = How(schedule=schedule, keep_gathered=keep_gathered)
     _check_options(mesh, experts, src_data_rank)
-    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), Tokens(), few_tokens, experts)
+    tokens = DecoderTokens(mesh=mesh, few_tokens=few_tokens)
+    within = _Within(mesh, decoder.config, how, Distributor(mesh, src_data_rank), tokens, experts)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     whole = within.check(model, decoder, embedding, head)
     if experts is not None:
@@ -192,8 +194,7 @@ class _Within:
     config: Any
     how: How
     distribute: Distributor
-    tokens: Tokens
-    few_tokens: int
+    tokens: DecoderTokens
     experts: ParallelStyle | None
     done: set[nn.Module] = field(default_factory=set)
 
@@ -234,7 +235,11 @@ class _Within:
             self.done.add(child)
             if _is_leaf(child):
                 replicate(child, self.distribute, Sharded(self.tokens))
-            elif self.experts is not None and self._takes(name, child):
+                child.__class__ = placed(class_of(child))
+                child.__dict__["_weft_tokens"] = self.tokens
+                continue
+            child.register_forward_pre_hook(OnInput("hidden_states", self.tokens.placed), with_kwargs=True)
+            if self.experts is not None and self._takes(name, child):
                 self._experts(child, self.experts)
             elif child in whole:
                 self._whole(child, whole[child])
@@ -318,9 +323,9 @@ class _Within:
         than it has, or none."""
         first, norm = decoder.layers[0], decoder.norm
         decoder.register_forward_pre_hook(Begun(self.tokens))
-        cut = CutIfMany(self.mesh, self.few_tokens, _place_of_positions(first))
+        cut = CutIfMany(self.tokens, _place_of_positions(first))
         first.register_forward_pre_hook(cut, with_kwargs=True)
-        norm.register_forward_pre_hook(OnInput("hidden_states", GatheredOnce(self.mesh, self.tokens)), with_kwargs=True)
+        norm.register_forward_pre_hook(OnInput("hidden_states", GatheredOnce(self.tokens)), with_kwargs=True)
         note(first, Site(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
         note(norm, Site(reason="its input is gathered: no matmul follows in every call"))
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from weft.nn.decoder_tokens import DecoderTokens, recomputes
 from weft.nn.layouts import as_dtensor
 from weft.nn.linear import Tokens, with_input_changed
 
@@ -50,20 +51,26 @@ def noting_tokens(cls: type[Any], position: int) -> type[Any]:
     position_embeddings among the arguments of forward. In forward, not in a hook: checkpoints may recompute that alone."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens: DecoderTokens = self._weft_tokens
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        total = length_of_positions(args, kwargs, position)
-        tokens = self._weft_tokens
-        tokens.total = total if hidden.shape[1] != total else None
-        if tokens.open is not None or not _recomputes():
-            tokens.open = tokens.total or 0
-        return cls.forward(self, *args, **kwargs)
+        tokens.note(hidden, length_of_positions(args, kwargs, position))
+        before, tokens.running = tokens.running, True
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            tokens.running = before
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _recomputes() -> bool:
-    """Whether a checkpoint calls this from a backward. After a layer alone no norm gathers. A compiled layer cannot ask."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+@cache
+def placed(cls: type[Any]) -> type[Any]:
+    """A class like `cls`, a norm of a layer, that knows how its tokens lie where it is computed again alone, too."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, self._weft_tokens.placed(hidden_states), *args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
 @dataclass(frozen=True)
@@ -89,11 +96,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class CutIfMany:
-    """A pre-hook that cuts the first layer's input: here it is decided. Each rank of a group that is as long as the sequence
-    has a token. A layer that comes again is given what has been cut, which stays. position: as noting_tokens'."""
+    """A pre-hook that cuts the first layer's input: here it is decided. A layer that comes again is given what has been cut,
+    which stays. position: as noting_tokens'."""
 
-    mesh: DeviceMesh
-    few_tokens: int
+    tokens: DecoderTokens
     position: int
 
     def __call__(
@@ -104,8 +110,7 @@ class CutIfMany:
 
     def _cut(self, total: int, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
-        many = batch * length > self.few_tokens and length >= self.mesh.size() > 1
-        return cut(x, self.mesh) if many and length == total else x
+        return cut(x, self.tokens.mesh) if self.tokens.many(batch, length) and length == total else x
 
 
 @dataclass(frozen=True)
@@ -124,19 +129,20 @@ class Gathered:
 class GatheredOnce:
     """As Gathered, at the end of a forward: what comes after it is whole, until a layer has run once more."""
 
-    mesh: DeviceMesh
-    tokens: Tokens
+    tokens: DecoderTokens
 
     def __call__(self, x: Tensor) -> Tensor:
         total, self.tokens.open = self.tokens.open, None
-        return gather(x, self.mesh, total) if total else x
+        if total is None and recomputes():
+            total = self.tokens.of_part(x)
+        return gather(x, self.tokens.mesh, total) if total else x
 
 
 @dataclass(frozen=True)
 class Begun:
     """A pre-hook of the decoder: its tokens are whole, whatever a call that ended early has left."""
 
-    tokens: Tokens
+    tokens: DecoderTokens
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.tokens.open = 0
