@@ -134,6 +134,35 @@ def test_gradients(ranks: RankFixture, world_size: int) -> None:
     ranks(world_size).run(_gradients)
 
 
+def _second(outs: list[torch.Tensor], factors: list[torch.Tensor]) -> torch.Tensor:
+    """What second derivatives are asked of."""
+    grads = torch.autograd.grad(sum((out.square().sum() for out in outs), torch.zeros(())), factors, create_graph=True)
+    return sum((grad.square().sum() for grad in grads), torch.zeros(()))
+
+
+def _second_gradients() -> None:
+    """Also of results that some ranks have no rows of: they take part in what the second backward exchanges."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for m in (size + 1, 1):
+        a, b = drawn(m, 4, 3, torch.float32, m)
+        for x in (*a, *b):
+            x.requires_grad_()
+        shards = [slice(*s) for s in split(m, size)]
+        combined = [torch.cat([x[s] @ y for x, y in zip(a, b, strict=True)]) for s in shards]
+        dispatched = [torch.cat([x[s] for x in a]) @ b[r] for r, s in enumerate(shards)]
+        for outs, run in ((combined, weft.matmul_all_to_all), (dispatched, weft.all_to_all_matmul)):
+            wanted = torch.autograd.grad(_second(outs, [*a, *b]), (a[rank], b[rank]))
+            mine = [t.detach().clone().requires_grad_() for t in (a[rank], b[rank])]
+            _second([run(*mine)], mine).backward()  # type: ignore[operator]
+            for one, want in zip(mine, wanted, strict=True):
+                torch.testing.assert_close(one.grad, want)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_second_gradients(ranks: RankFixture, world_size: int) -> None:
+    ranks(world_size).run(_second_gradients)
+
+
 def _received_has_gradients() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b = drawn(8, 3, 4, torch.float32, 5)

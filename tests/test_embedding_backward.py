@@ -236,6 +236,36 @@ def test_ranks_may_differ_in_whether_weights_need_gradients(ranks: RankFixture) 
         assert found == [[1 - 30.0] * 4, [1 - 3000.0] * 4, [20.0 if rank == 0 else 2000.0] * 4]
 
 
+def _changed_since() -> list[str]:
+    """Weights' gradients are of rows that an optimizer, or the caller, has changed since: by one lookup, or on one rank."""
+    told, options = [], {"dims": [[2], [2]], "batch": 4, "optimizer": weft.SGD(lr=1.0)}
+    for lookups, changed_on, retain in ((2, None, False), (1, 1, False), (1, None, True), (1, None, False)):
+        weft.close()
+        dist.barrier()
+        table, weights = torch.ones(4, 2, requires_grad=True), torch.ones(4, requires_grad=True)
+        given = (torch.arange(4), torch.arange(5), [table])
+        try:
+            outs = [weft.embedding_bag_all_to_all(*given, per_sample_weights=weights, **options) for _ in range(lookups)]  # type: ignore[arg-type]
+            with torch.no_grad():
+                table.mul_(2) if changed_on == dist.get_rank() else None
+            for _ in range(1 + retain):
+                sum(out.sum() for out in outs).backward(retain_graph=retain)  # type: ignore[union-attr]
+            told.append(str(weights.grad.tolist()))  # type: ignore[union-attr]
+        except (ValueError, weft.WeftError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    weft.close()
+    return told
+
+
+def test_weights_have_no_gradients_of_rows_that_are_gone(ranks: RankFixture) -> None:
+    says = "ValueError: tables[0] has changed since its lookup, and the gradient of per_sample_weights is of what it was"
+    for rank, (twice, by_one, again, once) in enumerate(ranks(2).run(_changed_since)):
+        assert twice.startswith(says)
+        assert by_one.startswith(says if rank == 1 else "PeerLost: rank 1 failed: tables[0] has changed since")
+        assert again.startswith(says)
+        assert once == "[2.0, 2.0, 2.0, 2.0]"
+
+
 def _weights_alone() -> None:
     """Of frozen tables, and of tables that only another rank trains: the gradients that are theirs with the tables'."""
     case, rank = Case(dims=((8, 4), (92,)), weighted=True), dist.get_rank()

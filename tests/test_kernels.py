@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_pools import interpreted_ranks
-from rank_work import check_both
+from rank_work import check_both, check_scatter
 
 import weft
 from weft.execute.ranks import Ranks
@@ -65,6 +65,17 @@ def test_fused_schedules_run_as_kernels(interpreted: Ranks) -> None:
     for launches, halved in interpreted.run(_fused_schedules):
         assert launches >= 12
         assert halved >= 3
+
+
+def _rows_of_one_rank() -> None:
+    """One row of each entry of a batch: all are one rank's, and each of the kernel's tiles adds what peers have sent."""
+    for chunks in (1, 2, 3):
+        for batch in (2, 40):
+            check_scatter(1, 24, 16, torch.float16, f"direct_store:{chunks}", batch, batch=batch)
+
+
+def test_rows_that_are_one_ranks_alone(interpreted: Ranks) -> None:
+    interpreted.run(_rows_of_one_rank)
 
 
 def _no_columns() -> list[tuple[int, ...]]:

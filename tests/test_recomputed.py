@@ -85,9 +85,15 @@ def _not_known(parts: str) -> list[str]:
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ("RMSNorm", "2 x 5 tokens were all, and others in which they were a rank's part: put the checkpoint around the decoder"),
+        (
+            "RMSNorm",
+            "2 x 5 tokens were all, and others in which they were a rank's part: put the checkpoint around the decoder",
+        ),
         ("MLP", "2 x 5 tokens were all, and others in which they were a rank's part: put the checkpoint around the decoder"),
-        ("RowLinear", "a linear is computed again by a checkpoint of its own, after calls of several lengths: put the checkpoint"),
+        (
+            "RowLinear",
+            "a linear is computed again by a checkpoint of its own, after calls of several lengths: put the checkpoint",
+        ),
     ],
 )
 def test_what_cannot_be_known_is_refused_on_all_ranks(ranks: RankFixture, parts: str, says: str) -> None:

@@ -139,8 +139,9 @@ def _place_late(tile, row_tiles, early, col_tiles, GROUP: tl.constexpr, ADDS: tl
     """As place_of, where no group has row tiles that add and row tiles that a peer may wait for."""
     if not ADDS:
         return place_of(tile, row_tiles, col_tiles, GROUP)
-    first = tl.where(tile < early * col_tiles, 0, early)
-    row_tile, col_tile = place_of(tile - first * col_tiles, tl.where(first == 0, early, row_tiles - early), col_tiles, GROUP)
+    is_late = tile >= early * col_tiles  # all are where early is 0
+    first = tl.where(is_late, early, 0)
+    row_tile, col_tile = place_of(tile - first * col_tiles, tl.where(is_late, row_tiles - early, early), col_tiles, GROUP)
     return row_tile + first, col_tile
 
 

@@ -128,8 +128,9 @@ def _padded(ctx: Any, grad: torch.Tensor, rows: int) -> torch.Tensor:
     longest = _arriving(rows, 0, ctx.world_size, ctx.unit)
     if grad.shape[0] == longest:
         return grad.contiguous()
-    padded = grad.new_zeros(ctx.world_size, longest // ctx.world_size, grad.shape[1])
-    padded[:, : grad.shape[0] // ctx.world_size] = grad.view(ctx.world_size, -1, grad.shape[1]) if grad.numel() else 0
+    padded, own = grad.new_zeros(ctx.world_size, longest // ctx.world_size, grad.shape[1]), grad.shape[0] // ctx.world_size
+    # Also of nothing: all ranks derive it once more, or none.
+    padded[:, :own] = grad.reshape(ctx.world_size, own, grad.shape[1])
     return padded.flatten(0, 1)
 
 

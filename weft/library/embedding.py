@@ -154,6 +154,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.site, ctx.dtype, ctx.sparse, ctx.tables_given = site, dtype, sparse, len(tables)
     ctx.optimizer, ctx.weighted = (optimizer, lr, eps), weights is not None
     ctx.updated = (tables, states) if optimizer and tables else None
+    ctx.versions = [table._version for table in tables]
     saved = () if optimizer else tables
     ctx.save_for_backward(indices, offsets, *((weights,) if ctx.weighted else ()), *saved)
 
@@ -180,6 +181,12 @@ def _way_home(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         grads = grads or [None] * ctx.tables_given
         return _returned(grads, of_weights[0] if needs_weights else None, _of_anchor(ctx, found[-1]))
     tables, states = ctx.updated
+    for at, (table, version) in enumerate(zip(tables, ctx.versions, strict=True)):
+        if needs_weights and table._version != version:
+            raise ValueError(
+                f"tables[{at}] has changed since its lookup, and the gradient of per_sample_weights is of what it was; with an "
+                "optimizer, look such a table up once in a graph, and run its backward once"
+            )
     own = [table.detach() for table in tables]
     given = (grad, own, states, indices, offsets, weights, *site, *ctx.optimizer, needs_weights)
     of_weights = torch.ops.weft.embedding_bag_update(*given)

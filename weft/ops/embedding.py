@@ -74,7 +74,7 @@ def embedding_bag_all_to_all(
             is read and nothing outside the results written: such an index adds nothing.
         sparse: gradients of tables are sparse, as torch's embedding_bag has them; not in torch.compile or a CUDA graph.
         optimizer: weft.SGD or weft.RowwiseAdagrad: backward updates the tables in place and gives them no gradient. Tables
-            share no memory then.
+            share no memory then, and where per_sample_weights need a gradient, have not changed since their lookup.
 
     Backward is collective: all ranks run it, or none; the gradient's way home is overlapped with sorting the indices. A rank
     without tables takes part wherever gradients are enabled: if all tables are frozen, look up under torch.no_grad().
