@@ -26,7 +26,7 @@ from collectives import Way
 from measure import Job, Times, Work, close_to, geomean, row, together, trial
 
 import weft
-from weft.problem import Problem
+from weft.core.problem import Problem
 
 REPEAT = 20
 CASES = ((3584, 8192), (1024, 8192), (6656, 16384), (8192, 8192))

@@ -27,7 +27,7 @@ from collectives import Way
 from measure import Job, Times, Work, check_of, geomean, row, together, trial
 
 import weft
-from weft.problem import Op
+from weft.core.problem import Op
 
 REPEAT = 3
 SPECS: dict[Op, tuple[str, ...]] = {

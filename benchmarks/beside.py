@@ -33,7 +33,7 @@ import torch.distributed as dist
 from measure import Failed, Times, Work, WrongResult, append, geomean, parser, release, row, say, start, stop, together, trial
 
 import weft
-from weft.beside import Collective
+from weft.overlap.beside import Collective
 from weft.planner.ways import Load, candidates, share_of_ideal
 
 ROUNDS, REPEAT = 7, 3
@@ -177,13 +177,13 @@ def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
 
 def weft_device(pair: Pair) -> Any:
     """What runs ways on this rank's GPU."""
-    from weft.beside.cuda import CudaDevice
+    from weft.overlap.beside.cuda import CudaDevice
 
     return CudaDevice(pair.a.device)
 
 
 def line(
-    case: Case, mode: str, times: dict[str, Times], chosen: weft.beside.Settled, missing: dict[str, str], arguments: Any
+    case: Case, mode: str, times: dict[str, Times], chosen: weft.overlap.beside.Settled, missing: dict[str, str], arguments: Any
 ) -> dict[str, Any]:
     """A case's JSON line. candidates: every way's us. share: of the ideal speed-up, by way."""
     us = {name: time.us for name, time in times.items()}

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding_bag
 
 import weft
 from weft import collectives
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, EXCHANGES, LOOKUP_OPS, OPS, split
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, EXCHANGES, LOOKUP_OPS, OPS, split
 from weft.schedules import names
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

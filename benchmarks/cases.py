@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.problem import Op, Problem
+from weft.core.problem import Op, Problem
 
 _MODELS = (("llama3-8b", 4096, 14336), ("llama3-70b", 8192, 28672), ("llama3-405b", 16384, 53248), ("t-nlg", 4256, 17024))
 """Name, hidden size, width of the MLP."""

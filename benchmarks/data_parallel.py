@@ -54,13 +54,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.beside.blocks import most_steps
-from weft.beside.steps import WARM_UP as BEFORE_TRIAL
-from weft.beside.steps import StepTrial
-from weft.hooks.data_parallel import WAYS as DDP_WAYS
-from weft.hooks.data_parallel import settings
-from weft.hooks.fully_sharded import KEPT
-from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
+from weft.overlap.beside.blocks import most_steps
+from weft.overlap.beside.steps import WARM_UP as BEFORE_TRIAL
+from weft.overlap.beside.steps import StepTrial
+from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.overlap.hooks.data_parallel import settings
+from weft.overlap.hooks.fully_sharded import KEPT
+from weft.overlap.hooks.fully_sharded import WAYS as FSDP_WAYS
 from weft.planner.ways import parse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -97,7 +97,7 @@ def sharded_pairs(model: Gpt) -> nn.Module:
 
 def sharded_units(model: Gpt) -> nn.Module:
     mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
-    for unit in weft.hooks.units(model.blocks):
+    for unit in weft.overlap.hooks.units(model.blocks):
         fully_shard(unit, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 benchmarks/dlrm_step.py --only step --batch 32768
 
 Protocol: measure.py's; float32. MLPerf's model: 26 tables of dim 128 with its pooling, bottom 512-256-128, top
-1024-1024-512-256-1, batch 65536; tables have a million rows each, and rows are drawn uniformly. weft.nn.DLRM on every rank,
+1024-1024-512-256-1, batch 65536; tables have a million rows each, and rows are drawn uniformly. weft.models.DLRM on every rank,
 tables in ranges of about even pooling. exchange: lookup and exchange, forward alone. step: forward, loss, backward, the
 all-reduce of the MLPs' gradients, SGD of MLPs and tables.
 
@@ -30,8 +30,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 
 import weft
-from weft.models import load_model
-from weft.nn.dlrm import DLRM
+from weft.models.dlrm import DLRM
+from weft.planner.models import load_model
 
 ROUNDS, REPEAT, ALARM_S = 7, 2, 55
 DENSE, DIM = 13, 128

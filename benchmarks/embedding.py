@@ -25,8 +25,8 @@ from measure import Failed, Job, Times, Work, close_to, geomean, row, together, 
 from torch.nn.functional import embedding_bag
 
 import weft
+from weft.core.schedule import Bags, Lookup, Region
 from weft.kernels import lookup as kernel
-from weft.schedule import Bags, Lookup, Region
 
 REPEAT = 2
 SPECS = ("direct_store:1", "direct_store:2", "track_and_trigger:1")

@@ -55,13 +55,13 @@ from calls import Case, Work
 from checked_options import appended, count
 
 import weft
-from weft.errors import WeftError
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import RankFailed, Ranks
-from weft.execute.versions import versions
-from weft.memory import PREFIX, SHM
-from weft.problem import LOOKUP_OPS
-from weft.schedule import Collective
+from weft.comm.memory import PREFIX, SHM
+from weft.core.errors import WeftError
+from weft.core.problem import LOOKUP_OPS
+from weft.core.schedule import Collective
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import RankFailed, Ranks
+from weft.runtime.versions import versions
 
 BOUND_S, GRACE_S = 1.0, 5.0
 FAULTS = ("kill", "stop", "late", "slow", "raise", "differ", "leave")
@@ -203,10 +203,10 @@ def _fault(trial: Trial) -> Iterator[None]:
 
 def _where_steps_run(device: str) -> tuple[type, str]:
     if device == "cuda":
-        from weft.execute.cuda import CudaProgram
+        from weft.runtime.cuda import CudaProgram
 
         return CudaProgram, "_one"
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     return HostProgram, "record"
 

@@ -9,7 +9,7 @@ there are (bytes that all candidates hold at once, and time of a call), in graph
 where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
 was tried; the gain of each over the sequential program, and of what the heuristic picks among them; the share of the ideal,
 which is the longer half's time over the schedule's. Beside them the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes
-are read as global, with N sharded (weft.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
+are read as global, with N sharded (weft.planner.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from planner import collect
 from scores import FICCO, Line, by_sizes, ficco_specs, read_lines
 
-from weft.machine import Machine, load
-from weft.models.gemms import FICCO_GEMMS, GemmCase
-from weft.problem import Problem
+from weft.core.machine import Machine, load
+from weft.core.problem import Problem
+from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.schedules import build, parse, programs
 
 OTHERS = ("sequential_stores", "shard_p2p", "flag_gated:1", "flag_gated:2", "track_and_trigger:1", "direct_store:1")
@@ -41,7 +41,7 @@ def tried(problem: Problem) -> tuple[str, ...]:
 
 def simulated(case: GemmCase, machine: Machine) -> Line:
     """Every candidate's prediction."""
-    from weft.sim import run
+    from weft.perf import run
 
     problem = case.problem(machine.world_size)
     us = {text: run(build(problem, *parse(text), fan_out=machine.fans_out), machine).total_us for text in tried(problem)}
@@ -50,7 +50,7 @@ def simulated(case: GemmCase, machine: Machine) -> Line:
 
 def halves(line: Line, machine: Machine, known: Mapping[str, float]) -> tuple[float, float]:
     """(matmul alone, all-gather alone), measured where they were."""
-    from weft.sim.cost import whole_collective_us, whole_gemm_us
+    from weft.perf.cost import whole_collective_us, whole_gemm_us
 
     computation = known.get("computation_us") or whole_gemm_us(machine, line.problem)
     return computation, known.get("communication_us") or whole_collective_us(machine, line.problem)

@@ -1,4 +1,4 @@
-"""Which weights estimate best? Fits those of weft/decisions/*.json (weft.rules) to lines of benchmarks/planner.py.
+"""Which weights estimate best? Fits those of weft/perf/decisions/*.json (weft.perf.rules) to lines of benchmarks/planner.py.
 
 Of each schedule of an operator the weights, none below zero, that make the least relative errors: coordinate descent on the
 squares of (estimate / time - 1). Lines of several files are fitted together; those of a simulation count for less beside
@@ -6,7 +6,7 @@ measured ones, and stand alone for machines that nobody has measured. `--known` 
 problems: the cases of tp.jsonl, all_to_all.jsonl, all_reduce.jsonl and embedding.jsonl, on 4 GPUs and on 2, in graphs.
 Problems of the sets `unseen` and `fresh` are refused: they are there to hold weights to.
 
-    python benchmarks/fit_heuristic.py --known --out weft/decisions/switch.json \\
+    python benchmarks/fit_heuristic.py --known --out weft/perf/decisions/switch.json \\
         benchmarks/results/planner_fit.jsonl out/simulated.jsonl
 
 A mesh's are those of `planner.py --simulate mi300x8 --world-size 8`, --set fit and --set large.
@@ -29,10 +29,10 @@ from cases import CASES
 from problems import HELD, TRIED, drawn
 from scores import FICCO, Line, read_lines
 
-from weft import codec
-from weft.machine import Machine, load
-from weft.problem import LOOKUP_OPS, LookupProblem, Op, Problem
-from weft.rules import TERMS, Estimates, Weights, terms
+from weft.core import codec
+from weft.core.machine import Machine, load
+from weft.core.problem import LOOKUP_OPS, LookupProblem, Op, Problem
+from weft.perf.rules import TERMS, Estimates, Weights, terms
 from weft.schedules import FAMILIES, parse, spec
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 

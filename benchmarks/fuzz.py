@@ -45,9 +45,9 @@ import torch.distributed as dist
 from calls import DTYPES, EVERY, LAYOUTS, Case, Drawn, Wrong, even
 from checked_options import appended, count
 
-from weft.execute import products
-from weft.execute.ranks import Ranks
-from weft.execute.versions import versions
+from weft.runtime import products
+from weft.runtime.ranks import Ranks
+from weft.runtime.versions import versions
 from weft.schedules import FAMILIES, spec
 
 Way = Literal["eager", "stream", "graph"]

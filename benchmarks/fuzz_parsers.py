@@ -29,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft import codec
-from weft.cache import Cache, Entry, Key, space
-from weft.machine import Machine
-from weft.models import load_model, preset_names, sites
-from weft.models.config import read_config
-from weft.models.values import Model
-from weft.problem import Problem
-from weft.rules import Estimates
-from weft.schedule import Schedule
+from weft.core import codec
+from weft.core.machine import Machine
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.perf.rules import Estimates
+from weft.planner.cache import Cache, Entry, Key, space
+from weft.planner.models import load_model, preset_names, sites
+from weft.planner.models.config import read_config
+from weft.planner.models.values import Model
 from weft.schedules import parse, spec
 
 PACKAGE = Path(weft.__file__).parent

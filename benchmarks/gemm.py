@@ -22,10 +22,10 @@ import torch
 from cases import CASES, Case
 from checked_options import appended
 
-from weft.execute.versions import versions
+from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
 from weft.kernels.shapes import SHAPES, Blocks, blocks_for
-from weft.schedule import Flag, Gemm, Part, Region, Wait
+from weft.runtime.versions import versions
 from weft.schedules.builder import aligned_slices
 
 ROUNDS, WARM_UP = 12, 4

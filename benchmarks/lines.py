@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft import codec
-from weft.problem import CollectiveProblem, LookupProblem, Problem
+from weft.core import codec
+from weft.core.problem import CollectiveProblem, LookupProblem, Problem
 
 RESULTS = Path(__file__).with_name("results")
 Row = Mapping[str, Any]

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from checked_options import appended, count, modes_of
 
 import weft
-from weft.execute.versions import versions
+from weft.runtime.versions import versions
 
 ALARM_S = 90
 """A stage that takes longer ends the run, with every thread's stack."""

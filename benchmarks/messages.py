@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from measure import Failed, Times, Work, WrongResult, append, parser, row, say, start, stop, trial
 
-from weft.execute.bindings import Bindings, Where
-from weft.execute.cuda_space import CudaSpace
-from weft.execute.nvshmem import Heap
-from weft.execute.nvshmem_wire import Mail
-from weft.problem import Problem
-from weft.schedule import Buffer, Lane, Receive, Region, Schedule, Send, SendReceive
-from weft.team import Team
+from weft.comm.team import Team
+from weft.core.problem import Problem
+from weft.core.schedule import Buffer, Lane, Receive, Region, Schedule, Send, SendReceive
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.nvshmem import Heap
+from weft.runtime.nvshmem_wire import Mail
 
 ROUNDS, REPEAT = 7, 10
 measure.ALARM_S = 40

@@ -30,7 +30,7 @@ import traces
 from measure import Times, Work, close_to, parser, row, together, trial
 from parts import chosen, folder_of, profiles, run_parts
 
-from weft.nn.experts import Routing, experts_apart, swiglu
+from weft.models.experts import Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.ragged import ragged_gated
 
@@ -65,7 +65,7 @@ def act(hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """Rows by expert and back as eager PyTorch has them, in the place of weft.nn.experts.Routing."""
+    """Rows by expert and back as eager PyTorch has them, in the place of weft.models.experts.Routing."""
 
     def __init__(self, index: torch.Tensor, experts: int) -> None:
         self.shape, self.order = index.shape, index.flatten().argsort(stable=True)

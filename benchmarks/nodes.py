@@ -33,7 +33,7 @@ from parts import run_jobs
 
 import weft
 from weft import schedules
-from weft.problem import Op
+from weft.core.problem import Op
 
 ROUNDS, REPEAT = 7, 3
 measure.ALARM_S = 40

@@ -31,9 +31,9 @@ from typing import Any, get_args
 from problems import COUNT, SetName, drawn, tried
 from scores import Line, read_lines, report
 
-from weft import codec
-from weft.machine import load
-from weft.problem import LOOKUP_OPS, Problem
+from weft.core import codec
+from weft.core.machine import load
+from weft.core.problem import LOOKUP_OPS, Problem
 from weft.schedules import build, parse
 
 ROUNDS = 3
@@ -145,8 +145,8 @@ def _measured(problem: Problem, specs: Sequence[str], rounds: int, calls: int) -
 
 def simulated(set_name: str, machine_name: str, item: tuple[str, Problem]) -> dict[str, Any]:
     """A line of predictions."""
-    from weft.sim import run
-    from weft.sim.cost import whole_collective_us, whole_gemm_us
+    from weft.perf import run
+    from weft.perf.cost import whole_collective_us, whole_gemm_us
 
     case, problem = item
     machine = load(machine_name)

@@ -16,8 +16,8 @@ import random
 from collections.abc import Iterator
 from typing import Literal
 
-from weft.models import Model, Site, decode_sites, load_model, sites
-from weft.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
+from weft.core.problem import LOOKUP_OPS, OPS, LookupProblem, Op, Problem
+from weft.planner.models import Model, Site, decode_sites, load_model, sites
 from weft.schedules import parse, programs, spec
 
 SetName = Literal["fit", "unseen", "fresh", "large"]
@@ -127,7 +127,7 @@ def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str
     Those of `large` are all-gathers as FiCCO's study draws them, but of models that it draws none from.
     """
     if name == "large":
-        from weft.sim.ficco import scenarios  # here, since to collect needs no simulator
+        from weft.studies.ficco import scenarios  # here, since to collect needs no simulator
 
         models = [model for model in MODELS if model.heads and model.name not in PRESETS]
         cases = scenarios.drawn(models, count, SEEDS["large"] * 100 + world_size)

@@ -21,8 +21,8 @@ import torch
 from checked_options import appended
 
 import weft
-from weft.execute.products import Products
-from weft.execute.versions import versions
+from weft.runtime.products import Products
+from weft.runtime.versions import versions
 
 SHAPES = (
     (4096, 28672),

@@ -29,9 +29,9 @@ from typing import Any
 from checked_options import count, modes_of
 from scores import AS_FAST, Line, by_sizes, pooled, read_lines
 
-from weft import codec
-from weft.execute.kept import PREDICTED_AFTER
-from weft.machine import Machine, load
+from weft.core import codec
+from weft.core.machine import Machine, load
+from weft.runtime.kept import PREDICTED_AFTER
 
 RESULTS = Path(__file__).with_name("results")
 ASKED = ("heuristic", "planned")
@@ -63,7 +63,7 @@ def runs(asked: str) -> str:
     import torch.distributed as dist
 
     from weft import schedules
-    from weft.execute.groups import GROUPS
+    from weft.runtime.groups import GROUPS
 
     world = dist.group.WORLD
     assert world is not None

@@ -40,8 +40,8 @@ from checked_options import appended
 from recorder import CALLER, Event, Place, Recorder
 
 import weft
-from weft.execute.bindings import Where
-from weft.execute.ranks import Ranks
+from weft.runtime.bindings import Where
+from weft.runtime.ranks import Ranks
 
 CALLS = 3
 DELAY_S = 0.003

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.execute.bindings import Bindings, Where
-from weft.execute.host import HostProgram
-from weft.schedule import Collective, Copy, Flag, Gemm, Lookup, Reduce, Region, Step
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Reduce, Region, Step
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.host import HostProgram
 
 CALLER = "caller"
 Delay = Callable[[Where], None]

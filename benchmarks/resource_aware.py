@@ -47,7 +47,7 @@ import triton.language as tl
 from measure import WrongResult, alarm, append, parser, row, say, start, stop, together
 
 from weft import collectives as moved
-from weft.controls import comm_stream, give_back, nccl_group, occupancy, shape
+from weft.overlap.controls import comm_stream, give_back, nccl_group, occupancy, shape
 
 ALARM_S = 40
 ROUNDS = 2

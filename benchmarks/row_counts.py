@@ -35,7 +35,7 @@ import torch.distributed as dist
 from measure import Failed, alarm, append, parser, release, row, say, start, stop
 
 import weft
-from weft.execute.groups import GROUPS, GroupState
+from weft.runtime.groups import GROUPS, GroupState
 
 EDGES = (1024, 1536, 2048, 3072, 4096)
 COUNTS = 60

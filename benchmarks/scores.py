@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft import codec
-from weft.machine import Machine
-from weft.problem import LookupProblem, Problem
-from weft.rules import choice, estimates, heuristic
+from weft.core import codec
+from weft.core.machine import Machine
+from weft.core.problem import LookupProblem, Problem
+from weft.perf.rules import choice, estimates, heuristic
 from weft.schedules import FAMILIES, build, parse, programs, spec, synonym
 
 NEAR, TIE = 0.05, 0.02
@@ -170,7 +170,7 @@ def quick(line: Line, predicted: Mapping[str, float], machine: Machine) -> str:
 
 
 def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tuple[str, ...]:
-    """The specs that a quick tuner measures: as weft.execute.choose has them, of the line's candidates."""
+    """The specs that a quick tuner measures: as weft.runtime.choose has them, of the line's candidates."""
     from weft.planner import Candidate, Plan, shortlist
     from weft.planner.shortlist import joined
 
@@ -184,8 +184,8 @@ def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tup
 
 def predictions(line: Line, machine: Machine) -> dict[str, float]:
     """The cost model's time of each candidate of a line."""
-    from weft.sim import run  # here, since to read lines and collect them needs no simulator
-    from weft.sim.warm import warm
+    from weft.perf import run  # here, since to read lines and collect them needs no simulator
+    from weft.perf.warm import warm
 
     machine = warm(machine, line.problem)
     schedules = {spec: build(line.problem, *parse(spec), fan_out=machine.fans_out) for spec in line.us}

@@ -7,7 +7,7 @@
 No GPU is needed; it takes some seconds. An error is |predicted / measured - 1|, bias the median of predicted / measured - 1.
 
 Protocol: lines.py reads the lines, and says which it leaves out. Vendor GEMMs, lookups and collectives alone are held to their
-formulas (weft.sim.cost), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs
+formulas (weft.perf.cost), schedules to the simulator. Predictions are for --machine (default: h200x8) with as many of its GPUs
 as the line had. What the profile's numbers were fitted to is no test of them: collectives alone (`communication`) are listed,
 and left out of the sums.
 """
@@ -24,11 +24,11 @@ from pathlib import Path
 from lines import HALVES, Measured, measured
 from scores import percentile
 
-from weft.machine import Machine, load
+from weft.core.machine import Machine, load
+from weft.perf import run
+from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.warm import warm
 from weft.schedules import build, parse
-from weft.sim import run
-from weft.sim.cost import whole_collective_us, whole_gemm_us
-from weft.sim.warm import warm
 
 MACHINE = "h200x8"
 FITTED = ("communication",)
@@ -70,7 +70,7 @@ class Errors:
 
 
 def predict(one: Measured, machine: Machine) -> float:
-    """In us. Raises ValueError as `weft.sim.run` does."""
+    """In us. Raises ValueError as `weft.perf.run` does."""
     machine = warm(machine, one.problem)
     if one.spec == HALVES[0]:
         return whole_gemm_us(machine, one.problem)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from measure import Check, Work
 
 import weft
-from weft.problem import LookupProblem, Problem
+from weft.core.problem import LookupProblem, Problem
 
 TABLE_ROWS = 100_000
 _CALLS = {"matmul_all_to_all": weft.matmul_all_to_all, "all_to_all_matmul": weft.all_to_all_matmul}

@@ -30,7 +30,7 @@ from summary import sentence, summary
 
 import weft
 from weft import schedules
-from weft.problem import Problem
+from weft.core.problem import Problem
 
 ROUNDS = 11
 REPEAT, REPEAT_LONG = 4, 2

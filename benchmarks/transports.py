@@ -64,7 +64,7 @@ class SmPush:
 
     def work(self, sms: int) -> Work:
         """A call by so many SMs. Raises ImportError where this tree has no such kernel."""
-        from weft.execute.driver import Driver, Word
+        from weft.compat.streams import Driver, Word
         from weft.kernels.push import push
 
         turns = [self._plan(turn) for turn in (0, 1)]
@@ -85,8 +85,8 @@ class SmPush:
 
     def _plan(self, turn: int) -> tuple[Any, int]:
         """(the copies for the kernel, what the peers together count at this rank)."""
+        from weft.core.schedule import Flag, Region
         from weft.kernels.push import push_tables, tiles_of_copy
-        from weft.schedule import Flag, Region
 
         rows, device = self.shard.shape[0], self.shard.device
         src = Region("a", self.rank, (0, rows), (0, COLS))

@@ -22,7 +22,7 @@ from all_to_all import drawn, lines_of
 from measure import Job, Work, geomean
 
 import weft
-from weft.problem import Op
+from weft.core.problem import Op
 
 SPECS: dict[Op, tuple[str, ...]] = {
     "matmul_all_to_all_columns": ("shard_p2p", "hetero_unfused_1d:2", "track_and_trigger:1", "track_and_trigger:2"),

@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft import machine
 from weft.cli.gantt import gantt
-from weft.machine import Topology
-from weft.models import load_model, sites
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
-from weft.rules import TERMS, Weights, estimates, heuristic
-from weft.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
+from weft.core import machine
+from weft.core.machine import Topology
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
+from weft.core.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
+from weft.perf.rules import TERMS, Weights, estimates, heuristic
+from weft.planner.models import load_model, sites
 from weft.schedules import FAMILIES, names
 
 sys.path.append(str(Path(__file__).parent))

@@ -21,7 +21,7 @@ from typing import Any
 
 from text_tables import RESULTS, benchmark, lines, source, table
 
-from weft.machine import load
+from weft.core.machine import load
 
 
 def _cases(bench: str, mode: str) -> list[dict[str, Any]]:

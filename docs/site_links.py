@@ -12,8 +12,8 @@ _FENCE = re.compile(r"^(```[a-z]+) [^\n]*$", re.MULTILINE)
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for each page. Fenced blocks keep their language alone: what else stands there is for docs/generate.py.
 
-    >>> on_page_markdown("see [the engine](../weft/sim/engine.py#x), [engine.py](../weft/sim/engine.py)")
-    'see the engine (`weft/sim/engine.py`), `weft/sim/engine.py`'
+    >>> on_page_markdown("see [the engine](../weft/perf/engine.py#x), [engine.py](../weft/perf/engine.py)")
+    'see the engine (`weft/perf/engine.py`), `weft/perf/engine.py`'
     """
     return _FENCE.sub(r"\1", _OUTSIDE.sub(_path, markdown))
 

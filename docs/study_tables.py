@@ -16,21 +16,21 @@ from typing import TypeVar
 
 from text_tables import ROOT, table
 
-from weft import codec
-from weft.sim.dlrm import sensitivity as dlrm_sensitivity
-from weft.sim.dlrm import study as dlrm_study
-from weft.sim.dlrm import system as dlrm_system
-from weft.sim.dlrm import tables as dlrm_tables
-from weft.sim.dlrm.paper import figures as dlrm_figures
-from weft.sim.ficco import sensitivity as ficco_sensitivity
-from weft.sim.ficco import study as ficco_study
-from weft.sim.ficco import tables as ficco_tables
-from weft.sim.published import figures_table, numbers_table
-from weft.sim.t3 import sensitivity as t3_sensitivity
-from weft.sim.t3 import study as t3_study
-from weft.sim.t3 import system as t3_system
-from weft.sim.t3 import tables as t3_tables
-from weft.sim.t3.paper import figures as t3_figures
+from weft.core import codec
+from weft.studies.dlrm import sensitivity as dlrm_sensitivity
+from weft.studies.dlrm import study as dlrm_study
+from weft.studies.dlrm import system as dlrm_system
+from weft.studies.dlrm import tables as dlrm_tables
+from weft.studies.dlrm.paper import figures as dlrm_figures
+from weft.studies.ficco import sensitivity as ficco_sensitivity
+from weft.studies.ficco import study as ficco_study
+from weft.studies.ficco import tables as ficco_tables
+from weft.studies.published import figures_table, numbers_table
+from weft.studies.t3 import sensitivity as t3_sensitivity
+from weft.studies.t3 import study as t3_study
+from weft.studies.t3 import system as t3_system
+from weft.studies.t3 import tables as t3_tables
+from weft.studies.t3.paper import figures as t3_figures
 
 T = TypeVar("T")
 T3_SENSITIVITY = ROOT / "docs" / "t3_sensitivity.json"

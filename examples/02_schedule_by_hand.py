@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import machine
-from weft.execute.ranks import Ranks
-from weft.problem import Problem, Span1D
-from weft.schedule import Buffer, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.core import machine
+from weft.core.problem import Problem, Span1D
+from weft.core.schedule import Buffer, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.runtime.ranks import Ranks
 
 RANKS = 2
 

@@ -15,11 +15,11 @@ import tempfile
 from pathlib import Path
 
 import weft
-from weft import machine
-from weft.models import Model, Site, load_model, sites
+from weft.core import machine
+from weft.planner.models import Model, Site, load_model, sites
 from weft.report import write_report
-from weft.results import Run
-from weft.run import run_model
+from weft.tools.results import Run
+from weft.tools.run import run_model
 
 MACHINE_TOKENS = 8192
 SMALL = {

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from world import join
 
 import weft
-from weft.nn.dlrm import DLRM
+from weft.models.dlrm import DLRM
 
 DENSE, DIM = 8, 16
 POOLING = (1, 8, 2, 1, 4, 1)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from world import join
 
 import weft
-from weft.nn.experts import MoE
+from weft.models.experts import MoE
 
 VOCABULARY, HEADS = 256, 4
 

@@ -5,9 +5,9 @@
 
 It runs on GPUs (NCCL) where there is one for every rank, else on CPUs (gloo). DistributedDataParallel and fully_shard train the
 same model on the same tokens, first as they are, then with weft: `weft.hooks.replicate(model)` for the one, and for the other
-`weft.hooks.units(model.blocks)`, which says what to take together, and `weft.hooks.fsdp(model)`. Losses have to agree within
-rounding. On GPUs the first steps, at most some 100 of them, try several ways to communicate; what was chosen, and why, is
-printed.
+`weft.overlap.hooks.units(model.blocks)`, which says what to take together, and `weft.hooks.fsdp(model)`. Losses have to agree
+within rounding. On GPUs the first steps, at most some 100 of them, try several ways to communicate; what was chosen, and why,
+is printed.
 
 Legend: B batch of a rank, T tokens, C width, H heads, V vocabulary.
 """
@@ -80,7 +80,7 @@ def replicated(model: Gpt) -> nn.Module:
 
 def sharded_by_weft(model: Gpt, way: str) -> Gpt:
     mesh = dist.init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    for unit in weft.hooks.units(model.blocks):
+    for unit in weft.overlap.hooks.units(model.blocks):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
     weft.hooks.fsdp(model, way=way)

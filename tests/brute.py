@@ -32,8 +32,8 @@ import numpy as np
 from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
-from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Gemm, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
 
 CALLS = 3
 

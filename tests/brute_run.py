@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from brute_values import Access, Values, Wrong
 
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, SendReceive, Signal, Step, Wait
-from weft.together import Run as Pushed
-from weft.together import runs
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.schedules.together import Run as Pushed
+from weft.schedules.together import runs
 
 Accesses = dict[tuple[int, int], list[Access]]
 """By the step's identity and the part's number, in their order."""

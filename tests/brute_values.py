@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.problem import EXCHANGES
-from weft.schedule import Collective, Gemm, Reduce, Region, Schedule, Step, Wait
+from weft.core.problem import EXCHANGES
+from weft.core.schedule import Collective, Gemm, Reduce, Region, Schedule, Step, Wait
 
 PRIME = 2_147_483_647
 

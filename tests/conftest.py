@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 Weft = Callable[..., tuple[int, str, str]]
 SHORT_BOUND_S, REAPED_WITHIN_S = 20.0, 30.0

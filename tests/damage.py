@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from weft.schedule import Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
-from weft.together import runs
+from weft.core.schedule import Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedules.together import runs
 
 Place = tuple[int, int, int]
 Damage = Callable[[Schedule, random.Random], Schedule | None]

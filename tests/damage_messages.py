@@ -8,8 +8,8 @@ from typing import Any
 
 from damage import Damage, Place, _changer, _dropper, places, step_at, with_step, with_steps
 
-from weft.problem import OPS, Problem
-from weft.schedule import Schedule, SendReceive
+from weft.core.problem import OPS, Problem
+from weft.core.schedule import Schedule, SendReceive
 from weft.schedules import build, names, unfit
 
 NODES = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1))

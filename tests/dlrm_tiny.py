@@ -9,13 +9,13 @@ from typing import Any
 
 import simpy
 
-from weft.sim.dlrm import kernels
-from weft.sim.dlrm.iteration import Node, Run, Way
-from weft.sim.dlrm.network import Network
-from weft.sim.dlrm.system import System, load
-from weft.sim.fabric import Alike
-from weft.sim.fluid import Fluid, Resource
-from weft.sim.profile import changed
+from weft.perf.fluid import Fluid, Resource
+from weft.studies.dlrm import kernels
+from weft.studies.dlrm.iteration import Node, Run, Way
+from weft.studies.dlrm.network import Network
+from weft.studies.dlrm.system import System, load
+from weft.studies.fabric import Alike
+from weft.studies.profile import changed
 
 TINY = {
     "gpu.tflops.float32": 1e6,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from embedding_work import Case, Drawn, draw, options_of
 
 import weft
-from weft.problem import split
+from weft.core.problem import split
 
 
 def flow(case: Case, seed: int, rank: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from rank_work import here
 from torch.nn.functional import embedding_bag
 
 import weft
-from weft.problem import split
+from weft.core.problem import split
 
 SPECS = ("sequential", "track_and_trigger:1", "track_and_trigger:2", "direct_store:1", "direct_store:2")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.execute import groups, kept
-from weft.execute.calls import MatmulCall
-from weft.execute.groups import GroupState
-from weft.execute.host import HostSpace
+from weft.runtime import groups, kept
+from weft.runtime.calls import MatmulCall
+from weft.runtime.groups import GroupState
+from weft.runtime.host import HostSpace
 
 
 class Device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.problem import OPS, Op
+from weft.core.problem import OPS, Op
 from weft.schedules import names
 
 

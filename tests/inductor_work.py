@@ -11,7 +11,7 @@ from rank_work import whole
 from torch.distributed import _functional_collectives as funcol
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from weft.inductor import CompilePass
+from weft.models.inductor import CompilePass
 
 c10d = torch.ops._c10d_functional
 Work = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | tuple[torch.Tensor, ...]]

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weft.execute import cuda_space
-from weft.execute.cuda_space import CudaSpace
-from weft.execute.driver import Word
-from weft.memory import process_start
-from weft.team import _BOARD, _LOG_AT, _LOGGED, Team
+from weft.comm.memory import process_start
+from weft.comm.team import _BOARD, _LOG_AT, _LOGGED, Team
+from weft.compat.streams import Word
+from weft.runtime import cuda_space
+from weft.runtime.cuda_space import CudaSpace
 
 
 def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:

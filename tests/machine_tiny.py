@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from weft.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, Topology, numbers
+from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, Topology, numbers
 
 
 def tiny(*, world_size: int = 2, topology: Topology = "switch", link_gbps: float = 0.064, **changes: Any) -> Machine:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from weft import rendezvous
-from weft.errors import WaitTimeout
-from weft.rendezvous import Meetings
+from weft.comm import rendezvous
+from weft.comm.rendezvous import Meetings
+from weft.core.errors import WaitTimeout
 
 NUMBERS = itertools.count()
 """Of the process, as torch's."""

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from weft.errors import PeerLost, WaitTimeout
+from weft.core.errors import PeerLost, WaitTimeout
 
 
 @contextmanager
 def muted(rank: int) -> Iterator[None]:
     """What the calls within raise at peers is left out on this rank."""
-    from weft.execute.cuda import CudaProgram
-    from weft.execute.tape import Words
+    from weft.runtime.cuda import CudaProgram
+    from weft.runtime.tape import Words
 
     def mute(self: CudaProgram, item: object, bindings: object, stream: int) -> None:
         if not isinstance(item, Words):

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.problem import Op, Problem
-from weft.schedule import Buffer, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.core.problem import Op, Problem
+from weft.core.schedule import Buffer, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Sum, Wait
 
 M, N, K = 64, 96, 64
 
@@ -152,7 +152,7 @@ def check_own(name: str, calls: int = 3) -> None:
 
 def tables_made() -> tuple[int, int]:
     """How many tables a kernel has made in calls whose results lie elsewhere, and how many it still has."""
-    from weft.execute import fused
+    from weft.runtime import fused
 
     made: list[Any] = []
     lay_out = fused.FusedGemm._laid_out
@@ -176,7 +176,7 @@ def tables_made() -> tuple[int, int]:
 
 def several_b_counted() -> list[tuple[int, int]]:
     """Of a flag that tiles count, what it holds after two calls with two b, and what it should."""
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     size, rank = dist.get_world_size(), dist.get_rank()
     schedule = counted_at_the_end(Problem(op="all_gather_matmul", m=M, n=N * size, k=K, world_size=size, dtype="float16"))

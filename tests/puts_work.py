@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from weft.execute.slots import Slot
+from weft.runtime.slots import Slot
 
 _BOUND_S = 60.0
 
@@ -92,7 +92,7 @@ def _mapped(path: Path, nbytes: int) -> torch.Tensor:
 
 
 class Words:
-    """A rank's turn words: weft.execute.puts.Turns. mapped: what it puts to these ranks takes no slot of its own."""
+    """A rank's turn words: weft.runtime.puts.Turns. mapped: what it puts to these ranks takes no slot of its own."""
 
     def __init__(self, shmem: Shmem, memory: torch.Tensor, words: int, mapped: Collection[int]) -> None:
         self._shmem, self._memory, self.mapped = shmem, memory, mapped

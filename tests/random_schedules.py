@@ -8,8 +8,8 @@ from typing import Any
 
 from damage import map_parts, map_steps, with_steps
 
-from weft.problem import EXCHANGES, OPS, Problem
-from weft.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.core.problem import EXCHANGES, OPS, Problem
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
 from weft.schedules import build, names
 
 

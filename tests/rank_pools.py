@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 import torch
 
-from weft.execute.ranks import SHARED, Ranks
+from weft.runtime.ranks import SHARED, Ranks
 
 Sizes = int | Sequence[int]
 """World sizes: one, or several, for each of which the tests run once."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.problem import split
+from weft.core.problem import split
 from weft.schedules import names
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weft.core.problem import Problem
+from weft.core.span import Kind, Span
 from weft.planner.values import Candidate, Plan
-from weft.problem import Problem
-from weft.results import Run, SiteRun
-from weft.span import Kind, Span
+from weft.tools.results import Run, SiteRun
 
 HOSTILE = "<script>window.hacked = true</script>"
 LANES = ("compute", "copy to 1", "blocks & <b>bold</b>")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.sim.profile import changed
-from weft.sim.t3.system import System, load
-from weft.sim.t3.work import Gemm
+from weft.studies.profile import changed
+from weft.studies.t3.system import System, load
+from weft.studies.t3.work import Gemm
 
 TINY = {
     "units": 2,

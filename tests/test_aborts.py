@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weft.beside.cuda import CudaDevice
-from weft.execute import vendor
-from weft.execute.network import CudaWire
+from weft.overlap.beside.cuda import CudaDevice
+from weft.runtime import vendor
+from weft.runtime.network import CudaWire
 
 
 def test_an_abort_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.Monk
         wire.abort()
         wire.close()
         assert graphs.shut == graphs.dropped.is_set() == graphs.done.is_set()
-    monkeypatch.setattr("weft.beside.cuda._abort_process_group", lambda group: group.abort())
+    monkeypatch.setattr("weft.overlap.beside.cuda._abort_process_group", lambda group: group.abort())
     device = CudaDevice(torch.device("cuda", 0))
     device._groups = {("world", 8): (cast(Any, None), cast(Any, held))}
     device.close(broken=True)

@@ -11,11 +11,11 @@ from rank_work import check_scatter
 
 import weft
 from weft.checker import check
-from weft.execute.arithmetic import groups, multiply
-from weft.execute.bindings import Bindings
-from weft.execute.ranks import Ranks
-from weft.problem import Problem, split
-from weft.schedule import Flag, Gemm, Part, Region, Wait
+from weft.core.problem import Problem, split
+from weft.core.schedule import Flag, Gemm, Part, Region, Wait
+from weft.runtime.arithmetic import groups, multiply
+from weft.runtime.bindings import Bindings
+from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
 NAMES = ("track_and_trigger", "direct_store")
@@ -89,7 +89,7 @@ def test_empty_shards_and_pieces(name: str, sizes: tuple[int, int, int, int]) ->
 def _interpreted() -> tuple[int, int]:
     """Averages and sums, on whole and ragged tiles and on empty shards; how often a kernel added, and how often it stored at
     peers through one descriptor: rows of 64 elements divide a page."""
-    from weft.execute import fused
+    from weft.runtime import fused
 
     adding = through_one = 0
     launch = fused.FusedGemm.launch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from families import of_one_node
 
-from weft.problem import OPS, Op, Problem
-from weft.schedule import Gemm, Lane, Schedule, Signal, Wait
+from weft.core.problem import OPS, Op, Problem
+from weft.core.schedule import Gemm, Lane, Schedule, Signal, Wait
 from weft.schedules import FAMILIES, build, candidates, parse, programs, simplicity, spec, synonym
 from weft.schedules.alike import alike
 

@@ -18,13 +18,13 @@ from rank_work import check_all_reduce, whole
 
 import weft
 from weft.checker import ScheduleError, check
-from weft.errors import WaitTimeout
-from weft.execute.ranks import Ranks
-from weft.models import decode_sites, load_model
-from weft.problem import Problem, split
-from weft.run import Measured, measure_site, tolerance
-from weft.schedule import Copy, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.core.errors import WaitTimeout
+from weft.core.problem import Problem, split
+from weft.core.schedule import Copy, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.planner.models import decode_sites, load_model
+from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
+from weft.tools.run import Measured, measure_site, tolerance
 
 FAMILIES = names("matmul_all_reduce")
 KERNELS = ("one_shot", "two_shot", "sequential_stores")
@@ -66,7 +66,7 @@ def test_weft_run_checks_decode_sites(ranks: RankFixture, harm: float) -> None:
 
 def _harmed(problem: Problem, harm: float) -> Measured:
     """measure_site, with an element of rank 1's partial result off by `harm`."""
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     matmul = HostProgram.matmul
 
@@ -103,7 +103,7 @@ interpreted = interpreted_ranks([2, 3])
 
 def _as_kernel(name: str) -> int:
     """Six calls of new data, one rank late to half of them; how often the kernel ran."""
-    from weft.execute import exchange
+    from weft.runtime import exchange
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     launches, launch = 0, exchange.FusedExchange.launch
@@ -152,8 +152,8 @@ def test_zeros_are_values(interpreted: Ranks) -> None:
 
 def _without_meeting(one_hop: bool) -> None:
     """Calls of the bare kernel, one block each: nothing holds a rank back but the kernel, and rank 1 sums late."""
+    from weft.comm.team import Team
     from weft.kernels import all_reduce as kernel
-    from weft.team import Team
 
     rank, size = dist.get_rank(), dist.get_world_size()
     problem = Problem(op="matmul_all_reduce", m=2, n=8, k=8 * size, world_size=size, dtype="float16")
@@ -223,7 +223,7 @@ def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
 
 def _never_sent() -> str:
     """Rank 1 runs its second call without sending; what the others are told, and then all go on."""
-    from weft.execute import exchange, host
+    from weft.runtime import exchange, host
 
     launch, looks_per_s = exchange.FusedExchange.launch, host._LOOKS_PER_S
     check_all_reduce(2, 20, 8, torch.float16, "one_shot", 0)

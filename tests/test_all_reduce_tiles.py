@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from rank_work import bound, whole
 
-from weft.execute.ranks import Ranks
-from weft.problem import Problem, split
+from weft.core.problem import Problem, split
+from weft.runtime.ranks import Ranks
 
 Tile = tuple[int, int, int]
 CASES = [
@@ -61,8 +61,8 @@ def _layout(m: int, one_hop: bool, tile: Tile, blocks: int) -> Any:
 @contextmanager
 def _memory(layout: Any, blocks: int) -> Iterator[Any]:
     """Mailboxes for the bare kernel: no program holds a rank back, or raises what its status says."""
+    from weft.comm.team import Team
     from weft.kernels.all_reduce import mailbox
-    from weft.team import Team
 
     team = Team(dist.group.WORLD)  # type: ignore[arg-type]
     segments = team.allocate(layout.mailbox_bytes)

@@ -12,8 +12,8 @@ from rank_pools import interpreted_ranks
 from rank_work import bound, here
 
 import weft
-from weft.execute.ranks import Ranks
-from weft.problem import split
+from weft.core.problem import split
+from weft.runtime.ranks import Ranks
 from weft.schedules import names
 
 pytestmark = pytest.mark.ranks
@@ -67,7 +67,7 @@ def test_every_family(ranks: RankFixture, world_size: int) -> None:
 
 
 def _kernels() -> int:
-    from weft.execute import fused, pushes
+    from weft.runtime import fused, pushes
 
     launches = 0
     kinds: tuple[Any, ...] = (fused.FusedGemm, fused.FusedReduce, pushes.FusedPush)

@@ -14,8 +14,8 @@ from lone_ranks import wait_for
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import weft
-from weft import arrival
-from weft.errors import PeerLost, WaitTimeout
+from weft.comm import arrival
+from weft.core.errors import PeerLost, WaitTimeout
 
 pytestmark = pytest.mark.ranks
 

@@ -12,14 +12,14 @@ from conftest import RankFixture
 from rank_work import check_both, told_with
 
 import weft
-from weft.execute.choose import choose
-from weft.execute.groups import GROUPS
-from weft.machine import load
+from weft.core.machine import load
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.perf import run
 from weft.planner import heuristic, plan
-from weft.problem import Problem
-from weft.schedule import Schedule
+from weft.runtime.choose import choose
+from weft.runtime.groups import GROUPS
 from weft.schedules import build, parse
-from weft.sim import run
 
 CPU = torch.device("cpu")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=4096, world_size=8)

@@ -12,8 +12,8 @@ from conftest import RankFixture
 from torch.autograd import forward_ad
 
 import weft
-import weft.library.experts
-from weft.problem import split
+import weft.ops.library.experts
+from weft.core.problem import split
 
 pytestmark = pytest.mark.ranks
 
@@ -89,7 +89,7 @@ def test_autocast_changes_nothing(ranks: RankFixture) -> None:
 
 def _gathers_in_backward(keep: bool) -> int:
     """How often the backward gathers a."""
-    from weft.library import tensor_parallel
+    from weft.ops.library import tensor_parallel
 
     found = []
     again = tensor_parallel._gathered_again

@@ -19,9 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
-from weft.cache import Cache, Entry, Key, decode, encode, from_environment, space
-from weft.execute.kept import KeptPlans
-from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.planner.cache import Cache, Entry, Key, decode, encode, from_environment, space
+from weft.runtime.kept import KeptPlans
 from weft.schedules import NAMES, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)

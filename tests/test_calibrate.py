@@ -12,14 +12,14 @@ import pytest
 from conftest import RankFixture
 
 import weft
-from weft import calibrate as package
-from weft import codec, machine
-from weft.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, host_probes, probes
-from weft.calibrate.profile import Profile, line
-from weft.calibrate.samples import Sample, of, typical_spread
 from weft.cli import main
-from weft.problem import ITEMSIZE
-from weft.sim.cost import collective_us, gemm_us
+from weft.core import codec, machine
+from weft.core.problem import ITEMSIZE
+from weft.perf.cost import collective_us, gemm_us
+from weft.tools import calibrate as package
+from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, host_probes, probes
+from weft.tools.calibrate.profile import Profile, line
+from weft.tools.calibrate.samples import Sample, of, typical_spread
 
 H200 = machine.load("h200x8")
 WORLD_SIZE = 8

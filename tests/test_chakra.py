@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from machine_tiny import tiny
 
-from weft.machine import load
-from weft.problem import Problem
+from weft.core.machine import load
+from weft.core.problem import Problem
+from weft.perf.graph import graph
 from weft.report import chakra
 from weft.report.astra import network, system, write_astra
 from weft.schedules import build
-from weft.sim.graph import graph
 
 pytest.importorskip("google.protobuf", reason="protobuf is not installed; it comes with weft[chakra]")
 

@@ -9,18 +9,18 @@ import pytest
 from conftest import RankFixture
 from machine_tiny import tiny
 
-from weft import codec
-from weft.characterize import _waits, measured, shrunk
 from weft.cli import main
-from weft.execute.ranks import Ranks
-from weft.machine import load
+from weft.core import codec
+from weft.core.machine import load
+from weft.core.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
+from weft.perf import run
+from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.lookups import TOLD_US
 from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
-from weft.problem import EXCHANGES, OPS, LookupProblem, Op, Problem
 from weft.report.losses import mark
+from weft.runtime.ranks import Ranks
 from weft.schedules import NAMES, build, names, parse
-from weft.sim import run
-from weft.sim.cost import whole_collective_us, whole_gemm_us
-from weft.sim.lookups import TOLD_US
+from weft.tools.characterize import _waits, measured, shrunk
 
 H200, MI300X = load("h200x8"), load("mi300x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=8)

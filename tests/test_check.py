@@ -13,8 +13,8 @@ from damage import places, step_at, with_lanes, with_step
 from families import PAIRS
 
 from weft.checker import ScheduleError, check
-from weft.problem import Problem
-from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Wait
 from weft.schedules import build
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=4, k=6, world_size=2)

@@ -19,7 +19,7 @@ from damage import DAMAGES
 from random_schedules import random_schedule, random_sync
 
 from weft.checker import ScheduleError, check
-from weft.schedule import Schedule
+from weft.core.schedule import Schedule
 
 EACH = int(os.environ.get("WEFT_DAMAGES", "2000")) // len(DAMAGES)
 SYNCS = int(os.environ.get("WEFT_DAMAGES", "1500"))

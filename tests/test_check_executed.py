@@ -17,10 +17,25 @@ from test_check import SCATTER, change, change_part, first, refused, region
 
 import weft
 from weft.checker import check
-from weft.execute.ranks import Ranks
-from weft.execute.sums import adds_pieces
-from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.schedule import Buffer, Collective, Copy, Flag, Gemm, Lane, Part, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.schedule import (
+    Buffer,
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+)
+from weft.runtime.ranks import Ranks
+from weft.runtime.sums import adds_pieces
 from weft.schedules import build
 
 interpreted = interpreted_ranks(2)

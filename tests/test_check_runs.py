@@ -17,10 +17,10 @@ from rank_pools import interpreted_ranks
 import weft
 from weft.checker import ScheduleError, check
 from weft.checker.structure import compile_schedule
-from weft.execute.ranks import Ranks
-from weft.problem import Problem
-from weft.schedule import Buffer, Copy, Flag, Gemm, Lane, LaneKind, Part, Region, Schedule, Signal, Step, Wait
-from weft.together import runs
+from weft.core.problem import Problem
+from weft.core.schedule import Buffer, Copy, Flag, Gemm, Lane, LaneKind, Part, Region, Schedule, Signal, Step, Wait
+from weft.runtime.ranks import Ranks
+from weft.schedules.together import runs
 
 interpreted = interpreted_ranks(2)
 COLS = 8

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from conftest import Weft
 
-from weft import codec
 from weft.cli import choices, output
 from weft.cli.gantt import gantt
 from weft.cli.profile import unit
-from weft.errors import RankMismatch, WeftError
-from weft.machine import load, names
-from weft.models import Model, Site, preset_names, sites
+from weft.core import codec
+from weft.core.errors import RankMismatch, WeftError
+from weft.core.machine import load, names
+from weft.core.problem import Problem
+from weft.core.span import Span
+from weft.planner.models import Model, Site, preset_names, sites
 from weft.planner.values import Candidate, Plan
-from weft.problem import Problem
-from weft.results import Run, SiteRun
-from weft.run import _choose
 from weft.schedules import NAMES, parse
 from weft.schedules import names as families
-from weft.span import Span
+from weft.tools.results import Run, SiteRun
+from weft.tools.run import _choose
 
 
 def make_plan(problem: Problem, machine: Any, *, only: str | None = None, chunks: int | None = None) -> Plan:
@@ -108,7 +108,7 @@ class Runner:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     found = Runner()
-    monkeypatch.setattr("weft.run.run_model", found)
+    monkeypatch.setattr("weft.tools.run.run_model", found)
     return found
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from conftest import Weft
 
-from weft import codec
 from weft.cli import main, output, simulate
 from weft.cli.gantt import gantt
-from weft.execute.ranks import RankFailed
-from weft.machine import load
-from weft.problem import Problem
+from weft.core import codec
+from weft.core.machine import load
+from weft.core.problem import Problem
+from weft.core.span import Span
 from weft.report.page import write_page
+from weft.runtime.ranks import RankFailed
 from weft.schedules import build
-from weft.span import Span
 
 LOSSES = [
     "characterize",

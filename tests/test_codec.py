@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import pytest
 
-from weft import codec, machine
-from weft.problem import Problem
-from weft.schedule import Schedule, Step
+from weft.core import codec, machine
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule, Step
 from weft.schedules import build
 
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft import codec, machine
-from weft.execute.bound import layout
-from weft.execute.edges import Edges
+from weft.core import codec, machine
+from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
+from weft.core.schedule import Collective, Copy, Lane, Reduce, Schedule, Signal, Step, Sum, Wait
+from weft.perf import run
 from weft.planner import plan
-from weft.problem import COLLECTIVE_OPS, CollectiveProblem, Op
-from weft.schedule import Collective, Copy, Lane, Reduce, Schedule, Signal, Step, Sum, Wait
+from weft.runtime.bound import layout
+from weft.runtime.edges import Edges
 from weft.schedules import candidates, names
-from weft.sim import run
 
 OVERLAPS = [(op, name, False) for op in COLLECTIVE_OPS for name in names(op) if name != "sequential"]
 OVERLAPS += [(op, "copy_engine", True) for op in COLLECTIVE_OPS if op != "reduce_scatter"]

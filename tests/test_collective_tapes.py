@@ -16,10 +16,10 @@ import pytest
 import torch
 from test_tape import FakeProgram, _can, _do, streams_of
 
-from weft.execute.bindings import Bindings
-from weft.execute.tape import Tape, Words
-from weft.problem import COLLECTIVE_OPS, CollectiveProblem, Op
-from weft.schedule import Schedule
+from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
+from weft.core.schedule import Schedule
+from weft.runtime.bindings import Bindings
+from weft.runtime.tape import Tape, Words
 from weft.schedules import build, names
 
 CALLS = 3

@@ -14,16 +14,16 @@ from rank_pools import interpreted_ranks
 
 import weft
 from weft import collectives
-from weft.errors import RankMismatch
-from weft.execute import collective_calls
-from weft.execute.bindings import Bindings
-from weft.execute.collective_calls import affordable
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import Ranks
-from weft.execute.vendor import Vendor
-from weft.memory import Segment, unlink
-from weft.problem import COLLECTIVE_OPS, CollectiveProblem
-from weft.schedule import Collective
+from weft.comm.memory import Segment, unlink
+from weft.core.errors import RankMismatch
+from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem
+from weft.core.schedule import Collective
+from weft.runtime import collective_calls
+from weft.runtime.bindings import Bindings
+from weft.runtime.collective_calls import affordable
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import Ranks
+from weft.runtime.vendor import Vendor
 from weft.schedules import build
 
 pytestmark = pytest.mark.ranks
@@ -341,7 +341,7 @@ interpreted = interpreted_ranks(2)
 
 def _kernels() -> int:
     """Whole and ragged tiles, aligned and not; how often the kernel ran."""
-    from weft.execute.sums import FusedSum
+    from weft.runtime.sums import FusedSum
 
     launch, launches = FusedSum.launch, 0
 

@@ -14,14 +14,14 @@ from rank_pools import interpreted_ranks
 from rank_work import bound, here
 
 import weft
-from weft import codec, machine
 from weft.checker import ScheduleError, check
-from weft.execute.edges import Edges
-from weft.execute.ranks import Ranks
-from weft.problem import COLUMN_OPS, ColumnProblem
-from weft.schedule import Collective, Copy, Gemm, Lane, Schedule, Signal, Wait, waits
+from weft.core import codec, machine
+from weft.core.problem import COLUMN_OPS, ColumnProblem
+from weft.core.schedule import Collective, Copy, Gemm, Lane, Schedule, Signal, Wait, waits
+from weft.perf.cost import gemm_us
+from weft.runtime.edges import Edges
+from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
-from weft.sim.cost import gemm_us
 
 APART, BESIDE = map(names, COLUMN_OPS)
 
@@ -167,7 +167,7 @@ interpreted = interpreted_ranks(2)
 
 
 def _kernels() -> int:
-    from weft.execute import fused
+    from weft.runtime import fused
 
     launches, launch = 0, fused.FusedGemm.launch
 

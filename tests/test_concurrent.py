@@ -15,10 +15,10 @@ from concurrent_work import OPS, Exchange, Products
 from conftest import RankFixture
 
 import weft
-from weft.beside import Settled
-from weft.beside.host import HostDevice
-from weft.execute.trial import Trial
+from weft.overlap.beside import Settled
+from weft.overlap.beside.host import HostDevice
 from weft.planner.ways import Abilities, Load, Way
+from weft.runtime.trial import Trial
 
 CPU = torch.device("cpu")
 WAYS = ("sequential", "vendor", "vendor+late", "copy_engine", "copy_engine+late+ctas=2")
@@ -92,7 +92,7 @@ class Scripted(HostDevice):
 
 def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: bool) -> tuple[Told, list[str], int, list[str]]:
     """What is chosen on a scripted device; the ways of all uses; how often the computation ran; what was warned of."""
-    from weft.beside import sites
+    from weft.overlap.beside import sites
 
     weft.close()
     plain = sites.HostDevice
@@ -176,8 +176,8 @@ class Moving(Scripted):
 
 def _left_bound(fastest: str) -> list[str]:
     """The schedules that are bound after a trial which a way has won; one of them had been bound before."""
-    from weft.beside import sites
-    from weft.execute.groups import GROUPS
+    from weft.overlap.beside import sites
+    from weft.runtime.groups import GROUPS
 
     weft.close()
     plain, abilities = sites.HostDevice, Abilities(copy_engine=True, pull=True)

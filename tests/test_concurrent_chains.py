@@ -11,11 +11,11 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
-from weft.beside.collectives import SendReceive, rehearsed
-from weft.beside.host import HostDevice
-from weft.beside.sites import Site
-from weft.beside.steps import StepTrial
-from weft.errors import PeerLost
+from weft.core.errors import PeerLost
+from weft.overlap.beside.collectives import SendReceive, rehearsed
+from weft.overlap.beside.host import HostDevice
+from weft.overlap.beside.sites import Site
+from weft.overlap.beside.steps import StepTrial
 from weft.planner.ways import PLAIN
 
 

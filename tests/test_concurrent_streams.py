@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weft import controls
-from weft.beside import cuda
-from weft.beside.collectives import Collective
-from weft.beside.cuda import CudaDevice
-from weft.beside.kernels import Kernels
+from weft.overlap import controls
+from weft.overlap.beside import cuda
+from weft.overlap.beside.collectives import Collective
+from weft.overlap.beside.cuda import CudaDevice
+from weft.overlap.beside.kernels import Kernels
 from weft.planner.ways import parse
 
 GPU = torch.device("cuda", 0)

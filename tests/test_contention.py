@@ -8,12 +8,12 @@ import pytest
 import simpy
 from machine_tiny import tiny
 
-from weft.machine import Machine, load
-from weft.problem import Problem
+from weft.core.machine import Machine, load
+from weft.core.problem import Problem
+from weft.core.span import Span
+from weft.perf import run
+from weft.perf.contention import Clock, Contention, Steady
 from weft.schedules import NAMES, build, names
-from weft.sim import run
-from weft.sim.contention import Clock, Contention, Steady
-from weft.span import Span
 
 ONE_TILE = Problem(op="all_gather_matmul", m=8, n=8, k=64, world_size=2)
 """On tiny: a shard's GEMM is one tile of 8.5 us, from 3 us on; a shard's copy is 8 us on the way, from 2.5 us on."""

@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.controls import (
+from weft.compat import comm_streams as control_streams
+from weft.compat.comm_streams import current_lane_priority, priority_number
+from weft.core.errors import WeftError
+from weft.overlap.controls import (
     DEVICES,
     budget,
     comm_stream,
@@ -26,9 +29,6 @@ from weft.controls import (
     sm_partition,
     this_device,
 )
-from weft.controls import streams as control_streams
-from weft.controls.streams import current_lane_priority, priority_number
-from weft.errors import WeftError
 
 SMS = 132
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 import pytest
 from machine_tiny import tiny
 
-from weft.machine import Table, load
-from weft.problem import OPS, Problem
+from weft.core.machine import Table, load
+from weft.core.problem import OPS, Problem
+from weft.perf import collective_us, gemm_us, run
+from weft.perf.cost import gemm_cost, whole_collective_us, whole_gemm_us
 from weft.schedules import build
-from weft.sim import collective_us, gemm_us, run
-from weft.sim.cost import gemm_cost, whole_collective_us, whole_gemm_us
 
 H200 = load("h200x8")
 

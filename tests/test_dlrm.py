@@ -12,15 +12,15 @@ from dlrm_tiny import run_all, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.machine import load as load_machine
-from weft.sim.dlrm import kernels
-from weft.sim.dlrm.fabrics import fabric, torus_dims
-from weft.sim.dlrm.iteration import WAYS, Run, Way, buckets, operator_ns, run
-from weft.sim.dlrm.network import Network
-from weft.sim.dlrm.system import System, Topology, load
-from weft.sim.fabric import Alike, FatTree, Torus, collectives, deliver
-from weft.sim.fabric.symmetry import Symmetric, routes
-from weft.sim.profile import changed
+from weft.core.machine import load as load_machine
+from weft.studies.dlrm import kernels
+from weft.studies.dlrm.fabrics import fabric, torus_dims
+from weft.studies.dlrm.iteration import WAYS, Run, Way, buckets, operator_ns, run
+from weft.studies.dlrm.network import Network
+from weft.studies.dlrm.system import System, Topology, load
+from weft.studies.fabric import Alike, FatTree, Torus, collectives, deliver
+from weft.studies.fabric.symmetry import Symmetric, routes
+from weft.studies.profile import changed
 
 LATENCY = 7
 

@@ -9,17 +9,17 @@ from time import perf_counter
 
 import pytest
 
-from weft import codec
 from weft.cli import main
+from weft.core import codec
 from weft.report.dlrm import dlrm_page
-from weft.sim.dlrm import study as studies
-from weft.sim.dlrm.paper import figures
-from weft.sim.dlrm.record import record
-from weft.sim.dlrm.sensitivity import Sensitivity, headline
-from weft.sim.dlrm.study import Case, Sliced, Study, case, two_nodes
-from weft.sim.dlrm.system import load
-from weft.sim.dlrm.tables import PARTS, cases_table, parts
-from weft.sim.profile import changed, scaled
+from weft.studies.dlrm import study as studies
+from weft.studies.dlrm.paper import figures
+from weft.studies.dlrm.record import record
+from weft.studies.dlrm.sensitivity import Sensitivity, headline
+from weft.studies.dlrm.study import Case, Sliced, Study, case, two_nodes
+from weft.studies.dlrm.system import load
+from weft.studies.dlrm.tables import PARTS, cases_table, parts
+from weft.studies.profile import changed, scaled
 
 STORED = json.loads((Path(__file__).parents[1] / "docs" / "dlrm_study.json").read_text(encoding="utf-8"))
 NODES = (8, 128)

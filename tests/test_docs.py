@@ -18,7 +18,7 @@ from conftest import RankFixture
 
 import weft
 from weft.cli import UsageError, app, main
-from weft.problem import COLLECTIVE_OPS
+from weft.core.problem import COLLECTIVE_OPS
 from weft.schedules import FAMILIES, NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -194,6 +194,6 @@ def there(named: str) -> bool:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_and_names_of_weft_exist(name: str) -> None:
-    """Those in code font: `weft/schedule.py`, `schedule.py`, `weft.Schedule`, `weft.check(schedule)`."""
+    """Those in code font: `weft/core/schedule.py`, `schedule.py`, `weft.Schedule`, `weft.check(schedule)`."""
     words = re.findall(r"`((?:[\w./-]+\.(?:py|md|json|jsonl|png)|weft(?:\.\w+)+))(?:\(.*?\))?`", TEXTS[name])
     assert [word for word in dict.fromkeys(words) if not there(word)] == []

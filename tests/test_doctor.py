@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from weft.cli import main
-from weft.doctor import Finding, diagnose, gpus, host, software
-from weft.doctor.environment import environment_findings
-from weft.execute.environment import READ, check_environment
+from weft.runtime.environment import READ, check_environment
+from weft.tools.doctor import Finding, diagnose, gpus, host, software
+from weft.tools.doctor.environment import environment_findings
 
 ROOT = Path(__file__).parents[1]
 TOPOLOGY = """\

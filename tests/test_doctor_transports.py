@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from test_doctor import fake_torch
 
-from weft.calibrate.samples import Sample
-from weft.doctor import gpus
-from weft.doctor.finding import Finding
-from weft.doctor.rates import Rates, pcie_gbps, rates
-from weft.doctor.transports import TRANSPORTS, judged, tried, verdict
+from weft.tools.calibrate.samples import Sample
+from weft.tools.doctor import gpus
+from weft.tools.doctor.finding import Finding
+from weft.tools.doctor.rates import Rates, pcie_gbps, rates
+from weft.tools.doctor.transports import TRANSPORTS, judged, tried, verdict
 
 MIB = 1 << 20
 H200 = Rates(kind="NV18", pair_gbps=450.0, port_gbps=450.0)
@@ -123,7 +123,7 @@ def _hangs(device: str) -> Any:
 
 @pytest.mark.ranks
 def test_a_probe_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.doctor.transports.PROBE_S", 60.0)
+    monkeypatch.setattr("weft.tools.doctor.transports.PROBE_S", 60.0)
     works = [("first", _fine, ()), ("second", _raises, ()), ("third", _fine, ())]
     found = dict(tried(2, works, device="cpu", bound_s=100))
     assert found.pop("second") in (
@@ -136,10 +136,10 @@ def test_a_probe_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.Mon
 
 @pytest.mark.ranks
 def test_ranks_that_die_or_hang_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.doctor.transports.PROBE_S", 60.0)
+    monkeypatch.setattr("weft.tools.doctor.transports.PROBE_S", 60.0)
     died = dict(tried(2, [("first", _fine, ()), ("last", _dies, ())], device="cpu", bound_s=100))
     assert died == {"last": "rank 1: died with exit code 3", "first": "not tried, after last failed"}
-    monkeypatch.setattr("weft.doctor.transports.PROBE_S", 1.5)
+    monkeypatch.setattr("weft.tools.doctor.transports.PROBE_S", 1.5)
     hung = dict(tried(2, [("first", _fine, ()), ("last", _hangs, ())], device="cpu", bound_s=100))
     assert "no answer within 1.5 s" in hung["last"]
     assert hung["first"] == "not tried, after last failed"

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from families import PAIRS
 
-from weft.execute.edges import Edges
-from weft.problem import Op, Problem
-from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Wait, waits
+from weft.core.problem import Op, Problem
+from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Wait, waits
+from weft.runtime.edges import Edges
 from weft.schedules import build
 
 

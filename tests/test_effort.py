@@ -13,11 +13,11 @@ from conftest import RankFixture
 from rank_work import check_gather
 
 import weft
-from weft import cache, codec, machine
-from weft.execute import choose
-from weft.planner import heuristic
+from weft.core import codec, machine
+from weft.core.problem import Problem
+from weft.planner import cache, heuristic
 from weft.planner.shortlist import AT_MOST
-from weft.problem import Problem
+from weft.runtime import choose
 
 CPU = torch.device("cpu")
 PROBLEM = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
@@ -73,7 +73,7 @@ def test_a_profile_of_another_device_is_refused_unless_forced(monkeypatch: pytes
 
 def _trials(effort: str) -> int:
     """How many schedules are measured at the first call, by a clock that makes all alike."""
-    from weft.execute import groups
+    from weft.runtime import groups
 
     def clock(call: Callable[[], object], calls: int) -> int:
         call()

@@ -13,10 +13,10 @@ from conftest import RankFixture
 from embedding_work import SPECS, Case, cases, check, check_bad_index, draw, expected
 
 import weft
-from weft.errors import RankMismatch
-from weft.execute import bags
-from weft.execute.bindings import Bindings
-from weft.execute.ranks import Ranks
+from weft.core.errors import RankMismatch
+from weft.runtime import bags
+from weft.runtime.bindings import Bindings
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 

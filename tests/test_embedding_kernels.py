@@ -12,7 +12,7 @@ from embedding_backward import check_gradients, check_optimizer
 from embedding_work import Case, cases, check, check_bad_index
 from rank_pools import interpreted_ranks
 
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +22,7 @@ interpreted = interpreted_ranks([2, 4])
 
 def _lookups() -> int:
     """Every family, every option; how often the kernel ran."""
-    from weft.execute.lookups import FusedLookup
+    from weft.runtime.lookups import FusedLookup
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     launches, launch = 0, FusedLookup.launch

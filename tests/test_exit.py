@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import Ranks, _whole
-from weft.memory import reap_stale
+from weft.comm.memory import reap_stale
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import Ranks, _whole
 
 ENDS = """
 import atexit, os, pathlib, sys, tempfile, time
@@ -83,7 +83,7 @@ def test_rank_processes_close_what_their_work_left_open(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 from multiprocessing import popen_forkserver
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 def interrupted(fd):
     raise KeyboardInterrupt  # as Ctrl-C does here, while the server still imports torch
@@ -108,7 +108,7 @@ def test_ctrl_c_while_the_server_starts_leaves_no_rank_that_waits() -> None:
 CUT_SHORT = """
 import os, signal
 from multiprocessing import forkserver, popen_forkserver
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 connect = forkserver.connect_to_new_process
 
@@ -187,7 +187,7 @@ def test_sigterm_ends_a_command_and_its_ranks(words: tuple[str, ...], later_s: f
 
 KILLED = """
 import os, signal, time
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 if __name__ == "__main__":
     ranks = Ranks(2)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.nn.experts import Experts, MoE, Routing
-from weft.nn.sites import sites
+from weft.models.experts import Experts, MoE, Routing
+from weft.models.sites import sites
 
 pytestmark = pytest.mark.ranks
 

@@ -11,14 +11,14 @@ import pytest
 
 import weft
 from weft.cli import main
-from weft.machine import Table, load
+from weft.core.machine import Table, load
+from weft.core.problem import OPS, LookupProblem, Problem
+from weft.core.settings import changed
+from weft.perf import run
 from weft.planner import heuristic, plan
 from weft.planner.explanation import _faster_links, explained, summary
 from weft.planner.signature import Signature
-from weft.problem import OPS, LookupProblem, Problem
 from weft.schedules import build, parse
-from weft.settings import changed
-from weft.sim import run
 
 H200 = load("h200x8")
 GATHER = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
@@ -74,7 +74,7 @@ def test_copies_of_lanes_that_run_together_are_paid_once() -> None:
     schedule = build(found.plan.problem, *parse(found.plan.chosen.spec), fan_out=True)
     lanes = [lane for lane in schedule.ranks[0] if lane.kind == "copy"]
     assert len(lanes) == 7
-    most = max(sum(isinstance(step, weft.schedule.Copy) for step in lane.steps) for lane in lanes)
+    most = max(sum(isinstance(step, weft.core.schedule.Copy) for step in lane.steps) for lane in lanes)
     assert found.parts["copies"] == pytest.approx((most - 1) * machine.copies.copy_us, abs=0.1)
     assert sum(found.parts.values()) == pytest.approx(found.plan.chosen.predicted_us)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.sim.fabric import Fabric, FatTree, Hosts, Mesh, Send, Switch, Torus, deliver
-from weft.sim.fabric import collectives as c
+from weft.studies.fabric import Fabric, FatTree, Hosts, Mesh, Send, Switch, Torus, deliver
+from weft.studies.fabric import collectives as c
 
 SIZE, GBPS, LATENCY = 1000, 2.0, 7
 CHUNK = SIZE / GBPS

@@ -19,10 +19,10 @@ from lone_ranks import wait_for
 from rank_work import check_both, check_gather, check_scatter
 
 import weft
-from weft import team
-from weft.errors import PeerLost, WaitTimeout
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import RankFailed, Ranks
+from weft.comm import team
+from weft.core.errors import PeerLost, WaitTimeout
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks
 BOUND_S, PATIENT_S = 4.0, 60.0
@@ -105,7 +105,7 @@ def test_a_stopped_rank_is_named_at_the_bound(fresh: Ranks) -> None:
 
 def _sleep_in_a_matmul(name: str, hasty: tuple[int, ...]) -> str:
     """Rank 1 sleeps in the middle of a call, once, until a hasty rank has given up, and its own other lane knows that."""
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     def slow(*arguments: object, **options: object) -> None:
         HostProgram.matmul = matmul  # type: ignore[method-assign]
@@ -153,7 +153,7 @@ def test_a_sleeping_rank_is_named_with_step_and_flag(fresh: Ranks, hasty: tuple[
 
 def _raise_in_a_copy(name: str) -> str:
     """Rank 2 raises on a lane's thread; it gets its own error, the others learn whose it was."""
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     check_gather(64, 48, 32, torch.float32, name, 0)
     signal_ = HostProgram.signal
@@ -204,8 +204,8 @@ def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
 
 def _slow_to_map() -> str:
     """Rank 1 dies once its segment can be found; rank 0 sees that, and takes its own back; rank 2 is late to look for it."""
-    from weft.memory import Segment
-    from weft.team import Team
+    from weft.comm.memory import Segment
+    from weft.comm.team import Team
 
     check_gather(6, 4, 4, torch.float32, "sequential", 0)
     if dist.get_rank() == 1:
@@ -229,7 +229,7 @@ def test_a_rank_that_is_late_to_map_hears_who_was_lost(fresh: Ranks) -> None:
 
 def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of its own: in /dev/shm teams of another run of tests reap, too, and leave what there is to reap."""
-    from weft import memory
+    from weft.comm import memory
 
     monkeypatch.setattr(memory, "SHM", tmp_path)
     stale = tmp_path / f"weft-{memory.processes()}-999999999-1-0123456789abcdef-data"
@@ -242,7 +242,7 @@ def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_bound_that_is_not_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from weft.team import timeout_from_environment
+    from weft.comm.team import timeout_from_environment
 
     monkeypatch.setenv("WEFT_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 'soon'"):

@@ -19,11 +19,11 @@ import faults
 from calls import Work
 from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
 
-from weft import team
-from weft.execute.bound import Where
-from weft.execute.groups import GROUPS
-from weft.execute.host import HostProgram
-from weft.schedule import Flag
+from weft.comm import team
+from weft.core.schedule import Flag
+from weft.runtime.bound import Where
+from weft.runtime.groups import GROUPS
+from weft.runtime.host import HostProgram
 
 PATIENT_S, IN_VAIN_S, SAYS_S, TOLD_WITHIN_S = 60.0, 2.0, 1.5, 15.0
 """A machine that is full may hold any rank up for seconds: so waits have a short bound only where they are to end in vain, and

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from weft import codec
 from weft.cli import main
-from weft.machine import Machine
-from weft.machine import load as load_machine
-from weft.models.gemms import FICCO_GEMMS, ficco_gemm
+from weft.core import codec
+from weft.core.machine import Machine
+from weft.core.machine import load as load_machine
+from weft.perf import engine
+from weft.planner.models.gemms import FICCO_GEMMS, ficco_gemm
 from weft.planner.signature import without_computation
 from weft.report.ficco import ficco_page
 from weft.schedules import build
-from weft.sim import engine
-from weft.sim.ficco import sensitivity as sensitivities
-from weft.sim.ficco import study as studies
-from weft.sim.ficco.paper import choosers, figures, topologies
-from weft.sim.ficco.record import record
-from weft.sim.ficco.scenarios import FORWARD_TOKENS, GRADIENT_TOKENS, unseen
-from weft.sim.ficco.score import BESPOKE, pick, scores
-from weft.sim.ficco.sensitivity import TILES, UNUSED, Sensitivity, assumed, headline, varied
-from weft.sim.ficco.study import CHOSEN_FROM, COMPARED, Scenario, Study, behind_switch, changed, load, scenario
-from weft.sim.ficco.tables import LOSSES, correlations_table, losses_table
+from weft.studies.ficco import sensitivity as sensitivities
+from weft.studies.ficco import study as studies
+from weft.studies.ficco.paper import choosers, figures, topologies
+from weft.studies.ficco.record import record
+from weft.studies.ficco.scenarios import FORWARD_TOKENS, GRADIENT_TOKENS, unseen
+from weft.studies.ficco.score import BESPOKE, pick, scores
+from weft.studies.ficco.sensitivity import TILES, UNUSED, Sensitivity, assumed, headline, varied
+from weft.studies.ficco.study import CHOSEN_FROM, COMPARED, Scenario, Study, behind_switch, changed, load, scenario
+from weft.studies.ficco.tables import LOSSES, correlations_table, losses_table
 
 STORED = Path(__file__).parents[1] / "docs" / "ficco.json"
 CASES = tuple(map(ficco_gemm, ("g2", "g5", "g6")))

@@ -10,12 +10,12 @@ from families import PAIRS
 from machine_tiny import tiny
 
 from weft.checker import check
-from weft.machine import load
-from weft.problem import LookupProblem, Op, Problem
-from weft.schedule import Flag, Lane, Schedule, Wait
+from weft.core.machine import load
+from weft.core.problem import LookupProblem, Op, Problem
+from weft.core.schedule import Flag, Lane, Schedule, Wait
+from weft.perf import run
+from weft.perf.graph import FLAG_BYTES, Node, graph
 from weft.schedules import build
-from weft.sim import run
-from weft.sim.graph import FLAG_BYTES, Node, graph
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
 CASES: list[tuple[Op, str]] = [*PAIRS, ("embedding_bag_all_to_all", "direct_store")]

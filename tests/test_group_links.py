@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.execute import kept, versions
-from weft.execute.kept import KeptPlans
-from weft.execute.trial import Choice, Trial
-from weft.problem import Problem
+from weft.core.problem import Problem
+from weft.runtime import kept, versions
+from weft.runtime.kept import KeptPlans
+from weft.runtime.trial import Choice, Trial
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 BRIDGED = ({0, 1}, {2, 3})
@@ -86,6 +86,6 @@ def test_a_plan_of_linked_gpus_is_not_taken_for_others(tmp_path: Path, monkeypat
 
 
 def kept_profile() -> Any:
-    from weft.machine import load
+    from weft.core.machine import load
 
     return load("h200x8")

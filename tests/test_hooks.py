@@ -18,13 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.beside.blocks import COUNTED, ROUNDS, in_blocks, most_steps
-from weft.beside.steps import StepTrial
-from weft.beside.trials import Settled
-from weft.hooks import data_parallel
-from weft.hooks.data_parallel import WAYS as DDP_WAYS
-from weft.hooks.fully_sharded import KEPT
-from weft.hooks.fully_sharded import WAYS as FSDP_WAYS
+from weft.overlap.beside.blocks import COUNTED, ROUNDS, in_blocks, most_steps
+from weft.overlap.beside.steps import StepTrial
+from weft.overlap.beside.trials import Settled
+from weft.overlap.hooks import data_parallel
+from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.overlap.hooks.fully_sharded import KEPT
+from weft.overlap.hooks.fully_sharded import WAYS as FSDP_WAYS
 from weft.planner.ways import Way, parse
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -345,7 +345,7 @@ def test_replicated_models_train_as_pytorchs(ranks: RankFixture) -> None:
 
 def _tried_over() -> list[tuple[str, ...]]:
     """What is tried of a model sharded over all ranks, without and with room for it, and of one replicated by halves."""
-    from weft.hooks.fully_sharded import _tried as tried
+    from weft.overlap.hooks.fully_sharded import _tried as tried
 
     halves: Any = nn.Linear(8, 8)
     fully_shard(halves, mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))

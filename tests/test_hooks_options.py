@@ -16,11 +16,11 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.beside.blocks import most_steps
-from weft.beside.steps import StepTrial, ways_of, why_not_summed
-from weft.hooks import fully_sharded
-from weft.hooks.data_parallel import WAYS as DDP_WAYS
-from weft.hooks.gathered import Gathered
+from weft.overlap.beside.blocks import most_steps
+from weft.overlap.beside.steps import StepTrial, ways_of, why_not_summed
+from weft.overlap.hooks import fully_sharded
+from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
+from weft.overlap.hooks.gathered import Gathered
 from weft.planner.ways import parse
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -71,7 +71,7 @@ def test_every_public_name_stays_what_it_is() -> None:
     for name in weft.__all__:
         first = getattr(weft, name)
         importlib.import_module("weft.checker")
-        importlib.import_module("weft.timelines")
+        importlib.import_module("weft.schedules.timelines")
         assert getattr(weft, name) is first
         assert not isinstance(first, types.ModuleType)
     assert set(weft.__all__) <= set(dir(weft))

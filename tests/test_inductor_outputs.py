@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.inductor.outputs import Family, Layout, Lie
+from weft.models.inductor.outputs import Family, Layout, Lie
 
 BASE = Lie((4, 6), (6, 1), 3)
 LEFT, RIGHT = Lie((4, 3), (6, 1), 3), Lie((4, 3), (6, 1), 6)

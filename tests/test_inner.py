@@ -11,11 +11,11 @@ import torch.distributed as dist
 from rank_work import check_gather
 
 import weft
-from weft.execute.arithmetic import Sliced, groups
-from weft.execute.bindings import Bindings
-from weft.execute.ranks import Ranks
-from weft.problem import Problem, split
-from weft.schedule import Flag, Gemm, Part, Region, Wait
+from weft.core.problem import Problem, split
+from weft.core.schedule import Flag, Gemm, Part, Region, Wait
+from weft.runtime.arithmetic import Sliced, groups
+from weft.runtime.bindings import Bindings
+from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
 
@@ -48,7 +48,7 @@ def test_slices_are_summed_unrounded_and_rounded_once() -> None:
 
 
 def test_what_the_host_sums_in_float32_it_multiplies_in_float32() -> None:
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     a, b, out = torch.tensor([[1.0, 2**-9]]).bfloat16(), torch.ones(2, 1).bfloat16(), torch.zeros(1, 1)
     for accumulate, expected in ((False, 1 + 2.0**-9), (True, 2 + 2.0**-8)):
@@ -81,7 +81,7 @@ def test_what_the_kernel_takes() -> None:
 
 def _fused() -> tuple[int, int]:
     """Whole and ragged tiles and slices, and empty shards; launches of kernels with slices, and of others."""
-    from weft.execute import fused
+    from weft.runtime import fused
 
     seen = [0, 0]
     launch = fused.FusedGemm.launch
@@ -127,7 +127,7 @@ def test_the_interpreted_kernel_waits_between_slices(world_size: int) -> None:
 
 def _late_slice() -> str:
     """Rank 1 raises none of its flags: the others name the first gate that stays closed, an inner one where that is it."""
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     check_gather(64, 48, 192, torch.float32, "flag_gated_2d:3", 0)
     signal, play = HostProgram.signal, HostProgram.play
@@ -143,7 +143,7 @@ def _late_slice() -> str:
     try:
         check_gather(64, 48, 192, torch.float32, "flag_gated_2d:3", 1)
         return "right"
-    except weft.errors.WeftError as error:
+    except weft.core.errors.WeftError as error:
         return str(error)
     finally:
         HostProgram.signal, HostProgram.play = signal, play  # type: ignore[method-assign]

@@ -20,10 +20,10 @@ from rank_work import check_gather, told_with
 from timed_trials import timed_trials, trials_by_a_clock
 
 import weft
-from weft.between import Between
-from weft.execute.kept import PREDICTED_AFTER, PROVED_AFTER, Unproved
-from weft.execute.trial import Trial, as_good
-from weft.problem import Problem
+from weft.core.problem import Problem
+from weft.planner.between import Between
+from weft.runtime.kept import PREDICTED_AFTER, PROVED_AFTER, Unproved
+from weft.runtime.trial import Trial, as_good
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 
@@ -198,7 +198,7 @@ def test_a_row_count_between_measured_ones_needs_no_trial(ranks: RankFixture) ->
 
 def _in_use(folder: str, fast: str) -> tuple[list[tuple[str, bool]], list[str], list[str]]:
     """Calls of auto with a kept plan, until it has been proved: choices, schedules that are bound, warnings."""
-    from weft.execute.groups import GROUPS
+    from weft.runtime.groups import GROUPS
 
     with trials_by_a_clock(fast), warnings.catch_warnings(record=True) as seen, _new_process(folder):
         warnings.simplefilter("always", UserWarning)
@@ -227,8 +227,8 @@ def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture
 
 def _predicted(asked: str, fast: str) -> tuple[list[str], list[str], int]:
     """Calls of "planned" or "heuristic", until they have been proved: schedules that are bound, warnings, binds."""
-    from weft.execute import choose
-    from weft.execute.groups import GROUPS
+    from weft.runtime import choose
+    from weft.runtime.groups import GROUPS
 
     def named(problem: Problem, device: torch.device) -> str:
         return "shard_p2p"
@@ -277,7 +277,7 @@ def test_calls_until_a_proof_are_counted_once() -> None:
 
 def _come_and_go(asked: str, fast: str) -> tuple[int, int]:
     """More row counts than a group keeps, three times: warnings, and the trials that were made."""
-    from weft.execute import choose, groups
+    from weft.runtime import choose, groups
 
     def named(problem: Problem, device: torch.device) -> str:
         return "shard_p2p"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
-from weft.execute import groups
-from weft.execute.groups import GROUPS, GroupState
+from weft.runtime import groups
+from weft.runtime.groups import GROUPS, GroupState
 
 
 def _state() -> GroupState:

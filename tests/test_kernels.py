@@ -11,7 +11,7 @@ from rank_pools import interpreted_ranks
 from rank_work import check_both, check_scatter
 
 import weft
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_stores", "flag_gated_2d:2")
@@ -25,9 +25,9 @@ def _fused_schedules() -> tuple[int, int]:
 
     The first shape comes back after a larger one, for which memory that its tables point into has grown and moved.
     """
-    from weft.execute import fused
     from weft.kernels import gemm
     from weft.kernels.shapes import Blocks
+    from weft.runtime import fused
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     launches = halved = 0

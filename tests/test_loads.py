@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from weft.execute import cuda, lookups
-from weft.execute.cuda import CudaProgram
-from weft.execute.replay import lie
-from weft.execute.tape import Words
+from weft.runtime import cuda, lookups
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.replay import lie
+from weft.runtime.tape import Words
 
 
 class Program:

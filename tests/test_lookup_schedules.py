@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 import weft
-from weft import codec, machine
-from weft.execute.edges import Edges
+from weft.core import codec, machine
+from weft.core.problem import LookupProblem
+from weft.core.schedule import Bags, Copy, Lookup, Schedule, Signal, Step, Wait
+from weft.perf import run
 from weft.planner import plan, shortlist
-from weft.problem import LookupProblem
-from weft.schedule import Bags, Copy, Lookup, Schedule, Signal, Step, Wait
+from weft.runtime.edges import Edges
 from weft.schedules import candidates, names
-from weft.sim import run
 
 TABLES: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((8,),),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from machine_tiny import tiny
 
-from weft import codec, machine
+from weft.core import codec, machine
 
 PROFILES = Path(machine.__file__).with_name("machines")
 

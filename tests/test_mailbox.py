@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled import all_reduce_for_a_gpu
 
-from weft.problem import Problem
+from weft.core.problem import Problem
 from weft.schedules.matmul_all_reduce import owned_columns
 
 _LOAD = re.compile(r"tt\.load .*isVolatile = true.* : tensor<(\d+)x(\d+)x!tt\.ptr<i32>, (#\w+)>")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from weft import codec
-from weft.models import LookupSite, Model, load_model, preset_names, sites
-from weft.problem import LookupProblem
+from weft.core import codec
+from weft.core.problem import LookupProblem
+from weft.planner.models import LookupSite, Model, load_model, preset_names, sites
 
 Write = Callable[..., Path]
 LLAMA = {

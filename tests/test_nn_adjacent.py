@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.nn.adjacent import Adjacent, fits
+from weft.models.adjacent import Adjacent, fits
 
 
 def _laid() -> tuple[Adjacent, list[torch.Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from weft.nn.linear import OnInput, why_not_linear
+from weft.models.linear import OnInput, why_not_linear
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

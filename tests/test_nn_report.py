@@ -16,10 +16,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.nn.dlrm import ShardedEmbeddingBags
-from weft.nn.experts import MoE
-from weft.nn.report import Called, OverlapReport, Place
-from weft.nn.sites import Site
+from weft.models.dlrm import ShardedEmbeddingBags
+from weft.models.experts import MoE
+from weft.models.report import Called, OverlapReport, Place
+from weft.models.sites import Site
 
 
 def _called(spec: str, us: float | None, **others: float) -> Called:

@@ -13,13 +13,11 @@ from test_sim import log
 from test_tape import FakeProgram, play
 
 import weft
-from weft import codec, machine
 from weft.checker import ScheduleError, check
-from weft.execute.edges import Edges
-from weft.machine import Machine, Network
-from weft.planner import plan
-from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, CollectiveProblem, LookupProblem, Op, Problem
-from weft.schedule import (
+from weft.core import codec, machine
+from weft.core.machine import Machine, Network
+from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, CollectiveProblem, LookupProblem, Op, Problem
+from weft.core.schedule import (
     Buffer,
     Collective,
     Copy,
@@ -40,6 +38,8 @@ from weft.schedule import (
     advances,
     regions,
 )
+from weft.planner import plan
+from weft.runtime.edges import Edges
 from weft.schedules import build, candidates, names, unfit
 
 EVERY_OP: tuple[Op, ...] = (*OPS, *LOOKUP_OPS)
@@ -376,9 +376,9 @@ def test_a_plan_across_nodes_hides_what_an_adapter_takes() -> None:
 def test_what_crosses_nodes_bounds_a_collective() -> None:
     """Half of an all-to-all's 8 x 64 MiB goes through one adapter of 46 GB/s."""
     h200 = machine.load("h200x8")
-    us = weft.sim.collective_us(h200, "all_to_all", 64 << 20, 16, (8, 8))
+    us = weft.perf.collective_us(h200, "all_to_all", 64 << 20, 16, (8, 8))
     assert us == pytest.approx(12 + 4 + 8 * (64 << 20) / 46e3)
-    assert us > weft.sim.collective_us(h200, "all_to_all", 64 << 20, 8)
+    assert us > weft.perf.collective_us(h200, "all_to_all", 64 << 20, 8)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -25,11 +25,11 @@ from test_all_to_all import check_both as check_exchanges
 
 import weft
 from weft import collectives
-from weft.errors import PeerLost, RankMismatch, WaitTimeout
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import RankFailed, Ranks
-from weft.team import Team
-from weft.team_nodes import nodes_of, ranks_per_node
+from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.team import Team
+from weft.core.errors import PeerLost, RankMismatch, WaitTimeout
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import RankFailed, Ranks
 
 BOUND_S = 3.0
 
@@ -80,7 +80,7 @@ def test_nodes_of_different_sizes(two_nodes: Ranks) -> None:
 def _interpreted() -> int:
     """Launches of kernels. No other work of these ranks loads a kernel: what is loaded here is interpreted."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from weft.execute import fused, lookups
+    from weft.runtime import fused, lookups
 
     launches = 0
     kinds = (fused.FusedGemm, fused.FusedReduce, lookups.FusedLookup)
@@ -135,8 +135,8 @@ def test_backward_goes_across_nodes(two_nodes: Ranks) -> None:
 
 def _with_a_slow_rank(late: str) -> None:
     """New data each call, with one rank late to compute, or to send: what has not been received is not overwritten."""
-    from weft.execute.host import HostProgram
-    from weft.execute.host_wire import HostWire
+    from weft.runtime.host import HostProgram
+    from weft.runtime.host_wire import HostWire
 
     matmul, exchange = HostProgram.matmul, HostWire.exchange
 
@@ -258,7 +258,7 @@ def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
 
 def _beside() -> list[bool]:
     """A sum beside a product; whether GPUs would try copy engines for it, among all ranks and among those of a node."""
-    from weft.beside.cuda import CudaDevice
+    from weft.overlap.beside.cuda import CudaDevice
 
     rank, (a, b, _) = dist.get_rank(), whole(8, 6, 4, torch.float32, 5)
     grad = torch.full((16,), float(rank))

@@ -11,10 +11,10 @@ import torch
 from lone_ranks import teams
 
 import weft
-from weft.doctor.nodes import nvshmem_finding
-from weft.execute import nvshmem
-from weft.execute.kept import KeptPlans
-from weft.execute.network import transport_from_environment
+from weft.runtime import nvshmem
+from weft.runtime.kept import KeptPlans
+from weft.runtime.network import transport_from_environment
+from weft.tools.doctor.nodes import nvshmem_finding
 
 
 def _team(*others: int) -> Any:

@@ -20,12 +20,12 @@ from nodes_work import check_every_operator
 from puts_work import Shmem, Words
 
 import weft
-from weft.execute.bindings import Bindings, Where
-from weft.execute.host import HostProgram
-from weft.execute.puts import Puts
-from weft.execute.ranks import Ranks
-from weft.execute.slots import Slot, Slots
-from weft.schedule import Buffer, Lane, Receive, Region, Schedule, Send, SendReceive
+from weft.core.schedule import Buffer, Lane, Receive, Region, Schedule, Send, SendReceive
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.host import HostProgram
+from weft.runtime.puts import Puts
+from weft.runtime.ranks import Ranks
+from weft.runtime.slots import Slot, Slots
 
 CALLS = 8
 
@@ -199,7 +199,7 @@ class PutsProgram(HostProgram):
 
 def _every_operator(folder: str, slow: int) -> int:
     """Puts made. Six calls, with a rank late to put."""
-    from weft.execute import groups
+    from weft.runtime import groups
 
     shmem = Shmem(lambda what, rank: time.sleep(0.002) if what == "put" and rank == slow else None)
     PutsProgram.shmem, PutsProgram.folder = shmem, Path(folder)

@@ -9,7 +9,7 @@ from conftest import RankFixture
 from rank_pools import interpreted_ranks
 
 import weft
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 interpreted = interpreted_ranks([2])

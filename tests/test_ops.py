@@ -14,10 +14,10 @@ from families import TP_NAMES
 from rank_work import both_have, check_both, check_gather, check_scatter, whole
 
 import weft
-from weft.errors import RankMismatch
-from weft.execute import choose
-from weft.execute.host import HostSpace
-from weft.problem import split
+from weft.core.errors import RankMismatch
+from weft.core.problem import split
+from weft.runtime import choose
+from weft.runtime.host import HostSpace
 from weft.schedules import FAMILIES
 
 pytestmark = pytest.mark.ranks
@@ -52,8 +52,8 @@ def test_any_chunk_count(ranks: RankFixture) -> None:
 
 def _new_data_each_call(delay: str) -> None:
     """Many calls in a row, new data each, while one lane or one rank is slow: buffers and flags are reused early and late."""
-    from weft.execute.bindings import Bindings
-    from weft.execute.host import HostProgram
+    from weft.runtime.bindings import Bindings
+    from weft.runtime.host import HostProgram
 
     matmul, view = HostProgram.matmul, Bindings.pieces
     slow = dist.get_rank() == 1

@@ -11,11 +11,11 @@ from families import PAIRS
 from test_collective_tapes import FAMILIES, problem
 from test_tape import FakeProgram, _can, _do
 
-from weft.execute import tape as tapes
-from weft.execute.order import order, turns
-from weft.execute.tape import Item, Tape, Words
-from weft.problem import Op, Problem
-from weft.schedule import Lane, Schedule
+from weft.core.problem import Op, Problem
+from weft.core.schedule import Lane, Schedule
+from weft.runtime import tape as tapes
+from weft.runtime.order import order, turns
+from weft.runtime.tape import Item, Tape, Words
 from weft.schedules import build
 
 CALLS = 3

@@ -6,7 +6,7 @@ import pytest
 from own_schedules import SCHEDULES, check_own, several_b_counted, tables_made
 from rank_pools import interpreted_ranks, shared_ranks
 
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 import weft
-import weft.nn.sites
+import weft.models.sites
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install weft[transformers]")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -275,7 +275,7 @@ def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
 def _reported() -> str:
     weft.close(mesh().get_group())
     model = sharded(tiny("llama"), few_tokens=0)
-    weft.nn.sites.note(model.model.layers[0], weft.nn.sites.Site(reason="a <b> of the user's"))
+    weft.models.sites.note(model.model.layers[0], weft.models.sites.Site(reason="a <b> of the user's"))
     with torch.no_grad():
         model(text(2, 9))
     report = weft.overlap_report(model)

@@ -11,15 +11,15 @@ import pytest
 from families import TP_NAMES, TP_OPS, of_one_node
 from machine_tiny import tiny
 
-from weft import codec
-from weft.machine import Machine, load
+from weft.core import codec
+from weft.core.machine import Machine, load
+from weft.core.problem import OPS, CollectiveProblem, Op, Problem
+from weft.core.schedule import Schedule
+from weft.core.span import total_us
+from weft.perf import run, simulate
 from weft.planner import Candidate, Plan, plan
 from weft.planner.explain import Option, explain
-from weft.problem import OPS, CollectiveProblem, Op, Problem
-from weft.schedule import Schedule
 from weft.schedules import build, candidates, parse
-from weft.sim import run, simulate
-from weft.span import total_us
 
 H200 = load("h200x8")
 
@@ -235,7 +235,7 @@ def test_auto_without_a_profile_says_so() -> None:
     pytest.importorskip("torch")
     import torch
 
-    from weft.execute.groups import choose
+    from weft.runtime.groups import choose
 
     with pytest.warns(UserWarning, match=r"no machine profile has 9 GPUs .*: sequential"):
         chosen = choose(Problem(op="all_gather_matmul", m=18, n=9, k=4, world_size=9), "auto", torch.device("cpu"), {})
@@ -247,7 +247,7 @@ def test_a_profile_that_lacks_the_dtype_says_so(tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("torch")
     import torch
 
-    from weft.execute.choose import choose
+    from weft.runtime.choose import choose
 
     file = tmp_path / "tiny.json"
     file.write_text(codec.dumps(tiny()))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weft import machine
-from weft.problem import LookupProblem, Problem
-from weft.rules import heuristic
+from weft.core import machine
+from weft.core.problem import LookupProblem, Problem
+from weft.perf.rules import heuristic
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -119,7 +119,7 @@ def test_weights_come_back_from_times_that_have_them() -> None:
     from fit_heuristic import fitted, weights
     from problems import drawn
 
-    from weft.rules import TERMS, terms
+    from weft.perf.rules import TERMS, terms
 
     true = (1.1, 0.4, 0.0, 0.0, 0.0, 1.5, 2.0)
     problems = [problem for _, problem in drawn("fit", 4, 240) if problem.op == "all_gather_matmul"]
@@ -146,7 +146,7 @@ def test_weights_of_one_schedule_or_operator_are_fitted_again() -> None:
     from fit_heuristic import current, fitted_again
     from problems import drawn
 
-    from weft.rules import estimates, terms
+    from weft.perf.rules import estimates, terms
 
     op, text = "matmul_reduce_scatter", "sequential_stores"
     problems = [problem for _, problem in drawn("fit", 4, 240) if problem.op == op]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.problem import (
+from weft.core.problem import (
     AVERAGES,
     COLLECTIVE_OPS,
     COLUMN_OPS,

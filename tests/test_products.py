@@ -14,9 +14,9 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
-from weft.execute import products
-from weft.execute.cublaslt import Algorithm, stored, supports
-from weft.execute.products import Products, fastest, settings
+from weft.compat.cublaslt import Algorithm, stored, supports
+from weft.runtime import products
+from weft.runtime.products import Products, fastest, settings
 
 
 class Library:
@@ -231,7 +231,7 @@ def test_how_matrices_lie() -> None:
 
 def _which_products_are_timed() -> dict[str, bool]:
     """By what was called, whether the program that runs it may look for the fastest way to multiply."""
-    from weft.execute import groups
+    from weft.runtime import groups
 
     timer_for, contenders = groups.timer_for, groups.contenders
     group = dist.group.WORLD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import subprocess
@@ -53,18 +52,6 @@ def test_every_package_ships() -> None:
     shipped = set(find_namespace_packages(str(ROOT), **found))
     code = [path.relative_to(ROOT) for path in tracked() if path.suffix == ".py" and path.is_relative_to(ROOT / "weft")]
     assert {".".join(path.parts[:-1]) for path in code} - shipped == set()
-
-
-def test_a_room_that_lists_its_files_lists_all() -> None:
-    """A package whose text names files of its own names each of them."""
-    missed = []
-    for room in {path.parent for path in tracked() if path.is_relative_to(ROOT / "weft") and path.name == "__init__.py"}:
-        files = {path.name for path in room.glob("*.py")} - {"__init__.py", "__main__.py"}
-        text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or ""
-        named = set(re.findall(r"\w+\.py", text))
-        if files & named:
-            missed += [f"{room.relative_to(ROOT)}: {name}" for name in sorted(files ^ named)]
-    assert missed == []
 
 
 def test_every_data_file_ships() -> None:

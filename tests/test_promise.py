@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from weft.machine import load
-from weft.problem import Problem
+from weft.core.machine import load
+from weft.core.problem import Problem
 
 BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 H200 = load("h200x8")

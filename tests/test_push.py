@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.execute.interpret import Bindings
-from weft.execute.ranks import Ranks
-from weft.schedule import Flag, Region
-from weft.team import Team
+from weft.comm.team import Team
+from weft.core.schedule import Flag, Region
+from weft.runtime.interpret import Bindings
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 INTERPRETED = {"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "60"}

@@ -15,10 +15,10 @@ from ragged_work import PATTERNS, Case, counts_of, round_trip
 from rank_pools import interpreted_ranks
 
 import weft
-from weft import memory
-from weft.errors import WeftError
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import Ranks
+from weft.comm import memory
+from weft.core.errors import WeftError
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -340,7 +340,7 @@ def test_products_have_the_room_of_the_first_call(interpreted: Ranks) -> None:
 
 def _changing() -> list[tuple[int, int]]:
     """Calls with other numbers of rows each, of which few are kept, and their memory: (programs, symmetric tensors)."""
-    from weft.execute import ragged_programs
+    from weft.runtime import ragged_programs
 
     weft.close()
     before = ragged_programs.KEPT, ragged_programs.BYTES
@@ -421,7 +421,7 @@ def test_a_peer_that_does_not_come_is_told_of(interpreted: Ranks) -> None:
 
 def _without_room(lacks: str) -> list[str]:
     """Rank 1 has no room for a program's memory: of its own, or shared. What each call raises."""
-    from weft.execute import ragged
+    from weft.runtime import ragged
 
     weft.close()
     error = {"own": torch.OutOfMemoryError("no room"), "shared": ValueError("no room")}[lacks]

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weft.execute import driver as driver_module
-from weft.execute import replay
-from weft.execute.bound import Inputs, Outputs
-from weft.execute.driver import Driver
-from weft.execute.replay import Captures, Replays, give_captures, take_captures
+from weft.compat import streams as driver_module
+from weft.compat.streams import Driver
+from weft.runtime import replay
+from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.replay import Captures, Replays, give_captures, take_captures
 
 PAGE = 256
 POOLS = count(1)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from lone_ranks import FakeSpace, space_of, teams
 
-from weft.execute import bound, cuda_space
-from weft.execute.bindings import Bindings, Where
-from weft.execute.cuda import CudaProgram
-from weft.execute.replay import Branches
-from weft.problem import Problem
-from weft.schedule import Flag, Reduce
+from weft.core.problem import Problem
+from weft.core.schedule import Flag, Reduce
+from weft.runtime import bound, cuda_space
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.replay import Branches
 from weft.schedules import build
-from weft.together import runs
+from weft.schedules.together import runs
 
 FIRST, SECOND = 3, 4
 """Streams."""
@@ -113,7 +113,7 @@ def test_branches_of_one_capture_come_one_after_the_other() -> None:
 def test_calls_with_splits_come_one_after_the_other_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a capture, as out of it: calls of one program share its memory."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from weft.execute import ragged
+    from weft.runtime import ragged
 
     driver, at = Capturing(), [FIRST]
     monkeypatch.setattr(ragged, "Driver", lambda: driver)
@@ -171,7 +171,7 @@ class Words:
 def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each way in which rows lie; of one row, no stride counts."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from weft.execute import pushes
+    from weft.runtime import pushes
 
     monkeypatch.setattr(pushes, "push", lambda tables, **_: used.append(tables))
     used: list[Any] = []

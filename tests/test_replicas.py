@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from weft.nn.replicas import always, replicate_alone
+from weft.models.replicas import always, replicate_alone
 
 
 class Tied(nn.Module):

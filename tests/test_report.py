@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from report_run import HOSTILE, LANES, make_run, site
 
-from weft.codec import dumps, loads
+from weft.core.codec import dumps, loads
+from weft.core.span import Span
 from weft.report import write_report
 from weft.report.charts import SHOWN_RANKS, timeline
 from weft.report.html import json_script
 from weft.report.page import page as render
-from weft.results import Run
-from weft.span import Span
+from weft.tools.results import Run
 
 LOADING = {"src", "srcset", "href", "data", "action", "poster", "background"}
 NAME = "mlp <b>down</b>"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.controls.residency import DEVICES, KIB, Device, blocks_per_sm, padding_bytes
+from weft.overlap.controls.residency import DEVICES, KIB, Device, blocks_per_sm, padding_bytes
 
 A40, A100, H100, H200, MI250X = (DEVICES[name] for name in ("A40", "A100", "H100", "H200", "MI250X"))
 NVIDIA = (A40, A100, H100)

@@ -23,13 +23,8 @@ from machine_tiny import tiny
 from rank_work import check_gather, check_scatter
 
 import weft
-from weft import codec, machine
-from weft.execute import choose
-from weft.execute.choose import contenders
-from weft.pieces import CUT, LEAST_CUT, Pieces
-from weft.planner import heuristic
-from weft.planner.shortlist import AT_MOST
-from weft.problem import (
+from weft.core import codec, machine
+from weft.core.problem import (
     COLLECTIVE_OPS,
     COLUMN_OPS,
     LOOKUP_OPS,
@@ -40,9 +35,14 @@ from weft.problem import (
     Op,
     Problem,
 )
-from weft.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
+from weft.perf.cost import gemm_cost
+from weft.perf.pieces import CUT, LEAST_CUT, Pieces
+from weft.perf.rules import FEATURES, TERMS, Estimates, Weights, choice, estimates, sizes, terms
+from weft.planner import heuristic
+from weft.planner.shortlist import AT_MOST
+from weft.runtime import choose
+from weft.runtime.choose import contenders
 from weft.schedules import check_op, parse, spec
-from weft.sim.cost import gemm_cost
 
 H200, MI300X = machine.load("h200x8"), machine.load("mi300x8")
 MACHINES = tuple(machine.load(name) for name in machine.names())
@@ -285,7 +285,7 @@ def test_it_takes_little_longer_where_the_vendor_may_cut_k() -> None:
 
 def test_it_needs_the_standard_library_alone() -> None:
     code = (
-        "import sys; from weft import machine; from weft.problem import Problem; from weft.rules import heuristic;"
+        "import sys; from weft import machine; from weft.core.problem import Problem; from weft.perf.rules import heuristic;"
         "heuristic(Problem(op='all_gather_matmul', m=64, n=64, k=64, world_size=2), machine.load('h200x8'));"
         "sys.exit(bool({'torch', 'numpy', 'simpy'} & set(sys.modules)))"
     )
@@ -305,7 +305,7 @@ def _called() -> list[str]:
     weft.close()
     check_gather(64, 48, 32, torch.float32, "heuristic", 0)
     check_scatter(64, 48, 32, torch.float32, "heuristic", 0)
-    from weft.execute.groups import GROUPS
+    from weft.runtime.groups import GROUPS
 
     group = dist.group.WORLD
     assert group is not None

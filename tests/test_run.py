@@ -13,12 +13,12 @@ from families import TP_OPS
 
 import weft
 from weft import schedules
-from weft.machine import load
-from weft.models import Model
+from weft.core.machine import load
+from weft.core.problem import OPS, Problem
+from weft.core.span import Kind, Span
 from weft.planner import plan
-from weft.problem import OPS, Problem
-from weft.run import ROUNDS, Measured, Round, _site_run, measure_site, run_model, tolerance
-from weft.span import Kind, Span
+from weft.planner.models import Model
+from weft.tools.run import ROUNDS, Measured, Round, _site_run, measure_site, run_model, tolerance
 
 pytestmark = pytest.mark.ranks
 TINY = Model(name="tiny", source="this test", hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
@@ -39,7 +39,7 @@ REQUEST: dict[str, Any] = {
 
 def _measure(problem: Problem, spec: str, harm: float) -> Measured:
     """measure_site on ranks of which the last one's matmuls are off by `harm` of the largest element."""
-    from weft.execute.host import HostProgram
+    from weft.runtime.host import HostProgram
 
     matmul = HostProgram.matmul
 
@@ -68,7 +68,7 @@ def test_a_wrong_element_is_found(ranks: RankFixture, op: Any, harm: float) -> N
 
 def _calls_of_a_site(problem: Problem, spec: str) -> tuple[list[tuple[str, bool]], Measured]:
     """What measure_site calls, in order: (schedule, is it recorded); and what it finds."""
-    from weft import run
+    from weft.tools import run
 
     calls: list[tuple[str, bool]] = []
     call = run._run
@@ -212,7 +212,7 @@ def test_what_ranks_of_several_nodes_run_is_chosen_for_them(
     monkeypatch: pytest.MonkeyPatch, ranks_: int, nodes: tuple[int, ...]
 ) -> None:
     monkeypatch.setenv("WEFT_RANKS_PER_NODE", "2")
-    monkeypatch.setattr("weft.run.Ranks", _NoRanks)
+    monkeypatch.setattr("weft.tools.run.Ranks", _NoRanks)
     with pytest.raises(_Asked) as asked:
         run_model(TINY, **{**REQUEST, "ranks": ranks_, "op": "matmul_all_reduce"})
     assert asked.value.args[0] == nodes

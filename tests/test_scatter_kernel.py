@@ -17,9 +17,9 @@ from rank_work import check_scatter
 
 import weft
 from weft.checker import ScheduleError, check
-from weft.execute.ranks import Ranks
-from weft.problem import Problem
-from weft.schedule import Lane, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Lane, Wait
+from weft.runtime.ranks import Ranks
 from weft.schedules import build
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
@@ -38,7 +38,7 @@ def _as_kernel(name: str) -> int:
 
     M: more rows than a tile; a batch, whose rows come apart at its multiples, so that no rank has as many as another; and fewer
     rows than ranks, some of which wait for nothing of their own."""
-    from weft.execute.exchange import FusedExchange
+    from weft.runtime.exchange import FusedExchange
 
     launches, launch = 0, FusedExchange.launch
 
@@ -69,8 +69,8 @@ def test_the_kernel(interpreted: Callable[[int], Ranks], world_size: int, name: 
 def _ahead() -> None:
     """Calls of the bare kernel, one row on four ranks, one block each: only the kernel holds a rank back, and rank 0, which
     alone has a row, is late."""
+    from weft.comm.team import Team
     from weft.kernels import all_reduce as kernel
-    from weft.team import Team
 
     rank, size = dist.get_rank(), dist.get_world_size()
     problem = Problem(op="matmul_reduce_scatter", m=1, n=8, k=8 * size, world_size=size, dtype="float16")

@@ -10,10 +10,10 @@ from families import of_one_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft import codec
 from weft.checker import check
-from weft.problem import ADDENDS, EXCHANGES, OPS, Problem
-from weft.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
+from weft.core import codec
+from weft.core.problem import ADDENDS, EXCHANGES, OPS, Problem
+from weft.core.schedule import Collective, Copy, Gemm, Reduce, Schedule, waits
 from weft.schedules import FAMILIES, build, candidates, names, parse
 
 

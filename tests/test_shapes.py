@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.problem import Problem
-from weft.schedule import Gemm
+from weft.core.problem import Problem
+from weft.core.schedule import Gemm
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from weft.controls import DEVICES, inductor, occupancy, raw_kernels, shape, shaping, triton_kernels
+from weft.overlap.controls import DEVICES, inductor, occupancy, raw_kernels, shape, shaping, triton_kernels
 
 REGISTERS = 64
 STREAM = 7

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_tiny import tiny
 
-from weft.machine import Machine, Topology, load
-from weft.problem import Op, Problem
-from weft.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.core.machine import Machine, Topology, load
+from weft.core.problem import Op, Problem
+from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.core.span import Span
+from weft.perf import Outcome, run, simulate
+from weft.perf.kernels import Blocks, Ends
+from weft.perf.network import Network
 from weft.schedules import build
-from weft.sim import Outcome, run, simulate
-from weft.sim.kernels import Blocks, Ends
-from weft.sim.network import Network
-from weft.span import Span
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=8, k=8, world_size=2)

@@ -10,18 +10,18 @@ import pytest
 import simpy
 from machine_tiny import tiny
 
-from weft.machine import Machine, Table, load, numbers
-from weft.problem import OPS, Op, Problem
-from weft.schedule import Lane
+from weft.core.machine import Machine, Table, load, numbers
+from weft.core.problem import OPS, Op, Problem
+from weft.core.schedule import Lane
+from weft.perf import collective_us, run
+from weft.perf.cost import gemm_cost, local_copy_us, wire_us
+from weft.perf.engine import us_within
+from weft.perf.graph import graph
+from weft.perf.kernels import Blocks
+from weft.perf.network import Network
+from weft.perf.rescaled import rescaled
 from weft.schedules import build
 from weft.schedules import names as names_of
-from weft.sim import collective_us, run
-from weft.sim.cost import gemm_cost, local_copy_us, wire_us
-from weft.sim.engine import us_within
-from weft.sim.graph import graph
-from weft.sim.kernels import Blocks
-from weft.sim.network import Network
-from weft.sim.rescaled import rescaled
 
 H200 = load("h200x8")
 SLICES = Problem(op="all_gather_matmul", m=2048, n=2048, k=2048, world_size=8, nodes=(4, 4))

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 from machine_tiny import tiny
 
-from weft.machine import Machine
-from weft.problem import LookupProblem, Problem
-from weft.schedule import Copy, Gemm, Lane, Part, Region, Schedule
+from weft.core.machine import Machine
+from weft.core.problem import LookupProblem, Problem
+from weft.core.schedule import Copy, Gemm, Lane, Part, Region, Schedule
+from weft.core.span import Span
+from weft.perf import simulate
+from weft.perf.cost import gathered_bytes
 from weft.schedules import build
-from weft.sim import simulate
-from weft.sim.cost import gathered_bytes
-from weft.span import Span
 
 ALONE = Problem(op="all_gather_matmul", m=8, n=4, k=8, world_size=1)
 LOOKUP = LookupProblem.of(batch=4, dims=((16,), (16,)))

@@ -7,15 +7,15 @@ import dataclasses
 
 import pytest
 
-from weft.machine import Machine, load
-from weft.problem import LookupProblem, Problem
-from weft.schedule import Gemm, Schedule
+from weft.core.machine import Machine, load
+from weft.core.problem import LookupProblem, Problem
+from weft.core.schedule import Gemm, Schedule
+from weft.perf import kernels, run
+from weft.perf.cost import HALF, gemm_cost, whole_gemm_us
+from weft.perf.shapes import SHAPES, shape_of, streamed_tile, whole_tiles
+from weft.perf.warm import warm
+from weft.perf.world import Filled, World
 from weft.schedules import build, parse
-from weft.shapes import SHAPES, shape_of, streamed_tile, whole_tiles
-from weft.sim import kernels, run
-from weft.sim.cost import HALF, gemm_cost, whole_gemm_us
-from weft.sim.warm import warm
-from weft.sim.world import Filled, World
 
 H200 = load("h200x8")
 

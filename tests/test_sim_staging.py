@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from machine_tiny import tiny
 
-from weft.machine import Machine, Tile, load
-from weft.problem import Problem
+from weft.core.machine import Machine, Tile, load
+from weft.core.problem import Problem
+from weft.core.span import Span
+from weft.perf import run
+from weft.perf.cost import gemm_cost, gemm_us
 from weft.schedules import build
-from weft.sim import run
-from weft.sim.cost import gemm_cost, gemm_us
-from weft.span import Span
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=16, k=8, world_size=2)
 SCATTER = Problem(op="matmul_reduce_scatter", m=8, n=8, k=16, world_size=2)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from conftest import Weft
 
-from weft import codec, settings
 from weft.cli.simulate_schedule import machine_with
-from weft.machine import load
-from weft.problem import Problem
-from weft.schedule import Schedule
+from weft.core import codec, settings
+from weft.core.machine import load
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.perf import run
 from weft.schedules import build
-from weft.sim import run
 
 PROBLEM = Problem(op="all_gather_matmul", m=4096, n=4096, k=4096, world_size=8)
 SCHEDULE = build(PROBLEM, "flag_gated", 2)

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import lines  # noqa: E402
 import simulated  # noqa: E402
 
-from weft.machine import load  # noqa: E402
+from weft.core.machine import load  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,9 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_links_out_of_the_site_become_paths() -> None:
     on_page_markdown = runpy.run_path(str(ROOT / "docs" / "site_links.py"))["on_page_markdown"]
-    assert on_page_markdown("[a](../weft/sim/engine.py#x) [b](design.md#y)\n") == "a (`weft/sim/engine.py`) [b](design.md#y)\n"
+    assert (
+        on_page_markdown("[a](../weft/perf/engine.py#x) [b](design.md#y)\n") == "a (`weft/perf/engine.py`) [b](design.md#y)\n"
+    )
 
 
 def test_every_fenced_block_of_the_site_has_a_language_alone() -> None:

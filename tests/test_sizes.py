@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.machine import load
+from weft.core.machine import load
+from weft.core.problem import OPS, Op, Problem
+from weft.core.schedule import Gemm
+from weft.perf.kernels import Blocks, Ends
+from weft.perf.shapes import SHAPES, _Arriving, _gated_us, _opens, _sent_us, shape_of, tiles_of, whole_tiles
 from weft.planner import plan
-from weft.problem import OPS, Op, Problem
-from weft.schedule import Gemm
 from weft.schedules import MOST_PIECES, MOST_RANKS, build, candidates
-from weft.shapes import SHAPES, _Arriving, _gated_us, _opens, _sent_us, shape_of, tiles_of, whole_tiles
-from weft.sim.kernels import Blocks, Ends
 
 H200 = load("h200x8")
 LARGE = 10**9

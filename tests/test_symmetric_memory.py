@@ -11,10 +11,10 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from lone_ranks import teams
 
-from weft import memory
-from weft.errors import PeerLost
-from weft.execute.cuda import CudaProgram
-from weft.execute.reach import Reachable
+from weft.comm import memory
+from weft.core.errors import PeerLost
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.reach import Reachable
 
 
 class Handle:

@@ -6,10 +6,10 @@ import pytest
 from t3_lines import Indexing, folded, modulo, read_bytes, scattered
 from t3_tiny import product, tiny
 
-from weft.sim.t3.grid import Grid
-from weft.sim.t3.llc import input_reads, kept
-from weft.sim.t3.system import load
-from weft.sim.t3.work import SUBLAYERS
+from weft.studies.t3.grid import Grid
+from weft.studies.t3.llc import input_reads, kept
+from weft.studies.t3.system import load
+from weft.studies.t3.work import SUBLAYERS
 
 WAYS = 16
 

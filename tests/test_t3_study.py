@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from weft import codec
 from weft.cli import main
+from weft.core import codec
 from weft.report.t3 import t3_page
-from weft.sim.profile import changed, scaled
-from weft.sim.published import geomean
-from weft.sim.t3 import study as studies
-from weft.sim.t3.configurations import CONFIGURATIONS
-from weft.sim.t3.layers import other_ns
-from weft.sim.t3.paper import figures
-from weft.sim.t3.record import record
-from weft.sim.t3.sensitivity import Sensitivity, headline
-from weft.sim.t3.study import Study, concurrent, run_sublayers
-from weft.sim.t3.system import load
-from weft.sim.t3.work import MEGA_GPT2, SUBLAYERS, T_NLG
+from weft.studies.profile import changed, scaled
+from weft.studies.published import geomean
+from weft.studies.t3 import study as studies
+from weft.studies.t3.configurations import CONFIGURATIONS
+from weft.studies.t3.layers import other_ns
+from weft.studies.t3.paper import figures
+from weft.studies.t3.record import record
+from weft.studies.t3.sensitivity import Sensitivity, headline
+from weft.studies.t3.study import Study, concurrent, run_sublayers
+from weft.studies.t3.system import load
+from weft.studies.t3.work import MEGA_GPT2, SUBLAYERS, T_NLG
 
 STORED = Path(__file__).parents[1] / "docs" / "t3_sensitivity.json"
 
@@ -52,7 +52,7 @@ def test_a_figure_that_is_off_is_missed(study: Study) -> None:
 
 
 def test_times_of_configurations(study: Study) -> None:
-    """The table in weft.sim.t3.configurations."""
+    """The table in weft.studies.t3.configurations."""
     for run in study.sublayers:
         gemm, scatter, near, gather = run.gemm.ns, run.reduce_scatter.ns, run.reduce_scatter_nmc.ns, run.all_gather.ns
         expected = {

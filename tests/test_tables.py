@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.nn.dlrm import DLRM, ShardedEmbeddingBags, even_ranges
+from weft.models.dlrm import DLRM, ShardedEmbeddingBags, even_ranges
 
 pytestmark = pytest.mark.ranks
 

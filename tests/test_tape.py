@@ -15,14 +15,14 @@ import pytest
 import torch
 from families import PAIRS
 
-from weft.execute.bindings import Where
-from weft.execute.driver import Word
-from weft.execute.edges import Edges
-from weft.execute.fused import growth
-from weft.execute.pushes import push_growth
-from weft.execute.tape import Item, Tape, Words, Work, merged, phases
-from weft.problem import Op, Problem
-from weft.schedule import Flag, Region, Schedule, waits
+from weft.compat.streams import Word
+from weft.core.problem import Op, Problem
+from weft.core.schedule import Flag, Region, Schedule, waits
+from weft.runtime.bindings import Where
+from weft.runtime.edges import Edges
+from weft.runtime.fused import growth
+from weft.runtime.pushes import push_growth
+from weft.runtime.tape import Item, Tape, Words, Work, merged, phases
 from weft.schedules import build
 
 CALLS = 4

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from conftest import RankFixture
 from lone_ranks import wait_for
 
-from weft.errors import PeerLost, RankMismatch
-from weft.team import _CLOSED, _PEER_CHECK_S, _STATE, _TOLD, Team
-from weft.team_texts import TEXT_BYTES, Remembered, difference, told
+from weft.comm.team import _CLOSED, _PEER_CHECK_S, _STATE, _TOLD, Team
+from weft.comm.texts import TEXT_BYTES, Remembered, difference, told
+from weft.core.errors import PeerLost, RankMismatch
 
 
 def _alike(team: Team) -> int:

@@ -18,10 +18,10 @@ from conftest import RankFixture
 
 import weft
 from weft import collectives
-from weft.errors import PeerLost, WeftError
-from weft.execute.ranks import Ranks
-from weft.memory import PREFIX, SHM
-from weft.team import Team
+from weft.comm.memory import PREFIX, SHM
+from weft.comm.team import Team
+from weft.core.errors import PeerLost, WeftError
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 A, B = torch.ones(4, 8), torch.ones(8, 4)
@@ -112,7 +112,7 @@ def test_a_fork_of_a_rank_leaves_its_group_alone(ranks: RankFixture) -> None:
 
 def _interrupted_choosing() -> tuple[str, float]:
     """Rank 1 is interrupted while it looks for a schedule that rank 0 has. What each is told, and how soon."""
-    from weft.execute import groups
+    from weft.runtime import groups
 
     plain = groups.choose
     if dist.get_rank() == 1:
@@ -159,7 +159,7 @@ def test_a_setting_that_one_rank_cannot_take_is_raised_on_all(ranks: RankFixture
 
 def _no_room() -> tuple[str, float]:
     """Rank 1 finds no room for a tensor that peers can reach."""
-    from weft.memory import Segment
+    from weft.comm.memory import Segment
 
     weft.close()
     weft.all_gather_matmul(A, B)
@@ -214,7 +214,7 @@ def test_a_rank_that_is_interrupted_with_a_segment_leaves_none_and_tells_the_oth
 
 def _raises_between_exchanges() -> tuple[str, float]:
     """Rank 0 raises on the way to rows that rank 1 waits for. What each is told, and how soon."""
-    from weft.execute import ragged
+    from weft.runtime import ragged
 
     splits = torch.tensor([2, 2])
     weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)

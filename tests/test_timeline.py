@@ -9,11 +9,11 @@ import pytest
 from damage import with_step
 from families import PAIRS
 
-from weft.problem import Problem
-from weft.schedule import Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Wait
 from weft.schedules import build
-from weft.timelines import timeline
-from weft.timelines.lines import Line, OpenLane, Placer
+from weft.schedules.timelines import timeline
+from weft.schedules.timelines.lines import Line, OpenLane, Placer
 
 GATED = """\
 flag_gated, chunks=1: all_gather_matmul M=4 N=4 K=4 bfloat16 world_size=2

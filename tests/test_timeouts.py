@@ -7,8 +7,8 @@ import time
 import pytest
 from lone_ranks import teams
 
-from weft.errors import WaitTimeout
-from weft.team import timeout_from_environment
+from weft.comm.team import timeout_from_environment
+from weft.core.errors import WaitTimeout
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e400", "1e10", "soon", ""])

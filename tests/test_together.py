@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from machine_tiny import tiny
 
-from weft.problem import Problem
-from weft.schedule import Copy, Flag, Gemm, Lane, LaneKind, Part, Region, Signal, Step, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Copy, Flag, Gemm, Lane, LaneKind, Part, Region, Signal, Step, Wait
+from weft.perf import simulate
 from weft.schedules import build
-from weft.sim import simulate
-from weft.together import riding, runs
+from weft.schedules.together import riding, runs
 
 A, B = Flag("a", 1), Flag("b", 2)
 OWN = Flag("own", 0)

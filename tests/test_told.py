@@ -9,9 +9,9 @@ import pytest
 import torch
 from compiled import for_a_gpu
 
-from weft.execute.ranks import Ranks
-from weft.problem import Problem
-from weft.schedule import Flag, Gemm, Part, Region
+from weft.core.problem import Problem
+from weft.core.schedule import Flag, Gemm, Part, Region
+from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from report_run import LANES, make_run, site
 
+from weft.core.span import Span
 from weft.report import write_trace
-from weft.results import Run
-from weft.span import Span
+from weft.tools.results import Run
 
 
 @pytest.fixture(scope="module")

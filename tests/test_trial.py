@@ -16,13 +16,13 @@ from families import TP_OPS
 from rank_work import check_gather, check_scatter
 
 import weft
-from weft.errors import RankMismatch, WeftError
-from weft.execute.bound import BoundProgram
-from weft.execute.trial import Choice, Contest, Trial, calls_of_a_run, leader
-from weft.machine import load
+from weft.core.errors import RankMismatch, WeftError
+from weft.core.machine import load
+from weft.core.problem import OPS, Problem
 from weft.planner import Candidate, Plan, plan, shortlist
 from weft.planner.shortlist import AT_MOST, WITHIN
-from weft.problem import OPS, Problem
+from weft.runtime.bound import BoundProgram
+from weft.runtime.trial import Choice, Contest, Trial, calls_of_a_run, leader
 from weft.schedules import parse, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
@@ -325,7 +325,7 @@ def _measured(fault: str = "") -> Found:
 
     fault: a family that rank 1 cannot bind.
     """
-    from weft.execute import groups
+    from weft.runtime import groups
 
     bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
     made: list[BoundProgram] = []
@@ -395,7 +395,7 @@ def test_what_one_rank_cannot_bind_all_leave_out(ranks: RankFixture) -> None:
 
 def _broken_in_a_trial() -> str:
     """Rank 1's clock breaks; then the group goes on."""
-    from weft.execute import groups
+    from weft.runtime import groups
 
     timer_for = groups.timer_for
     weft.close()
@@ -437,7 +437,7 @@ def _planned() -> list[tuple[str, dict[str, float]]]:
         check_gather(64, 48, 32, torch.float32, text, 0)
         check_scatter(64, 48, 32, torch.float32, text, 0)
     found = [(choice.spec, choice.us) for choice in weft.choices()]
-    from weft.execute.groups import GROUPS
+    from weft.runtime.groups import GROUPS
 
     group = dist.group.WORLD
     assert group is not None

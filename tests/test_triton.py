@@ -26,8 +26,8 @@ from triton_work import (
     wrap_around,
 )
 
-from weft.errors import WaitTimeout
-from weft.execute.ranks import Ranks
+from weft.core.errors import WaitTimeout
+from weft.runtime.ranks import Ranks
 from weft.triton import Peers
 
 pytestmark = pytest.mark.ranks

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.hooks import units
-from weft.hooks.units import LEAST_BYTES, LEAST_UNITS
+from weft.overlap.hooks import units
+from weft.overlap.hooks.units import LEAST_BYTES, LEAST_UNITS
 
 
 def blocks(*kib: int) -> list[nn.Module]:

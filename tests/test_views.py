@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import weft
 from weft import collectives
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 

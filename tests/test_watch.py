@@ -19,18 +19,18 @@ import pytest
 import torch
 from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
 
-from weft.collectives import work
-from weft.errors import PeerLost, WaitTimeout, WeftError
-from weft.execute import cuda_space
-from weft.execute.bound import BoundProgram
-from weft.execute.calls import MatmulCall
-from weft.execute.cuda import CudaProgram
-from weft.execute.cuda_space import Pending
-from weft.execute.groups import GROUPS, GroupState, Site
-from weft.execute.tape import Words
-from weft.problem import Problem
+from weft.comm.team import _STATE, _TOLD, Team
+from weft.core.errors import PeerLost, WaitTimeout, WeftError
+from weft.core.problem import Problem
+from weft.overlap.collectives import work
+from weft.runtime import cuda_space
+from weft.runtime.bound import BoundProgram
+from weft.runtime.calls import MatmulCall
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.cuda_space import Pending
+from weft.runtime.groups import GROUPS, GroupState, Site
+from weft.runtime.tape import Words
 from weft.schedules import build
-from weft.team import _STATE, _TOLD, Team
 
 STREAM, LONG_S = 3, 60.0  # nobody waits for so long, unless something is wrong
 

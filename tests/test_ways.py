@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft import machine
+from weft.core import machine
 from weft.planner.ways import (
     AT_MOST,
     PLAIN,

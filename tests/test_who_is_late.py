@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import weft
-from weft.execute.bound import flag_slots, flag_writers
-from weft.execute.host import HostProgram
-from weft.execute.interpret import Program
-from weft.schedule import Flag, Schedule, advances
+from weft.core.schedule import Flag, Schedule, advances
+from weft.runtime.bound import flag_slots, flag_writers
+from weft.runtime.host import HostProgram
+from weft.runtime.interpret import Program
 
 DONE = 1 << 30
 

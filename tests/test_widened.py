@@ -17,13 +17,13 @@ from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
 from timed_trials import trials_by_a_clock
 
 import weft
-from weft.errors import WeftError
-from weft.execute import groups, widened
-from weft.execute.groups import GROUPS, GroupState
-from weft.execute.widened import Widened, serves, wider
-from weft.problem import COLUMN_OPS, ColumnProblem, Op, Problem
+from weft.comm.team import Team
+from weft.core.errors import WeftError
+from weft.core.problem import COLUMN_OPS, ColumnProblem, Op, Problem
+from weft.runtime import groups, widened
+from weft.runtime.groups import GROUPS, GroupState
+from weft.runtime.widened import Widened, serves, wider
 from weft.schedules import parse
-from weft.team import Team
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 

@@ -22,7 +22,7 @@ def trials_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iter
 @contextmanager
 def timed_trials(specs: tuple[str, ...], us: Callable[[weft.Schedule], int]) -> Iterator[list[str]]:
     """Trials on any device, by a clock that shows what it is told to; what is bound meanwhile. us: of a call by a schedule."""
-    from weft.execute import groups
+    from weft.runtime import groups
 
     bind = groups.GroupState._bind
     made: list[str] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft.execute.ranks import PRELOADED
+from weft.runtime.ranks import PRELOADED
 
 
 def torchrun(script: Path, *words: str, ranks: int, folder: Path, timeout_s: float) -> str:

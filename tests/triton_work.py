@@ -174,7 +174,7 @@ def one_rank_stays_away() -> str:
     for the others by the clock."""
     from triton_kernels import Exchange
 
-    from weft.errors import WeftError
+    from weft.core.errors import WeftError
     from weft.triton import Peers
 
     try:
@@ -219,7 +219,7 @@ def mistakes() -> tuple[str, list[str], str]:
 
 def used_when_over() -> list[str]:
     """What Peers say that are closed, twice over, and that have failed."""
-    from weft.errors import WeftError
+    from weft.core.errors import WeftError
     from weft.triton import Peers
 
     told, closed, failed = [], Peers(), Peers()

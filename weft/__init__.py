@@ -8,30 +8,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from weft.version import __version__
+from weft.core.version import __version__
 
 if TYPE_CHECKING:
-    from weft import collectives as collectives
-    from weft import hooks as hooks
-    from weft.beside import (
-        AllGather,
-        AllReduce,
-        AllToAll,
-        ReduceScatter,
-        SendReceive,
-        concurrent,
-        concurrent_choices,
-    )
     from weft.checker import ScheduleError, check
-    from weft.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
-    from weft.execute.products import matmul_choices
-    from weft.inductor import CompilePass
-    from weft.machine import Machine
-    from weft.nn.expert_parallel import ExpertParallel
-    from weft.nn.models import parallelize
-    from weft.nn.report import overlap_report
-    from weft.nn.report import overlap_report as report  # noqa: F401 - the package, when it is called
-    from weft.nn.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
+    from weft.core import codec as codec
+    from weft.core import machine as machine
+    from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+    from weft.core.machine import Machine
+    from weft.core.problem import CollectiveProblem, LookupProblem, Problem
+    from weft.core.schedule import Schedule
+    from weft.core.span import Span
+    from weft.models.expert_parallel import ExpertParallel
+    from weft.models.inductor import CompilePass
+    from weft.models.parallelize import parallelize
+    from weft.models.report import overlap_report
+    from weft.models.report import overlap_report as report  # noqa: F401 - the package, when it is called
+    from weft.models.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
     from weft.ops import (
         SGD,
         RowwiseAdagrad,
@@ -44,45 +37,62 @@ if TYPE_CHECKING:
         matmul_all_to_all,
         matmul_reduce_scatter,
     )
+    from weft.overlap import collectives as collectives
+    from weft.overlap import controls as controls
+    from weft.overlap import hooks as hooks
+    from weft.overlap.beside import (
+        AllGather,
+        AllReduce,
+        AllToAll,
+        ReduceScatter,
+        SendReceive,
+        concurrent,
+        concurrent_choices,
+    )
+    from weft.perf import simulate
     from weft.planner import plan
     from weft.planner.explanation import explain
-    from weft.problem import CollectiveProblem, LookupProblem, Problem
-    from weft.schedule import Schedule
+    from weft.runtime.products import matmul_choices
     from weft.schedules import build
-    from weft.sim import simulate
-    from weft.span import Span
-    from weft.timelines import timeline
+    from weft.schedules.timelines import timeline
 
 
-_MODULES = ("collectives", "hooks", "report")
-"""Those that are part of the front door as they are."""
+_MODULES = {
+    "codec": "core.codec",
+    "collectives": "overlap.collectives",
+    "controls": "overlap.controls",
+    "hooks": "overlap.hooks",
+    "machine": "core.machine",
+    "report": "report",
+}
+"""Modules that users reach by a short name."""
 _HOMES = {
-    "AllGather": "beside",
-    "AllReduce": "beside",
-    "AllToAll": "beside",
-    "ReduceScatter": "beside",
-    "SendReceive": "beside",
-    "concurrent": "beside",
-    "concurrent_choices": "beside",
-    "CollectiveProblem": "problem",
-    "ColwiseParallel": "nn.styles",
-    "CompilePass": "inductor",
-    "ExpertParallel": "nn.expert_parallel",
-    "LookupProblem": "problem",
-    "PeerLost": "errors",
-    "Machine": "machine",
-    "Problem": "problem",
-    "RankMismatch": "errors",
+    "AllGather": "overlap.beside",
+    "AllReduce": "overlap.beside",
+    "AllToAll": "overlap.beside",
+    "ReduceScatter": "overlap.beside",
+    "SendReceive": "overlap.beside",
+    "concurrent": "overlap.beside",
+    "concurrent_choices": "overlap.beside",
+    "CollectiveProblem": "core.problem",
+    "ColwiseParallel": "models.styles",
+    "CompilePass": "models.inductor",
+    "ExpertParallel": "models.expert_parallel",
+    "LookupProblem": "core.problem",
+    "PeerLost": "core.errors",
+    "Machine": "core.machine",
+    "Problem": "core.problem",
+    "RankMismatch": "core.errors",
     "RowwiseAdagrad": "ops",
-    "RowwiseParallel": "nn.styles",
+    "RowwiseParallel": "models.styles",
     "SGD": "ops",
-    "Schedule": "schedule",
+    "Schedule": "core.schedule",
     "ScheduleError": "checker",
-    "SequenceParallel": "nn.styles",
-    "SharedInput": "nn.styles",
-    "Span": "span",
-    "WaitTimeout": "errors",
-    "WeftError": "errors",
+    "SequenceParallel": "models.styles",
+    "SharedInput": "models.styles",
+    "Span": "core.span",
+    "WaitTimeout": "core.errors",
+    "WeftError": "core.errors",
     "all_gather_matmul": "ops",
     "all_to_all_matmul": "ops",
     "build": "schedules",
@@ -93,20 +103,20 @@ _HOMES = {
     "explain": "planner.explanation",
     "matmul_all_reduce": "ops",
     "matmul_all_to_all": "ops",
-    "matmul_choices": "execute.products",
+    "matmul_choices": "runtime.products",
     "matmul_reduce_scatter": "ops",
-    "overlap_report": "nn.report",
-    "parallelize": "nn.models",
+    "overlap_report": "models.report",
+    "parallelize": "models.parallelize",
     "plan": "planner",
-    "simulate": "sim",
-    "timeline": "timelines",
+    "simulate": "perf",
+    "timeline": "schedules.timelines",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Looked up once: a call of an operator would pay some microseconds for it each time."""
     if name in _MODULES:
-        found: Any = importlib.import_module(f"weft.{name}")
+        found: Any = importlib.import_module(f"weft.{_MODULES[name]}")
     elif name in _HOMES:
         found = getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
     else:

@@ -21,7 +21,7 @@ if not ON_GPUS:
 def start(main: Callable[[], None]) -> None:
     """Run `main` on every rank, inside a process group."""
     if "LOCAL_RANK" not in os.environ:
-        from weft.execute.ranks import Ranks
+        from weft.runtime.ranks import Ranks
 
         with Ranks(RANKS, device="cuda" if ON_GPUS else "cpu") as ranks:
             ranks.run(main)

@@ -13,10 +13,10 @@ from rank_pools import ranks_on_gpus
 from rank_work import bound, check_all_reduce
 
 import weft
-from weft.errors import PeerLost, WaitTimeout
-from weft.execute.bindings import Bindings
-from weft.execute.ranks import Ranks
-from weft.problem import split
+from weft.core.errors import PeerLost, WaitTimeout
+from weft.core.problem import split
+from weft.runtime.bindings import Bindings
+from weft.runtime.ranks import Ranks
 from weft.schedules import names
 
 pytestmark = NEEDS_TWO
@@ -91,7 +91,7 @@ class _Site:
 @alarm(40)
 def _wide_tiles(m: int, name: str) -> None:
     """A tile of 128 columns for each SM; and rank 1 compiles for longer than the others would look, did they look."""
-    from weft.execute.exchange import FusedExchange
+    from weft.runtime.exchange import FusedExchange
 
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     launch, site = FusedExchange.launch, _Site(m, 128 * sms, 1024, transposed=True)
@@ -217,7 +217,7 @@ def test_the_same_bits_each_call_and_on_each_rank(pool: Ranks) -> None:
 @alarm(40)
 def _never_sent(m: int, name: str) -> str:
     """Rank 1 sends nothing in its second call; then all go on together."""
-    from weft.execute.exchange import FusedExchange
+    from weft.runtime.exchange import FusedExchange
 
     torch.cuda.synchronize()
     dist.barrier()

@@ -16,7 +16,7 @@ from test_columns import APART, BESIDE
 from test_columns import check_both as check_columns
 
 import weft
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 CALLS = 1000

@@ -13,8 +13,8 @@ from on_gpus import NEEDS_TWO, alarm
 from rank_pools import gpus
 
 import weft
-from weft.errors import WaitTimeout
-from weft.execute.ranks import Ranks
+from weft.core.errors import WaitTimeout
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 

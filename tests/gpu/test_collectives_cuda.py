@@ -14,8 +14,8 @@ from rank_pools import ranks_on_gpus
 
 import weft
 from weft import collectives
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import Ranks
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 SIZES = [max(n for n in (2, 4, 8) if n <= max(GPUS, 2))]
@@ -45,7 +45,7 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
 @alarm(80)
 def _in_turns(late: str) -> None:
     """Parts of 8 MiB through room of 1 MiB, new data each call; rank 1 late with its copies, or with its kernels."""
-    from weft.execute.cuda_space import CudaSpace
+    from weft.runtime.cuda_space import CudaSpace
 
     stream = CudaSpace.stream
 

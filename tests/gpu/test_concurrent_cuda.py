@@ -20,9 +20,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.beside.cuda import CudaDevice
-from weft.execute.ranks import Ranks
+from weft.overlap.beside.cuda import CudaDevice
 from weft.planner.ways import Load, candidates
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 SIZE = min(4, max(GPUS, 2))

@@ -10,10 +10,20 @@ import torch
 import torch.distributed as dist
 from on_gpus import GPUS, NEEDS_ONE, alarm
 
-from weft import controls
-from weft.controls import DEVICES, comm_stream, launch_order, nccl_group, occupancy, shape, sm_budget, sm_partition, this_device
-from weft.driver import checked, driver_api
-from weft.execute.ranks import Ranks
+from weft.compat.cuda_driver import checked, driver_api
+from weft.overlap import controls
+from weft.overlap.controls import (
+    DEVICES,
+    comm_stream,
+    launch_order,
+    nccl_group,
+    occupancy,
+    shape,
+    sm_budget,
+    sm_partition,
+    this_device,
+)
+from weft.runtime.ranks import Ranks
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -334,7 +344,7 @@ def test_lanes_have_the_priority_of_their_context(pool: Ranks) -> None:
 @alarm(40)
 def _lanes() -> bool:
     import weft
-    from weft.execute.groups import GROUPS
+    from weft.runtime.groups import GROUPS
 
     weft.close()
     device = torch.device("cuda", torch.cuda.current_device())

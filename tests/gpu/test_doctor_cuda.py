@@ -6,8 +6,8 @@ import time
 
 from on_gpus import NEEDS_TWO, alarm
 
-from weft.doctor.gpus import gpu_findings
-from weft.doctor.transports import TRANSPORTS
+from weft.tools.doctor.gpus import gpu_findings
+from weft.tools.doctor.transports import TRANSPORTS
 
 pytestmark = NEEDS_TWO
 

@@ -13,7 +13,7 @@ from on_gpus import NEEDS_TWO, SIZES, alarm
 from rank_pools import ranks_on_gpus
 
 import weft
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 BOUND_S = 10.0

@@ -23,9 +23,9 @@ from rank_pools import ranks_on_gpus
 from rank_work import check_gather, check_scatter, here
 
 import weft
-from weft.errors import PeerLost, WeftError
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import RankFailed, Ranks
+from weft.core.errors import PeerLost, WeftError
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = NEEDS_TWO
 BOUND_S = 5.0
@@ -97,8 +97,8 @@ def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
 def _wakes_too_late(victim: int, step: int) -> str:
     """`victim` sleeps past the bound while it enqueues a call, its watch too, as if it were stopped; the others give up, and
     let go of what waits on their GPUs."""
-    from weft.execute.cuda import CudaProgram
-    from weft.execute.cuda_space import CudaSpace
+    from weft.runtime.cuda import CudaProgram
+    from weft.runtime.cuda_space import CudaSpace
 
     weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
@@ -290,8 +290,8 @@ def test_a_call_that_is_queued_when_a_rank_fails_is_told(pool: Ranks) -> None:
 
 def _raises_within(step: int, replays: bool) -> tuple[str, float]:
     """Rank 1 raises in the middle of enqueuing, or of capturing what would be replayed, and closes at once."""
-    from weft.execute.cuda import CudaProgram
-    from weft.execute.replay import Replays
+    from weft.runtime.cuda import CudaProgram
+    from weft.runtime.replay import Replays
 
     faulthandler.dump_traceback_later(40, exit=True)
     weft.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from on_gpus import NEEDS_ONE
 
-from weft.schedule import Bags, Flag, Gemm, Lookup, Part, Reduce, Region, Sum, Wait
+from weft.core.schedule import Bags, Flag, Gemm, Lookup, Part, Reduce, Region, Sum, Wait
 
 GPU = torch.device("cuda")
 pytestmark = NEEDS_ONE
@@ -76,8 +76,8 @@ def test_gemm(shape: int, kind: str, transposed: bool, halved: bool) -> None:
 @pytest.mark.parametrize("sliced", [False, True])
 def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
     """sliced: the gates of parts are open, those between slices are not."""
+    from weft.core.schedule import waits
     from weft.kernels.gemm import gemm, tables
-    from weft.schedule import waits
 
     a, b, _ = _operands(False)
     step = _step(True, False, sliced)

@@ -17,11 +17,11 @@ from rank_work import bound, check_gather, whole
 
 import weft
 from weft import collectives
-from weft.execute import groups
-from weft.execute.cuda_space import CudaSpace
-from weft.execute.groups import GROUPS
-from weft.execute.ranks import Ranks
-from weft.memory import free_symmetric
+from weft.comm.memory import free_symmetric
+from weft.runtime import groups
+from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 MIB = 1 << 20

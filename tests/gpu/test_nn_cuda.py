@@ -15,9 +15,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import weft
-from weft.execute.ranks import Ranks
-from weft.nn.dlrm import DLRM
-from weft.nn.experts import Experts
+from weft.models.dlrm import DLRM
+from weft.models.experts import Experts
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 pool = ranks_on_gpus(SIZES[-1:], 20)
@@ -103,7 +103,7 @@ def _experts() -> None:
 def _changing() -> list[float]:
     """Experts in float32 under autocast, with another number of tokens in each call: as on one rank. MiB that are free after
     each round of sizes, of which fewer programs are kept than there are."""
-    from weft.execute import ragged_programs
+    from weft.runtime import ragged_programs
 
     weft.close()
     before = ragged_programs.KEPT, ragged_programs.BYTES

@@ -18,12 +18,12 @@ from rank_work import here, whole
 
 import weft
 from weft import collectives
-from weft.beside.cuda import CudaDevice
-from weft.errors import WeftError
-from weft.execute.groups import GROUPS
-from weft.execute.nvshmem import Heap, missing
-from weft.execute.ranks import RankFailed, Ranks
-from weft.problem import split
+from weft.core.errors import WeftError
+from weft.core.problem import split
+from weft.overlap.beside.cuda import CudaDevice
+from weft.runtime.groups import GROUPS
+from weft.runtime.nvshmem import Heap, missing
+from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = NEEDS_TWO
 PER_NODE = 2 if GPUS >= 4 else 1

@@ -13,8 +13,8 @@ from rank_pools import ranks_on_gpus
 from rank_work import both_have, check_both, check_gather, check_scatter, here, whole
 
 import weft
-from weft.execute.ranks import Ranks
-from weft.problem import split
+from weft.core.problem import split
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 SHAPES = [(512, 256, 384), (128, 64, 64), (253, 129, 77), (5, 7, 3)]
@@ -38,8 +38,8 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
 @alarm(90)
 def _slow(what: str) -> None:
     """One rank's kernels, or its copies, come late in every call; data is new each time."""
-    from weft.execute.cuda import CudaProgram
-    from weft.execute.cuda_space import CudaSpace
+    from weft.runtime.cuda import CudaProgram
+    from weft.runtime.cuda_space import CudaSpace
 
     matmul, stream, launch = CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch
     if dist.get_rank() == 1 and what == "compute":

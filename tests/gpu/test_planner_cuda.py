@@ -13,14 +13,14 @@ from rank_pools import ranks_on_gpus
 from rank_work import check_gather, check_scatter
 
 import weft
-from weft import codec
-from weft.calibrate import common, gpu_probes
-from weft.calibrate.samples import Sample
-from weft.execute.choose import profile_for
-from weft.execute.groups import GroupState
-from weft.execute.ranks import Ranks
-from weft.machine import load
-from weft.schedule import Schedule
+from weft.core import codec
+from weft.core.machine import load
+from weft.core.schedule import Schedule
+from weft.runtime.choose import profile_for
+from weft.runtime.groups import GroupState
+from weft.runtime.ranks import Ranks
+from weft.tools.calibrate import common, gpu_probes
+from weft.tools.calibrate.samples import Sample
 
 pytestmark = NEEDS_TWO
 BOUND_S = 20.0

@@ -9,10 +9,10 @@ import torch
 from on_gpus import NEEDS_ONE, alarm
 
 import weft
-from weft.controls import sm_budget
-from weft.execute import products
-from weft.execute.cublaslt import Product, library
-from weft.execute.products import WORKSPACE, Products, by_torch, candidates
+from weft.compat.cublaslt import Product, library
+from weft.overlap.controls import sm_budget
+from weft.runtime import products
+from weft.runtime.products import WORKSPACE, Products, by_torch, candidates
 
 pytestmark = NEEDS_ONE
 SIZES = [(448, 4096, 1024), (128, 2048, 512), (833, 1000, 520), (1, 4096, 4096), (256, 8, 8)]

@@ -10,8 +10,8 @@ from rank_pools import ranks_on_gpus
 from rank_work import bound, check_scatter
 
 import weft
-from weft.execute.ranks import Ranks
-from weft.problem import split
+from weft.core.problem import split
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 SIZE = 4 if GPUS >= 4 else 2
@@ -88,7 +88,7 @@ def test_replayed_graphs(pool: Ranks, m: int, n: int, name: str) -> None:
 @alarm(40)
 def _through_one_descriptor() -> tuple[bool, bool]:
     """Whether tiles go to peers by TMA, and whether short ones, too, are right: by threads."""
-    from weft.execute.fused import FusedGemm
+    from weft.runtime.fused import FusedGemm
 
     seen, launch = [], FusedGemm.launch
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16

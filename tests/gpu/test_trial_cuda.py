@@ -10,12 +10,12 @@ from rank_pools import ranks_on_gpus
 from rank_work import check_gather, check_scatter, whole
 
 import weft
-from weft.execute.cuda import CudaProgram
-from weft.execute.groups import GROUPS, GroupState
-from weft.execute.ranks import Ranks
+from weft.core.problem import split
+from weft.core.schedule import Schedule
 from weft.planner.shortlist import AT_MOST
-from weft.problem import split
-from weft.schedule import Schedule
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.groups import GROUPS, GroupState
+from weft.runtime.ranks import Ranks
 from weft.schedules import spec
 
 pytestmark = NEEDS_TWO

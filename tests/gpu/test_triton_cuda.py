@@ -12,7 +12,7 @@ from on_gpus import NEEDS_TWO, SIZES
 from rank_pools import ranks_on_gpus
 from triton_work import documented, hammer, one_rank_stays_away, run_example, run_protocol, run_protocol_in_a_graph, wrap_around
 
-from weft.execute.ranks import Ranks
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 EXAMPLES = documented()

@@ -9,8 +9,8 @@ from rank_pools import ranks_on_gpus
 from test_widened import changing, clocked
 
 import weft
-from weft.execute.ranks import Ranks
-from weft.problem import Op
+from weft.core.problem import Op
+from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
 pool = ranks_on_gpus(SIZES[0], 20.0)

@@ -12,8 +12,8 @@ flag. What it proves, for any number of calls in a row and any speed of lanes, r
 
 Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/test_check_damage.py holds it,
 in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Both take copies
-that a device runs as one kernel (`weft.together`) for what they are there: in no order. Structure also has rules of weft's
-own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a copy touches the
+that a device runs as one kernel (`weft.schedules.together`) for what they are there: in no order. Structure also has rules of
+weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a copy touches the
 rank that runs it, nothing narrower than float32 is added to, only local buffers are wider than the problem's dtype, a rank
 has one lane of kind compute, and fused steps share next to nothing with others (`weft.checker.fused`). The one thing left
 open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is refused,
@@ -31,8 +31,8 @@ from weft.checker.program import ScheduleError
 from weft.checker.starvation import check_starvation, crowded_ranks
 from weft.checker.structure import compile_schedule
 from weft.checker.walk import Walk
-from weft.errors import require
-from weft.schedule import Schedule
+from weft.core.errors import require
+from weft.core.schedule import Schedule
 
 __all__ = ["ScheduleError", "check"]
 

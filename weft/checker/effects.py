@@ -19,7 +19,7 @@ from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, d
 from weft.checker.memory import Conflict, Constant, Given, Memory
 from weft.checker.program import CALLER, Access, Action, Do, Program, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
-from weft.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
+from weft.core.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
 
 At = tuple[int, int, int, int, int]
 """Rank, lane, position, part, call."""

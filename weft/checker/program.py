@@ -1,9 +1,9 @@
 """What the checker works on: a schedule with its names turned into numbers. Built by `weft.checker.structure`.
 
 Flags are numbered; so are memories, one for each (buffer, rank). Copies and kernels are both an `Op` with actions: a copy
-has one action, a kernel one for each part, the first copy of a run (weft.together) one for each copy, which counts the flag of
-its signal; the other steps of the run are ops that do nothing. An action that writes no element touches nothing, but still
-waits and counts.
+has one action, a kernel one for each part, the first copy of a run (weft.schedules.together) one for each copy, which counts
+the flag of its signal; the other steps of the run are ops that do nothing. An action that writes no element touches nothing,
+but still waits and counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from weft.schedule import Copy, Flag, Schedule, Step
+from weft.core.schedule import Copy, Flag, Schedule, Step
 
 Rect = tuple[int, int, int, int]
 """Rows [0] to [1], columns [2] to [3]."""

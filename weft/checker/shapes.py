@@ -8,8 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from weft.checker.program import ScheduleError
-from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Region, Schedule, SendReceive, Sum
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Region, Schedule, SendReceive, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 

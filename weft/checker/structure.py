@@ -22,7 +22,7 @@ from weft.checker.shapes import (
     reachable_outputs,
     sum_fault,
 )
-from weft.schedule import (
+from weft.core.schedule import (
     Bags,
     Buffer,
     Collective,
@@ -41,7 +41,7 @@ from weft.schedule import (
     Sum,
     Wait,
 )
-from weft.together import runs
+from weft.schedules.together import runs
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, _EXCHANGE_COLUMNS = Do
 _COLLECTS = {

@@ -24,8 +24,8 @@ from typing import Annotated
 import typer
 
 from weft.cli import calibrate, characterize, doctor, listings, plan, run, simulate
-from weft.errors import WeftError
-from weft.version import __version__
+from weft.core.errors import WeftError
+from weft.core.version import __version__
 
 app = typer.Typer(
     add_completion=False,

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from weft import codec
 from weft.cli import choices, output
 from weft.cli.progress import progress_bar
+from weft.core import codec
 
 MOST_UNSTEADY = 8
 
@@ -30,7 +30,7 @@ def command(
         raise ValueError(f"--out is {out}, the name of a profile that weft has, which --machine takes; use {out}.json")
     device, ranks = choices.choose_device(device, ranks)
     output.require_file(out, "--out")
-    from weft.calibrate import calibrate
+    from weft.tools.calibrate import calibrate
 
     with progress_bar("starting ranks") as progress:
         machine, samples = calibrate(device=device, ranks=ranks, name=name, progress=progress)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft import codec
 from weft.cli import choices, options, output
 from weft.cli.progress import Progress, progress_bar
-from weft.models import config_path
+from weft.core import codec
+from weft.planner.models import config_path
 
 if TYPE_CHECKING:
-    from weft.machine import Machine
+    from weft.core.machine import Machine
+    from weft.core.problem import Problem
     from weft.planner.signature import Signature
-    from weft.problem import Problem
 
 SIMULATED = "sim"
 LEAST_PROBLEMS = 3
@@ -41,7 +41,7 @@ def command(
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write plots of loss against sizes, as HTML.")] = None,
 ) -> None:
     """Decomposition and contention losses of schedules, for GEMM and communication, over sizes and chunk counts."""
-    from weft.machine import load
+    from weft.core.machine import load
 
     target = load(machine)
     read = {"MODEL": config_path(model), "--machine": choices.machine_file(machine)}
@@ -101,8 +101,8 @@ def _simulated(cases: Sequence[tuple[Problem, str]], machine: Machine, progress:
 
 
 def _measured(cases: Sequence[tuple[Problem, str]], device: str, size: int, progress: Progress) -> Iterator[Signature]:
-    from weft.characterize import measured
-    from weft.execute.ranks import Ranks
+    from weft.runtime.ranks import Ranks
+    from weft.tools.characterize import measured
 
     with Ranks(size, device=device) as pool:
         for done, (problem, spec) in enumerate(cases):

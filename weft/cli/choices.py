@@ -6,8 +6,8 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.models import Model, Site, decode_sites, load_model, sites
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op
+from weft.planner.models import Model, Site, decode_sites, load_model, sites
 
 CPU_RANKS = 4
 MOST_CPU_RANKS = 64
@@ -30,7 +30,7 @@ def choose_sites(name: str, op: str | None, site: str | None = None) -> tuple[Mo
 
 def machine_file(name: str) -> Path | None:
     """The file that a machine is read from; None for one that weft has."""
-    from weft.machine import names
+    from weft.core.machine import names
 
     return None if name in names() else Path(name)
 
@@ -68,7 +68,7 @@ def choose_op(op: str) -> Op:
 def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
     """("cpu" or "cuda", ranks). auto: the GPUs if there are two or more, and as many as the ranks asked for. What the
     environment says is looked at, too: every rank would fail over it."""
-    from weft.execute.environment import check_environment
+    from weft.runtime.environment import check_environment
 
     check_environment()
     if device not in DEVICES:

@@ -10,9 +10,9 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from weft import codec
 from weft.cli import output
-from weft.doctor import Finding, diagnose
+from weft.core import codec
+from weft.tools.doctor import Finding, diagnose
 
 STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red"}
 

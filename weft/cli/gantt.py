@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from weft.span import Kind, Span
+from weft.core.span import Kind, Span
 
 MARKS: dict[Kind, tuple[str, str]] = {
     "wait": (".", "dim"),

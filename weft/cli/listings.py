@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft import codec
 from weft.cli import choices, output
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
+from weft.core import codec
+from weft.core.problem import (
+    COLLECTIVE_OPS,
+    COLUMN_OPS,
+    LOOKUP_OPS,
+    CollectiveProblem,
+    ColumnProblem,
+    LookupProblem,
+    Op,
+    Problem,
+)
 
 if TYPE_CHECKING:
-    from weft.machine import Machine
+    from weft.core.machine import Machine
 
 EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
 """Of the example. On two ranks a ring would look like any other way."""
@@ -29,7 +38,7 @@ def schedules(
 ) -> None:
     """List the ways to overlap: what each does, where it is from, and its timeline on a small example."""
     from weft.schedules import FAMILIES, NAMES, build, check_op, names
-    from weft.timelines import timeline
+    from weft.schedules.timelines import timeline
 
     if name is not None and name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
@@ -69,7 +78,7 @@ def machines(
     ] = None,
 ) -> None:
     """List the machines that predictions can be made for, and where their numbers are from; of one, each number."""
-    from weft.machine import load, names
+    from weft.core.machine import load, names
 
     if diff is not None:
         if name is not None or as_json:
@@ -125,7 +134,7 @@ def print_difference(a: Machine, b: Machine) -> None:
 
 
 def _by_path(machine: Machine) -> dict[str, Values]:
-    from weft.machine import Table, numbers
+    from weft.core.machine import Table, numbers
 
     gpu, found = machine.gpu, dict[str, Values]()
     for name, tiles in {"tiles": gpu.tiles, "kernel_tiles": gpu.kernel_tiles}.items():

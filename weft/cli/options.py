@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from weft.models import preset_names
-from weft.problem import OPS
+from weft.core.problem import OPS
+from weft.planner.models import preset_names
 
 DEFAULT_MACHINE = "h200x8"
 DEFAULT_MACHINE_TOKENS = 8192

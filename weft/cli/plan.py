@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft import codec
 from weft.cli import choices, options, output, tables
-from weft.models import config_path
+from weft.core import codec
+from weft.planner.models import config_path
 
 if TYPE_CHECKING:
-    from weft.machine import Machine
-    from weft.models import Model
+    from weft.core.machine import Machine
+    from weft.planner.models import Model
 
 
 TERMS = (
@@ -48,7 +48,7 @@ def command(
     ] = None,
 ) -> None:
     """Choose a schedule for each distributed site of a model, without running anything."""
-    from weft.machine import load
+    from weft.core.machine import load
 
     sizes, sites = choices.choose_sites(model, op, site)
     if save is not None and len(sites) != 1:

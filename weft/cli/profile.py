@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.cli import output
-from weft.machine import Machine, Table, Tile
+from weft.core.machine import Machine, Table, Tile
 
 _UNITS = {
     "world_size": "GPUs",

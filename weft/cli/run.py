@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft import codec
 from weft.cli import choices, options, output, tables
 from weft.cli.progress import progress_bar
-from weft.models import config_path
+from weft.core import codec
+from weft.planner.models import config_path
 
 if TYPE_CHECKING:
-    from weft.machine import Machine
-    from weft.results import Run
+    from weft.core.machine import Machine
+    from weft.tools.results import Run
 
 CPU_TOKENS, GPU_TOKENS = 512, 8192
 
@@ -44,7 +44,7 @@ def command(
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")] = None,
 ) -> None:
     """Run a model's distributed sites: predicted on a machine, then checked and timed here."""
-    from weft.machine import load
+    from weft.core.machine import load
 
     sizes, sites = choices.choose_sites(model, op)
     dtype = choices.choose_dtype(dtype)
@@ -66,7 +66,7 @@ def command(
     for note in sizes.notes:
         out.print(f"note: {note}")
 
-    from weft.run import run_model
+    from weft.tools.run import run_model
 
     with progress_bar("starting ranks") as progress:
         done = run_model(

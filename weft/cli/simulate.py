@@ -15,7 +15,7 @@ import typer
 from weft.cli import options, output
 from weft.cli.progress import Progress, progress_bar
 from weft.cli.simulate_schedule import Outputs, machine_with, simulate_schedule
-from weft.span import Span
+from weft.core.span import Span
 
 STUDIES = ("t3", "ficco", "dlrm")
 M = TypeVar("M")
@@ -100,11 +100,11 @@ def command(
 
 def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
     from weft.report.t3 import write_t3_report
-    from weft.sim.profile import changed
-    from weft.sim.t3 import sensitivity as sensitivities
-    from weft.sim.t3 import study, tables
-    from weft.sim.t3.record import calls, record
-    from weft.sim.t3.system import load
+    from weft.studies.profile import changed
+    from weft.studies.t3 import sensitivity as sensitivities
+    from weft.studies.t3 import study, tables
+    from weft.studies.t3.record import calls, record
+    from weft.studies.t3.system import load
 
     _all("t3", scenarios, "sub-layers")
     system = _set(load(), changed, changes, "hbm.gbps=2000")
@@ -119,11 +119,11 @@ def _t3(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> 
 
 def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
     from weft.report.dlrm import write_dlrm_report
-    from weft.sim.dlrm import sensitivity as sensitivities
-    from weft.sim.dlrm import study, tables
-    from weft.sim.dlrm.record import record
-    from weft.sim.dlrm.system import load
-    from weft.sim.profile import changed
+    from weft.studies.dlrm import sensitivity as sensitivities
+    from weft.studies.dlrm import study, tables
+    from weft.studies.dlrm.record import record
+    from weft.studies.dlrm.system import load
+    from weft.studies.profile import changed
 
     _all("dlrm", scenarios, "fabrics")
     system = _set(load(), changed, changes, "nodes=128")
@@ -136,12 +136,12 @@ def _dlrm(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -
 
 
 def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) -> Done:
-    from weft.models.gemms import FICCO_GEMMS, ficco_gemm
+    from weft.planner.models.gemms import FICCO_GEMMS, ficco_gemm
     from weft.report.ficco import write_ficco_report
-    from weft.sim.ficco import sensitivity as sensitivities
-    from weft.sim.ficco import study, tables
-    from weft.sim.ficco.paper import figures
-    from weft.sim.ficco.record import record
+    from weft.studies.ficco import sensitivity as sensitivities
+    from weft.studies.ficco import study, tables
+    from weft.studies.ficco.paper import figures
+    from weft.studies.ficco.record import record
 
     machine = machine_with(study.MACHINE, changes, "links.gbps=64")
     cases = tuple(map(ficco_gemm, scenarios)) or FICCO_GEMMS
@@ -174,7 +174,7 @@ def _ficco(changes: Sequence[str], scenarios: Sequence[str], sensitivity: bool) 
 
 def _set(what: M, changed: Callable[[M, str, str], M], changes: Sequence[str], example: str) -> M:
     """What is simulated, with every --set applied."""
-    from weft import settings
+    from weft.core import settings
 
     for given in changes:
         what = changed(what, *settings.parse(given, example))

@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft import codec
 from weft.cli import choices, output
 from weft.cli.gantt import gantt
 from weft.cli.progress import progress_bar
+from weft.core import codec
 
 if TYPE_CHECKING:
-    from weft.machine import Machine
+    from weft.core.machine import Machine
+    from weft.core.schedule import Schedule
     from weft.planner.simulated import Simulation
-    from weft.schedule import Schedule
 
 EXAMPLE = "links.gbps=200"
 TOPOLOGY, HOST = "links.topology", "links.host_gbps"
@@ -56,8 +56,8 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
     """Read, prove, simulate, show and write. Raises ValueError for a file that holds no schedule, for one that is wrong, for a
     machine that cannot run it, and for a setting of what it does not have."""
     from weft.checker import check
+    from weft.core.schedule import Schedule
     from weft.planner.simulated import simulated
-    from weft.schedule import Schedule
 
     schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
     outputs.require({"FILE": path, "--machine": choices.machine_file(machine)}, len(schedule.ranks))
@@ -76,9 +76,9 @@ def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs
 def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> Machine:
     """A profile with some numbers, or its topology, changed, all at once; they say so in their source. The vendor's collectives
     go with the links, but for those that are set themselves. Raises ValueError."""
-    from weft import settings as what_if
-    from weft.machine import Machine, load, numbers
-    from weft.sim.rescaled import BY_HAND
+    from weft.core import settings as what_if
+    from weft.core.machine import Machine, load, numbers
+    from weft.perf.rescaled import BY_HAND
 
     machine = load(name)
     known = dict.fromkeys([*(path for path, _ in numbers(machine)), TOPOLOGY, HOST])
@@ -106,8 +106,8 @@ def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> 
 def _on_links(before: Machine, machine: Machine, kept: Collection[str]) -> Machine:
     """`machine` with the vendor's collectives as fast as its links, which are not those of `before`, but for the collectives
     with a number in `kept`."""
-    from weft.machine import numbers
-    from weft.sim.rescaled import RESCALED, faster, rescaled
+    from weft.core.machine import numbers
+    from weft.perf.rescaled import RESCALED, faster, rescaled
 
     sources, models = dict(machine.sources), dict(machine.collectives)
     for op, model in machine.collectives.items():

@@ -13,9 +13,9 @@ from weft.cli.gantt import gantt
 from weft.cli.output import print_table, share, table, us, width_of
 
 if TYPE_CHECKING:
+    from weft.core.problem import Problem
     from weft.planner.values import Plan
-    from weft.problem import Problem
-    from weft.results import Run, SiteRun
+    from weft.tools.results import Run, SiteRun
 
     SitePlan = tuple[str, Plan]
 

@@ -42,11 +42,11 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import table
+from weft.core.problem import Problem, Span1D
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import as_words, clear, place, received
-from weft.problem import Problem, Span1D
-from weft.shapes import EXCHANGED_BYTES, streamed_tile
+from weft.perf.shapes import EXCHANGED_BYTES, streamed_tile
+from weft.triton.flags import table
 
 COPIES = 3
 _SHARED_BYTES = 180 << 10
@@ -70,9 +70,9 @@ class Tiling:
 def tiling(
     problem: Problem, width: int, pieces: int, multiply: bool, device: torch.device, sms: int, *, height: int | None = None
 ) -> Tiling:
-    """The shape that weft.shapes chooses. width: columns of each of the pieces that a tile has. height: rows of all tiles, M if
-    not given. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 with steps of 64
-    (torch.mm: 37.8). Without a product, small tiles: several blocks an SM hide each other's trips."""
+    """The shape that weft.perf.shapes chooses. width: columns of each of the pieces that a tile has. height: rows of all
+    tiles, M if not given. Steps of 128 along K where they fit: 8192 x 8192 at 64 rows takes 37.4 us with them, and 40.5 with
+    steps of 64 (torch.mm: 37.8). Without a product, small tiles: several blocks an SM hide each other's trips."""
     height = problem.m if height is None else height
     if device.type != "cuda":
         return Tiling(m=16, n=16, k=16, warps=4, stages=1)

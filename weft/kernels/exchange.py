@@ -18,12 +18,12 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.flags import asynchronous
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
 from weft.kernels.shapes import INTERPRETED, SHAPES, Blocks
+from weft.triton.flags import asynchronous
 from weft.triton.host import SymmetricTensor
 
 MOST_SEGMENTS = 256

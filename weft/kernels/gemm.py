@@ -43,12 +43,12 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
-from weft.kernels.flags import asynchronous, table
 from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.shapes import Blocks, blocks_for, whole_tiles
-from weft.schedule import Flag, Gemm, Part, Region, Wait
+from weft.triton.flags import asynchronous, table
 
 _FIELDS = 7
 _SLICE_FIELDS = 3

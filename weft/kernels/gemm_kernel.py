@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import wait_gates
+from weft.triton.flags import wait_gates
 
 
 @triton.jit

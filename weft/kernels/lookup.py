@@ -32,10 +32,10 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import table
+from weft.core.problem import Span1D
+from weft.core.schedule import Bags, Flag, Lookup, Region
 from weft.kernels.launch import Launcher
-from weft.problem import Span1D
-from weft.schedule import Bags, Flag, Lookup, Region
+from weft.triton.flags import table
 
 ELEMENTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _PART, _SLICE = 9, 6

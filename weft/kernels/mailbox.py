@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import pause
+from weft.triton.flags import pause
 
 
 @triton.jit

@@ -17,7 +17,7 @@ peer has acknowledged its stores, and a copy is complete only with its last tile
                                                        ~> peer: flag has grown by 5: all of copy 0 is there
 
 Order. Every thread's stores come before the block's barrier, the barrier before the one release, and that before the
-acquire which sees it: of a kernel's gate (weft.kernels.flags) at system scope, or of a peer's stream that waits for the word.
+acquire which sees it: of a kernel's gate (weft.triton.flags) at system scope, or of a peer's stream that waits for the word.
 Each block's count stands for its own tiles alone, so that only the sum of all shows the copy complete; and it shows no
 other copy: the flag of a later one may be full while an earlier one is still under way. The bad interleaving is two copies
 on one flag: block 0 is done with both, block 1 with neither, and the word says that the first is there. So no two copies
@@ -40,9 +40,9 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import table
+from weft.core.schedule import Flag, Region
 from weft.kernels.launch import Launcher
-from weft.schedule import Flag, Region
+from weft.triton.flags import table
 
 _FIELDS = 8
 _WARPS = 16

@@ -38,7 +38,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import descriptors_too
 from weft.kernels.gemm_kernel import place_of
 from weft.kernels.ragged_rows import (
     await_rows,
@@ -51,6 +50,7 @@ from weft.kernels.ragged_rows import (
     tell_of_rows,
 )
 from weft.kernels.segments import tile_of
+from weft.triton.flags import descriptors_too
 
 
 @triton.jit

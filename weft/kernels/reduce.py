@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import table, wait_gates
+from weft.core.schedule import Flag, Reduce, Region, Wait
 from weft.kernels.launch import Launcher
-from weft.schedule import Flag, Reduce, Region, Wait
+from weft.triton.flags import table, wait_gates
 
 _FIELDS = 6
 

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
+from weft.triton.flags import table
 
 _WARPS = 16
 _TILE, _INTERPRETED_TILE = 8192, 128

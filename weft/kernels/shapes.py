@@ -1,11 +1,11 @@
-"""Which tile shape a GEMM step takes on a device: that of weft.shapes on GPUs, small tiles where kernels are interpreted."""
+"""Which tile shape a GEMM step takes on a device: that of weft.perf.shapes on GPUs; small tiles under the interpreter."""
 
 from __future__ import annotations
 
 import torch
 
-from weft.schedule import Gemm
-from weft.shapes import PUSH_SMS, SHAPES, Blocks, shape_of, tiles_of, whole_tiles
+from weft.core.schedule import Gemm
+from weft.perf.shapes import PUSH_SMS, SHAPES, Blocks, shape_of, tiles_of, whole_tiles
 
 __all__ = ["INTERPRETED", "PUSH_SMS", "SHAPES", "Blocks", "blocks_for", "tiles_of", "whole_tiles"]
 INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1, halves=True)

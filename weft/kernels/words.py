@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import table
 from weft.kernels.launch import Launcher
+from weft.triton.flags import table
 
 Operation = tuple[int, int]
 """Address of an int32 word, and a value."""

@@ -3,7 +3,7 @@
 All ranks of the group call the same operator in the same order. The first call of a group builds its Team; the first call of
 a problem plans, checks and binds a schedule; later calls run it. Every call, ranks agree on what they call before anything
 moves (RankMismatch shows the difference). Results have their arguments' dtype: torch.autocast changes no operator, as it
-changes no collective; modules of weft.nn cast what they multiply, as torch's own do.
+changes no collective; modules of weft.models cast what they multiply, as torch's own do.
 
     tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
     all_reduce.py        matmul_all_reduce                               rows.py     their tensors as matrices
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from weft.execute.groups import GROUPS
-from weft.execute.trial import Choice
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.checks import group_of
 from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from weft.runtime.groups import GROUPS
+from weft.runtime.trial import Choice
 
 __all__ = [
     "SGD",

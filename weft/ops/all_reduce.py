@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.library.all_reduce import run_all_reduce
+from weft.core.schedule import Schedule
 from weft.ops.checks import check_operands, check_own, group_of, shape_of, spec_of
+from weft.ops.library.all_reduce import run_all_reduce
 from weft.ops.rows import flat
-from weft.schedule import Schedule
 
 
 def matmul_all_reduce(

@@ -16,13 +16,13 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from weft.library.all_to_all import run_combine, run_dispatch
-from weft.library.columns import run_apart, run_beside
+from weft.core.problem import split
+from weft.core.schedule import Schedule
 from weft.ops.checks import check_operands, group_of, spec_of
+from weft.ops.library.all_to_all import run_combine, run_dispatch
+from weft.ops.library.columns import run_apart, run_beside
 from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
 from weft.ops.rows import flat, per_entry
-from weft.problem import split
-from weft.schedule import Schedule
 
 
 @overload

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from weft import schedules
-from weft.errors import require
-from weft.execute.choose import CHOSEN_HERE
-from weft.execute.groups import GROUPS
-from weft.problem import Op
-from weft.schedule import Schedule
-from weft.team_texts import no_group
+from weft.comm.texts import no_group
+from weft.core.errors import require
+from weft.core.problem import Op
+from weft.core.schedule import Schedule
+from weft.runtime.choose import CHOSEN_HERE
+from weft.runtime.groups import GROUPS
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _USUAL = (torch.Tensor, torch.nn.Parameter)

@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from weft.errors import require
-from weft.library.embedding import run_lookup
+from weft.core.errors import require
+from weft.core.schedule import Schedule
 from weft.ops.checks import DTYPES, check_own, group_of, listed, shape_of, spec_of
+from weft.ops.library.embedding import run_lookup
 from weft.ops.optimizers import Optimizer
-from weft.schedule import Schedule
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 with torch.inference_mode(False):  # this module may first be loaded in there

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.library.ragged import run_combine, run_dispatch, run_gated
+from weft.core.schedule import Schedule
 from weft.ops.checks import check_operands, group_of, shape_of
-from weft.schedule import Schedule
+from weft.ops.library.ragged import run_combine, run_dispatch, run_gated
 
 
 def ragged_combine(

@@ -15,12 +15,12 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from weft.errors import require
-from weft.library.tensor_parallel import run_gather, run_scatter
+from weft.core.errors import require
+from weft.core.problem import split
+from weft.core.schedule import Schedule
 from weft.ops.checks import check_operands, group_of, listed, spec_of
+from weft.ops.library.tensor_parallel import run_gather, run_scatter
 from weft.ops.rows import flat, per_entry
-from weft.problem import split
-from weft.schedule import Schedule
 
 
 @overload

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from weft.errors import require
-from weft.machine import Machine, as_machine
+from weft.core.errors import require
+from weft.core.machine import Machine, as_machine
+from weft.core.problem import CollectiveProblem, Problem
+from weft.core.schedule import Schedule
+from weft.perf import Outcome, run
+from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
-from weft.problem import CollectiveProblem, Problem
-from weft.schedule import Schedule
 from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, simplicity
-from weft.sim import Outcome, run
-from weft.sim.cost import whole_collective_us, whole_gemm_us
 
 
 def plan(

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.machine import Machine
+from weft.core.machine import Machine
+from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
+from weft.core.schedule import Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
+from weft.perf import run
+from weft.perf.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 from weft.planner.signature import without_fixed_costs
 from weft.planner.values import Candidate
-from weft.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
-from weft.schedule import Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
 from weft.schedules import MOST_RANKS, overlaps
-from weft.sim import run
-from weft.sim.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
-from weft.together import riding
+from weft.schedules.together import riding
 
 BALANCED = 1.1
 """Computation and communication within this factor of each other bind together."""

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.machine import Machine, as_machine, within
+from weft.core.machine import Machine, as_machine, within
+from weft.core.problem import LookupProblem, Problem
+from weft.core.schedule import Schedule
+from weft.perf import run
+from weft.perf.engine import us_within
+from weft.perf.rescaled import rescaled
+from weft.perf.rules import heuristic
 from weft.planner.choose import plan
 from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
 from weft.planner.values import Plan
-from weft.problem import LookupProblem, Problem
-from weft.rules import heuristic
-from weft.schedule import Schedule
 from weft.schedules import build, overlaps, parse
-from weft.sim import run
-from weft.sim.engine import us_within
-from weft.sim.rescaled import rescaled
 
 FACTORS = (2.0, 4.0, 16.0)
 """By which sizes and rates are varied, both ways, to see what changes the choice."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.core.problem import Problem
 from weft.planner.values import Candidate, Plan
-from weft.problem import Problem
 from weft.schedules import synonym
 
 AT_MOST = 8

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.machine import AlphaBeta, Machine, Tile
-from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.rules import FEATURES, Feature, sizes
-from weft.schedule import Copy, Reduce, Schedule
+from weft.core.machine import AlphaBeta, Machine, Tile
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.schedule import Copy, Reduce, Schedule
+from weft.perf import Outcome, run
+from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.perf.rules import FEATURES, Feature, sizes
 from weft.schedules import spec
-from weft.sim import Outcome, run
-from weft.sim.cost import whole_collective_us, whole_gemm_us
 
 FREE_US, FREE_GBPS, FREE_TFLOPS = 1e-6, 1e9, 1e9
 STATIC: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k", "balance", "shard_rows")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from weft.machine import Machine
+from weft.core.machine import Machine
+from weft.core.schedule import Schedule
+from weft.core.span import Span
+from weft.perf import run
 from weft.planner.signature import Signature, signature
-from weft.schedule import Schedule
 from weft.schedules import build
-from weft.sim import run
-from weft.span import Span
 
 Progress = Callable[[str, int, int], None]
 FLAGS = ("wait", "signal")
@@ -57,7 +57,7 @@ class Simulation:
 
 
 def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simulation:
-    """Raises ValueError as `weft.sim.run` does."""
+    """Raises ValueError as `weft.perf.run` does."""
     steps = ("the schedule", "its halves alone", "the sequential program")
     progress(steps[0], 0, len(steps))
     whole = run(schedule, machine)

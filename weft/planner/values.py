@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.span import Span
 from weft.schedules import spec
-from weft.span import Span
 
 
 @dataclass(frozen=True, kw_only=True)

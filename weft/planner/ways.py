@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.machine import Machine
+from weft.core.machine import Machine
 
 Transport = Literal["none", "vendor", "copy_engine"]
 AT_MOST = 14

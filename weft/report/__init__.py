@@ -1,7 +1,8 @@
 """A run as a page to look at (`write_report`) and as a trace to open in Perfetto (`write_trace`).
 
-Both read the values of weft.results and nothing else; measured and predicted spans take the same way through. What draws them
-is loaded when it is first named, so that `weft.report(model)`, another name of `weft.overlap_report`, needs no more than torch.
+Both read the values of weft.tools.results and nothing else; measured and predicted spans take the same way through. What
+draws them is loaded when it is first named, so that `weft.report(model)`, another name of `weft.overlap_report`, needs no
+more than torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.nn.report import OverlapReport
+    from weft.models.report import OverlapReport
     from weft.report.page import write_report
     from weft.report.trace import write_trace
 
@@ -30,7 +31,7 @@ class _Callable(ModuleType):
     """This module: a package and, called with a model, the name that one looks for first."""
 
     def __call__(self, model: Any) -> OverlapReport:
-        from weft.nn.report import overlap_report
+        from weft.models.report import overlap_report
 
         return overlap_report(model)
 

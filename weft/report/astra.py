@@ -14,9 +14,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.machine import Machine, Topology
+from weft.core.machine import Machine, Topology
+from weft.core.schedule import Schedule
 from weft.report.chakra import write_chakra
-from weft.schedule import Schedule
 
 TOPOLOGIES: dict[Topology, str] = {"switch": "Switch", "mesh": "FullyConnected", "ring": "Ring", "pcie": "Switch"}
 ALGORITHMS: dict[Topology, str] = {"switch": "direct", "mesh": "direct", "ring": "ring", "pcie": "ring"}

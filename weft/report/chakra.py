@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.machine import Machine
-from weft.schedule import Schedule
-from weft.sim.graph import Node, graph
+from weft.core.machine import Machine
+from weft.core.schedule import Schedule
+from weft.perf.graph import Node, graph
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from weft.core.span import Kind, Span
 from weft.report.words import us
-from weft.span import Kind, Span
 
 Figure = dict[str, Any]
 

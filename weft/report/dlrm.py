@@ -13,11 +13,11 @@ from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.report.study import columns_chart, published_section, sources, verdict
-from weft.sim.dlrm import tables
-from weft.sim.dlrm.paper import figures
-from weft.sim.dlrm.sensitivity import Sensitivity
-from weft.sim.dlrm.study import PUBLISHED, Study
-from weft.sim.published import Row
+from weft.studies.dlrm import tables
+from weft.studies.dlrm.paper import figures
+from weft.studies.dlrm.sensitivity import Sensitivity
+from weft.studies.dlrm.study import PUBLISHED, Study
+from weft.studies.published import Row
 
 
 def write_dlrm_report(study: Study, sensitivity: Sequence[Sensitivity], folder: Path) -> Path:

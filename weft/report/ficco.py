@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.perf.rules import FEATURES, Feature, sizes
 from weft.report.charts import Figure as Chart
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel
 from weft.report.study import COLOURS, columns_chart
 from weft.report.words import count
-from weft.rules import FEATURES, Feature, sizes
-from weft.sim.ficco.paper import figures
-from weft.sim.ficco.score import BESPOKE
-from weft.sim.ficco.sensitivity import Sensitivity
-from weft.sim.ficco.study import Scenario, Study
-from weft.sim.ficco.tables import (
+from weft.studies.ficco.paper import figures
+from weft.studies.ficco.score import BESPOKE
+from weft.studies.ficco.sensitivity import Sensitivity
+from weft.studies.ficco.study import Scenario, Study
+from weft.studies.ficco.tables import (
     LOSSES,
     SIZES,
     Row,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from weft.machine import Machine
+from weft.core.machine import Machine
+from weft.perf.rules import FEATURES, Feature, sizes
 from weft.planner.signature import STATIC, Signature
-from weft.rules import FEATURES, Feature, sizes
 
 SHOWN: tuple[Feature, ...] = ("op_to_byte", "traffic_mib", "m_over_k", "balance")
 TITLES: dict[Feature, str] = {

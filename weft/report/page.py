@@ -17,7 +17,7 @@ from weft.report.charts import Figure
 from weft.report.html import Html, join, json_script, tag
 from weft.report.sections import measured_section, predicted_section, terms
 from weft.report.words import count
-from weft.results import Run
+from weft.tools.results import Run
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 

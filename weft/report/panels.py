@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from weft.core.span import Span, total_us
 from weft.report.charts import FAINT, SHOWN_RANKS, Figure, lanes_of, timeline
 from weft.report.html import Html, join, table, tag
 from weft.report.words import count, percent, us
-from weft.span import Span, total_us
 
 Charts = dict[str, Figure]
 

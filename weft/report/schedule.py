@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.machine import Machine
+from weft.core.machine import Machine
+from weft.core.schedule import Schedule
 from weft.planner.simulated import Simulation
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, timeline_panel
 from weft.report.words import us
-from weft.schedule import Schedule
 
 
 def write_schedule_report(schedule: Schedule, machine: Machine, found: Simulation, folder: Path) -> Path:

@@ -9,8 +9,8 @@ from weft.report.charts import Figure, bars
 from weft.report.html import Html, join, table, tag
 from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.report.words import count, percent, sizes, us
-from weft.results import Run, SiteRun
 from weft.schedules import spec
+from weft.tools.results import Run, SiteRun
 
 
 def predicted_section(run: Run, charts: Charts) -> Html:

@@ -8,7 +8,7 @@ from weft.report.charts import Figure as Chart
 from weft.report.html import Html, table, tag
 from weft.report.panels import Charts, chart_panel
 from weft.report.words import count
-from weft.sim.published import Figure, Unit
+from weft.studies.published import Figure, Unit
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
 """Told apart by people who do not see all colours (Okabe and Ito; the last: Tol)."""

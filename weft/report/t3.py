@@ -14,11 +14,11 @@ from weft.report.page import document, facts_list, write_page
 from weft.report.panels import Charts, chart_panel
 from weft.report.study import columns_chart, published_section, sources, verdict
 from weft.report.words import percent, us
-from weft.sim.published import geomean
-from weft.sim.t3.configurations import CONFIGURATIONS, SubLayerRun
-from weft.sim.t3.paper import TITLES, figures
-from weft.sim.t3.sensitivity import Sensitivity
-from weft.sim.t3.study import Study
+from weft.studies.published import geomean
+from weft.studies.t3.configurations import CONFIGURATIONS, SubLayerRun
+from weft.studies.t3.paper import TITLES, figures
+from weft.studies.t3.sensitivity import Sensitivity
+from weft.studies.t3.study import Study
 
 COMPARED = CONFIGURATIONS[1:]
 CLASSES = {

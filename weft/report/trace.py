@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.core.span import Span
 from weft.report.charts import lanes_of
-from weft.results import Run
-from weft.span import Span
+from weft.tools.results import Run
 
 PREDICTED_PID = 1000
 

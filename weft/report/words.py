@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.problem import Problem
+from weft.core.problem import Problem
 
 
 def us(value: float) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from weft.errors import require
-from weft.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
-from weft.schedule import Schedule
+from weft.core.errors import require
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
+from weft.core.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_columns_matmul as beside
 from weft.schedules import all_to_all_matmul as dispatch

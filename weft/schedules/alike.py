@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 
-from weft.schedule import Flag, Gemm, Region, Schedule
+from weft.core.schedule import Flag, Gemm, Region, Schedule
 
 
 def alike(one: Schedule, other: Schedule) -> bool:

@@ -32,8 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from weft.problem import Problem, Span1D, split
-from weft.schedule import (
+from weft.core.problem import Problem, Span1D, split
+from weft.core.schedule import (
     Collective,
     Copy,
     Flag,

@@ -23,8 +23,8 @@ Bad interleaving: p, a call ahead, pushes over rows that r still multiplies. `fr
 
 from __future__ import annotations
 
-from weft.problem import Problem
-from weft.schedule import Copy, Part, Region, Schedule, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Copy, Part, Region, Schedule, Wait
 from weft.schedules.all_to_all_matmul import Dispatch
 from weft.schedules.builder import Piece
 

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Signal, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Signal, Wait
 from weft.schedules.builder import Piece
 from weft.schedules.exchange import Exchange
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.problem import Problem, Span1D, split
-from weft.schedule import (
+from weft.core.problem import Problem, Span1D, split
+from weft.core.schedule import (
     Buffer,
     Flag,
     Lane,

@@ -49,8 +49,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.problem import CollectiveProblem, Problem, Span1D
-from weft.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
+from weft.core.problem import CollectiveProblem, Problem, Span1D
+from weft.core.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
 from weft.schedules.builder import Builder
 
 MOST_PUSHES = 4096

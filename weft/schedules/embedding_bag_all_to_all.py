@@ -33,8 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.problem import LookupProblem, Problem, Span1D
-from weft.schedule import Bags, Collective, Copy, Flag, Lookup, Receive, Region, Schedule, Send, Signal, Wait
+from weft.core.problem import LookupProblem, Problem, Span1D
+from weft.core.schedule import Bags, Collective, Copy, Flag, Lookup, Receive, Region, Schedule, Send, Signal, Wait
 from weft.schedules.builder import Builder, Piece, cut
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from weft.problem import ColumnProblem, Problem, Span1D
-from weft.schedule import Gemm, Part, Region
+from weft.core.problem import ColumnProblem, Problem, Span1D
+from weft.core.schedule import Gemm, Part, Region
 from weft.schedules.builder import Builder, Piece, cut
 
 

@@ -39,8 +39,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from weft.problem import Problem, Span1D, split
-from weft.schedule import (
+from weft.core.problem import Problem, Span1D, split
+from weft.core.schedule import (
     Buffer,
     Collective,
     Copy,

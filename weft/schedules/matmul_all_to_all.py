@@ -1,7 +1,7 @@
 """Builders for matmul_all_to_all: out = all_to_all(a_MK @ b_KN), every rank with a and b of its own.
 
 Those for matmul_all_to_all_columns are the same: what goes to a rank is a kernel of its own there, with that rank's columns of
-b, and `product` has p*M rows of N/p columns (weft.problem.ColumnProblem), of which m_r = M are r's.
+b, and `product` has p*M rows of N/p columns (weft.core.problem.ColumnProblem), of which m_r = M are r's.
 
 Buffers of rank r (m_r rows of each rank's product are r's)
     a        input      M x K
@@ -38,8 +38,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Literal
 
-from weft.problem import Problem
-from weft.schedule import Collective, Copy, Flag, Part, Receive, Reduce, Schedule, Send, Signal, Sum, Wait
+from weft.core.problem import Problem
+from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Reduce, Schedule, Send, Signal, Sum, Wait
 from weft.schedules.builder import Piece
 from weft.schedules.exchange import Exchange
 

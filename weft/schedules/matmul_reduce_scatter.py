@@ -36,8 +36,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from weft.problem import Problem, Span1D, split
-from weft.schedule import (
+from weft.core.problem import Problem, Span1D, split
+from weft.core.schedule import (
     Collective,
     Copy,
     Flag,

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.flags import behind, look, pause
+from weft.triton.flags import behind, look, pause
 
 
 @triton.jit

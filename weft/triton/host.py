@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 import triton
 
-from weft.errors import WaitTimeout, require
-from weft.memory import Segment, gpu_symmetric
-from weft.team import Team, timeout_from_environment
-from weft.team_texts import no_group
+from weft.comm.memory import Segment, gpu_symmetric
+from weft.comm.team import Team, timeout_from_environment
+from weft.comm.texts import no_group
+from weft.core.errors import WaitTimeout, require
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
 """How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""

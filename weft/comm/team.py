@@ -1,0 +1,491 @@
+"""Team: the ranks of one process group, on which nodes they are, that they agree, and that every wait ends.
+
+Each rank owns a control segment that all of its node map; ranks of other nodes have a copy of it (weft.comm.relay):
+
+    word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed, 3 failed and told
+    word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the meeting
+    word 2 MAPPED    segment rounds that it has mapped          text: why it failed; text: name of its newest segment
+    words 4, 5       a number that it offers, by parity         text: the newest call that it began without a meeting
+                                                                words: what each of its last calls was, by call
+
+What ranks agree on has a number, a digest. A first call meets: `enter` publishes what is about to run and waits until all have
+published the same. A later one only leaves its number (`repeat`), and whoever looks after the team compares the numbers of all
+ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others. Nor does a first one whose ranks know
+all that they have to tell each other (`begin`): it leaves its number, and its text for those who have another.
+
+    rank 0                          rank 1
+    slot[n % 2] = text              slot[n % 2] = text
+    ENTERED = c   ~~~~~~~~~~~~~~~>  wait ENTERED of rank 0 >= c, compare its slot
+    wait ENTERED of rank 1 >= c     ENTERED = c
+
+Two slots are enough: a rank can begin meeting n + 1 while another still compares meeting n, but not n + 2, for which it needs
+that other's part in n + 1.
+
+A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+from weft.comm.arrival import told_by_all
+from weft.comm.memory import PREFIX, Segment, process_start, reap_stale, sharing, unlink
+from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.relay import Board, Relay
+from weft.comm.rendezvous import Meetings
+from weft.comm.texts import TEXT_BYTES, Remembered, difference, reason, told
+from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
+
+DEFAULT_TIMEOUT_S = 60.0
+_MOST_TIMEOUT_S = 1e9
+"""What waits of threads and stores can count."""
+_ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
+_FAILED, _CLOSED, _TOLD = 1, 2, 3
+_ENDED_BADLY = (_FAILED, _TOLD)
+_FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
+_LOGGED = 4096
+"""Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
+_BOARD = Board(words=6, texts_at=TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
+_NUMBERS = 1 << 24
+"""A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
+OF_A_GROUP = (
+    "this group's team is broken ({}); call weft.close(group) on every rank, then go on",
+    "this group was closed, and with it what had been made for it before, as a hook's trial; make that again, on every rank",
+)
+_Member = tuple[str, str, int, int | None, str]
+"""A rank, as the others know it: its host, what tells its node, its process and when that began, its control segment."""
+_PEER_CHECK_S = 0.02
+_SAYS_S = 0.5
+"""A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
+_SILENT_S = 30.0
+"""A rank of another node that nothing is heard of for so long is lost: a process publishes four times a second."""
+
+
+def timeout_from_environment() -> float:
+    """WEFT_TIMEOUT_S, or 60 s. Raises ValueError if it is not a positive number, or is too large to be waited for."""
+    text = os.environ.get("WEFT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST_TIMEOUT_S:
+        raise ValueError(f"WEFT_TIMEOUT_S is {text!r}; it must be a number of seconds above 0, and at most {_MOST_TIMEOUT_S:g}")
+    return value
+
+
+class Team:
+    """The ranks of `group`. Collective: every rank of the group constructs it.
+
+    timeout_s: bound of every wait. remedy: what calls say after it has failed, and after it was closed. nodes: as a Problem has
+    them. one_host: whether they are all of one host. near: the ranks of this one's node, itself among them. topic: what tells
+    this team from all others. Raises ValueError if the ranks of a host are no neighbours.
+    """
+
+    _remedy, _closed = OF_A_GROUP, False
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout_s: float | None = None, remedy: tuple[str, str] = OF_A_GROUP
+    ) -> None:
+        self._remedy = remedy
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.calls = self._meetings = self._compared = 0
+        self._known = Remembered(2, _NUMBERS)
+        self.broken: BaseException | None = None
+        self._aware: set[int] = set()
+        self._closing: set[int] = set()
+        self._lock = threading.Lock()
+        self._relay: Relay | None = None
+        self._rounds = 0
+        control, everyone = self._introduced(timeout_s)
+        try:
+            labels = [label for _, label, *_ in everyone]
+            self.nodes, self.one_host = nodes_of(labels), len({host for host, *_ in everyone}) == 1
+            first, label = labels.index(labels[self.rank]), labels[self.rank]
+            self.near = range(first, first + labels.count(label))
+            self.pids = [pid for *_, pid, _, _ in everyone]
+            self._starts = [start for *_, start, _ in everyone]
+            self._control = [self._board_of(rank, name, control) for rank, (*_, name) in enumerate(everyone)]
+            self._words = [segment.words(0, 6) for segment in self._control]
+            self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
+            self.topic = everyone[0][-1].removeprefix(PREFIX)
+            self._publish_mapped()
+            self._relay = self._relayed() if self.nodes else None
+        finally:
+            unlink(control.name)
+
+    def _introduced(self, timeout_s: float | None) -> tuple[Segment, list[_Member]]:
+        """This rank's control segment, and who all ranks are. What keeps one of them from the team, a setting or a full
+        /dev/shm, is raised on all: the process group's own wait has a bound of half an hour."""
+        own: Segment | None = None
+        try:
+            self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
+            per_node, host = ranks_per_node(), f"{socket.gethostname()} {sharing()}"
+            label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
+            reap_stale()
+            own = Segment.create("control", _BOARD.nbytes)
+            me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
+        except (ValueError, OSError) as error:
+            wrong, me = error, str(error)
+        try:
+            everyone: list[Any] = told_by_all(self.group, me)
+            if own is None:
+                raise wrong
+            for rank, one in enumerate(everyone):
+                if isinstance(one, str):
+                    raise PeerLost(f"rank {rank} failed: {one}")
+        except BaseException:
+            if own is not None:
+                unlink(own.name)
+            raise
+        return own, everyone
+
+    def _board_of(self, rank: int, name: str, own: Segment) -> Segment:
+        """A rank's control segment, or where it is copied to."""
+        if rank not in self.near:
+            return _BOARD.private()
+        try:
+            return own if rank == self.rank else Segment.open(name)
+        except FileNotFoundError:
+            raise PeerLost(f"rank {rank} failed while the group's team was made; it says why") from None
+
+    def store(self, name: str) -> Any:
+        """A part of the group's store that this team alone has, on a connection of its own."""
+        store: Any = _get_process_group_store(self.group)
+        return PrefixStore(f"weft/{self.topic}/{name}", store.clone())
+
+    @cached_property
+    def near_meetings(self) -> Meetings:
+        """Of the ranks of this one's node, for symmetric memory."""
+        store = self.store(f"symmetric memory {self.near.start}")
+        return Meetings(store, rank=self.rank - self.near.start, size=len(self.near))
+
+    def _relayed(self) -> Relay:
+        near = [peer for peer in self._others() if peer in self.near]
+        return Relay(
+            self.store("relay"),
+            _BOARD,
+            rank=self.rank,
+            own=self._control[self.rank],
+            copies={far: self._control[far] for far in self._others() if far not in self.near},
+            neighbours={peer: partial(self._obituary, peer) for peer in near},
+            timeout_s=self.timeout_s,
+        )
+
+    def _obituary(self, peer: int) -> Segment | None:
+        """What a dead rank of this node would say to other nodes; None while it lives, and if it has said why it ends."""
+        if process_start(self.pids[peer]) == self._starts[peer] or self._words[peer].load(_STATE):
+            return None
+        last = _BOARD.private()
+        _BOARD.restore(last, _BOARD.snapshot(self._control[peer]))
+        _mark_failed(last, f"process {self.pids[peer]} died")
+        return last
+
+    def enter(self, text: str, mine: int = 0, *, within_s: float | None = None) -> tuple[int, ...]:
+        """Begin a call that every rank describes alike by `text`; what each rank gave as `mine`, by rank.
+
+        within_s: bound of the wait for the others, where they may take longer than in calls. Raises RankMismatch with the
+        lines that differ.
+        """
+        self.check_usable()
+        text = told(text)
+        self._meetings += 1
+        parity = self._meetings % 2
+        slot = (1 + parity) * TEXT_BYTES
+        self._control[self.rank].write_text(slot, TEXT_BYTES, text)
+        self._words[self.rank].store(_OFFERED + parity, mine)
+        self._log_call(parity)
+        try:
+            self._tell()
+            self._agree(text, within_s)
+        except BaseException as error:
+            # Peers take this call for begun: whatever ends it here, be it Ctrl-C, must end theirs.
+            raise self.fail(error) from error.__cause__
+        return tuple(words.load(_OFFERED + parity) for words in self._words)
+
+    def _agree(self, text: str, within_s: float | None) -> None:
+        """Wait until every rank has entered the call, and compare what they say of it."""
+        for peer in self._others():
+            self._await_word(peer, _ENTERED, self.calls, "entered", within_s)
+        for peer in self._others():
+            theirs = self._text_of(peer, self.calls)
+            if theirs != text:
+                raise self.fail(self._mismatch(self.calls, text, peer, theirs))
+
+    def remember(self, text: str) -> int:
+        """A number for what all ranks have agreed on, to `repeat` it; the same on every rank that remembers the same."""
+        return self._known.number(text)
+
+    def begin(self, text: str) -> int:
+        """Begin a call that all ranks begin without a meeting, and remember it: its number. Waits for nobody."""
+        self.check_usable()
+        number = self.remember(text)
+        self._control[self.rank].write_text(_BEGUN_AT, TEXT_BYTES, text)
+        self._log_call(number)
+        return number
+
+    def repeat(self, number: int) -> None:
+        """Begin a call that all ranks have agreed on before. Waits for nobody."""
+        self.check_usable()
+        self._log_call(number)
+
+    def _log_call(self, number: int) -> None:
+        self.calls += 1
+        self._logs[self.rank].store(self.calls % _LOGGED, self.calls * _NUMBERS + number)
+        self._words[self.rank].store(_ENTERED, self.calls)
+
+    def _number_of(self, rank: int, call: int) -> int | None:
+        """What a rank's call was; None if that is no longer there."""
+        logged, number = divmod(self._logs[rank].load(call % _LOGGED), _NUMBERS)
+        return number if logged == call else None
+
+    def _text_of(self, rank: int, call: int) -> str:
+        number = self._number_of(rank, call)
+        if number in (0, 1):
+            return self._control[rank].read_text((1 + number) * TEXT_BYTES, TEXT_BYTES)
+        begun = self._control[rank].read_text(_BEGUN_AT, TEXT_BYTES)
+        return begun if self._known.number_of(begun) == number else self._known.text(number)
+
+    def _compare(self) -> None:
+        """Raise RankMismatch if calls that all ranks have entered differ."""
+        entered = min(words.load(_ENTERED) for words in self._words)
+        for call in range(max(self._compared + 1, entered - _LOGGED), entered + 1):
+            mine = self._number_of(self.rank, call)
+            for peer in self._others():
+                theirs = self._number_of(peer, call)
+                # Of calls that met, each rank has compared the texts itself.
+                if None not in (mine, theirs) and mine != theirs:
+                    raise self.fail(self._mismatch(call, self._text_of(self.rank, call), peer, self._text_of(peer, call)))
+        self._compared = max(self._compared, entered)
+
+    def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
+        return RankMismatch(f"ranks disagree in call {call}:\n{difference(self.rank, mine, peer, theirs)}")
+
+    def allocate(self, nbytes: int) -> list[Segment]:
+        """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective.
+        Raises ValueError where shared memory is too small for it. What it raises ends the team: a peer may have found room."""
+        self.check_usable()
+        try:
+            return self._allocated(Segment.create("data", nbytes))
+        except BaseException as error:
+            raise self.fail(error) from error.__cause__
+
+    def _allocated(self, mine: Segment) -> list[Segment]:
+        self._rounds += 1
+        try:
+            self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine.name)
+            self._words[self.rank].store(_CREATED, self._rounds)
+            segments = []
+            for peer in self.near:
+                self._await_word(peer, _CREATED, self._rounds, "created")
+                name = self._control[peer].read_text(_NAME_AT, TEXT_BYTES)
+                segments.append(mine if peer == self.rank else self._opened(peer, name))
+            self._publish_mapped()
+        finally:
+            unlink(mine.name)
+        return segments
+
+    def _opened(self, peer: int, name: str) -> Segment:
+        try:
+            return Segment.open(name)
+        except FileNotFoundError:  # it has lost another rank, say, and has taken its own back: it tells of that next
+            self.until(lambda: False, lambda: f"rank {peer} has taken back a segment, and has not said why")
+            raise
+
+    def _publish_mapped(self) -> None:
+        self._words[self.rank].store(_MAPPED, self._rounds + 1)
+        for peer in (peer for peer in self._others() if peer in self.near):
+            self._await_word(peer, _MAPPED, self._rounds + 1, "mapped")
+
+    def until(
+        self, ready: Callable[[], bool], explain: Callable[[], str], within_s: float | None = None, *, grace_s: float = 0.0
+    ) -> None:
+        """Return once `ready()`; raise PeerLost, or WaitTimeout with `explain()` at the bound. within_s: default, timeout_s.
+        grace_s: so much later, if a peer might say first what it waits for itself."""
+        bound_s = self.timeout_s if within_s is None else within_s
+        for _ in range(50):
+            if ready():
+                return
+        deadline = time.monotonic() + bound_s + grace_s
+        next_check, pause = time.monotonic() + _PEER_CHECK_S, 1e-5
+        while not ready():
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1e-3)
+            self._hear()
+            now = time.monotonic()
+            if now >= next_check:
+                self.check_peers(ready)
+                next_check = now + _PEER_CHECK_S
+            if now >= deadline and not ready():  # it may have come while this process was stopped
+                raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
+
+    def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
+        """Raise if this team failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
+        the ranks' calls differ.
+
+        may_leave: nothing is awaited of the peers, so one that has closed its team is no error. Nor is one that closed after
+        all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
+        """
+        if self.broken:
+            self.aware()
+            raise PeerLost(reason(self.broken))
+        self._hear()
+        self._compare()
+        dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
+        # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
+        states = {p: self._words[p].load(_STATE) for p in self._others()}
+        left = [p for p in states if states[p] == _CLOSED and (may_leave or self._words[p].load(_ENTERED) >= self.calls)]
+        dead = [p for p in dead if p not in left]
+        gone = [p for p in states if states[p] and p not in left]
+        silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
+        if not (dead or gone or silent) or ready():
+            return
+        # A dead rank is the reason for what other ranks report: name it first.
+        raise self.fail(PeerLost(self._farewell((dead + gone + silent)[0])))
+
+    def _hear(self) -> None:
+        """Look at what ranks of other nodes say."""
+        if self._relay:
+            try:
+                self._relay.refresh()
+            except RuntimeError as error:
+                raise self.fail(
+                    PeerLost(f"the store of the group is lost, and with it the host that keeps it ({error})")
+                ) from None
+
+    def _silent_s(self, peer: int) -> float:
+        """For how long nothing has been heard of a rank of another node that has not left."""
+        closed = peer in self.near or self._words[peer].load(_STATE) == _CLOSED
+        return 0.0 if closed or self._relay is None else self._relay.silent_s(peer)
+
+    def _farewell(self, peer: int) -> str:
+        state = self._words[peer].load(_STATE)
+        if state in _ENDED_BADLY:
+            return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, TEXT_BYTES)}"
+        if state != _CLOSED and peer not in self.near:
+            return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
+        return f"rank {peer} has left the group" if state == _CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the rank's: what it wrote into shared memory, peers would take for the rank's."""
+        return os.getpid() != self.pids[self.rank]
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
+        self.aware()
+        with self._lock:
+            if self.broken is None:
+                self.broken = error
+                _mark_failed(self._control[self.rank], reason(error))
+                self._tell()
+                reap_stale()
+        return error
+
+    def aware(self) -> None:
+        """A failure of this team is raised in this thread just now: it is told of no other."""
+        with self._lock:
+            self._aware.add(threading.get_ident())
+
+    def closing(self) -> None:
+        """This thread closes the team: nobody raises anything in it meanwhile."""
+        with self._lock:
+            self._closing.add(threading.get_ident())
+
+    def tell(self, threads: Iterable[int], raise_in: Callable[[int], object]) -> bool:
+        """Call `raise_in` for those of some threads that are not aware of a failure; from here on they are. Whether one of them
+        was left out, since it closes the team."""
+        with self._lock:
+            unaware = set(threads) - self._aware
+            for thread in unaware - self._closing:
+                raise_in(thread)
+            self._aware |= unaware
+            return bool(unaware & self._closing)
+
+    def peer_failed(self) -> bool:
+        """Whether a peer says that it has failed: what it sends from then on may be worthless."""
+        return any(self._words[peer].load(_STATE) in _ENDED_BADLY for peer in range(self.world_size) if peer != self.rank)
+
+    def told(self, within_s: float) -> None:
+        """After a failure, once this rank's calls have been told of it: returns when those of all that live have been, too, or
+        after so long.
+
+        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a call of
+        another rank's that knows of no failure would take for results.
+        """
+        own = self._words[self.rank]
+        if own.load(_STATE) == _FAILED:
+            own.store(_STATE, _TOLD)
+            self._tell()
+        deadline = time.monotonic() + within_s
+        with suppress(WeftError):  # who cannot be heard of any more sends nothing, either
+            while time.monotonic() < deadline and not all(self._knows(peer) for peer in self._others()):
+                time.sleep(1e-3)
+                self._hear()
+
+    def _knows(self, peer: int) -> bool:
+        """Whether no call of a peer's can end as if nothing had happened."""
+        dead = peer in self.near and process_start(self.pids[peer]) != self._starts[peer]
+        return dead or self._words[peer].load(_STATE) in (_CLOSED, _TOLD)
+
+    def _tell(self) -> None:
+        """Let other nodes see at once what this rank's segment says."""
+        if self._relay:
+            with suppress(RuntimeError):  # the store may be what is lost
+                self._relay.publish()
+
+    def close(self) -> None:
+        """Leave: peers that wait for this rank are told, and that no call of its goes on. Not collective.
+
+        The process group is let go of: kept in a reference cycle, its threads would run on until the interpreter ends.
+        """
+        ended = {0: _CLOSED, _FAILED: _TOLD}
+        state = self._words[self.rank].load(_STATE)
+        self._words[self.rank].store(_STATE, ended.get(state, state))
+        if self._relay:
+            self._relay.close()
+        self._closed = self._closed or self.broken is None
+        self.broken = self.broken or WeftError("the team is closed")
+        self.__dict__.pop("group", None)
+
+    def check_usable(self) -> None:
+        """Raise WeftError, with the reason, if this team has failed here, or is another process's."""
+        if self.forked:
+            raise WeftError(
+                f"process {os.getpid()} is a fork of process {self.pids[self.rank]}, which is rank {self.rank} of this group: "
+                "call weft there, or start processes by spawn and give them a group of their own"
+            )
+        if self.broken:
+            self.aware()
+            failed, closed = self._remedy
+            raise WeftError(closed if self._closed else failed.format(reason(self.broken)))
+
+    def _others(self) -> list[int]:
+        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+
+    def _await_word(self, peer: int, word: int, value: int, flag: str, within_s: float | None = None) -> None:
+        words = self._words[peer]
+        self.until(
+            lambda: words.load(word) >= value,
+            lambda: (
+                f"rank {self.rank}, lane host, step 0 (wait {flag}[{peer}]@{peer}): expected {value}, "
+                f"seen {words.load(word)}; rank {peer} did not arrive"
+            ),
+            within_s,
+            grace_s=_SAYS_S,
+        )
+
+
+def _mark_failed(control: Segment, text: str) -> None:
+    control.write_text(_FAILURE_AT, TEXT_BYTES, text)
+    control.words(0, _BOARD.words).store(_STATE, _FAILED)

@@ -1,0 +1,87 @@
+"""What ranks say of their calls and of their ends, in words that they compare, and that users read (weft.comm.team)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch.distributed as dist
+
+TEXT_BYTES = 4096
+"""Of a text in a control segment."""
+
+
+class Remembered:
+    """Texts by numbers of `lowest` to `end` - 1, and back. A text's number is a digest of it, so that ranks give the same text
+    the same one, in whatever order they come to texts; another one has another number, but for one in so many as there are.
+    most: texts that are kept, the newest."""
+
+    def __init__(self, lowest: int, end: int, *, most: int = 4096) -> None:
+        self._lowest, self._end, self._most = lowest, end, most
+        self._texts: dict[int, str] = {}
+
+    def number(self, text: str) -> int:
+        """A text's, which is remembered."""
+        number = self.number_of(text)
+        self._texts.pop(number, None)
+        self._texts[number] = text
+        if len(self._texts) > self._most:
+            del self._texts[next(iter(self._texts))]
+        return number
+
+    def number_of(self, text: str) -> int:
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return self._lowest + int.from_bytes(digest, "little") % (self._end - self._lowest)
+
+    def text(self, number: int | None) -> str:
+        """Nothing for a number that is not, or no more, known."""
+        return self._texts.get(number or 0, "")
+
+
+def told(text: str) -> str:
+    """A text as it is compared: where there is no room for all of it, its digest comes first, and its end is left out.
+
+    >>> told("op: all_gather_matmul")
+    'op: all_gather_matmul'
+    """
+    data = text.encode()
+    if len(data) > TEXT_BYTES:
+        data = f"sha256 of all: {hashlib.sha256(data).hexdigest()}\n".encode() + data
+    return data[:TEXT_BYTES].decode(errors="ignore")  # the last character may have been cut
+
+
+def reason(error: BaseException) -> str:
+    """Why a rank ended: the error's kind where it has no words.
+
+    >>> reason(KeyboardInterrupt()), reason(ValueError("M is 3"))
+    ('KeyboardInterrupt', 'M is 3')
+    """
+    return str(error) or type(error).__name__
+
+
+def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
+    """The lines in which two descriptions differ.
+
+    >>> difference(0, "op: gather\\nM: 64", 1, "op: scatter\\nM: 64")
+    '  op: rank 0 has gather, rank 1 has scatter'
+    """
+    left, right = dict(_fields(mine)), dict(_fields(theirs))
+    if not (mine or theirs):
+        return f"  rank {rank} makes one, rank {peer} another, and both were agreed on too long ago to be told"
+    if not theirs:
+        return f"  rank {rank} makes this one, rank {peer} another, which it tells of itself:\n{mine}"
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    lines = [
+        f"  {key}: rank {rank} has {left.get(key, 'nothing')}, rank {peer} has {right.get(key, 'nothing')}" for key in keys
+    ]
+    return "\n".join(lines)
+
+
+def _fields(text: str) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (line.partition(": ") for line in text.splitlines())]
+
+
+def no_group(group: object, what: str) -> str:
+    """What is wrong with a group that is none. torch has a constant for groups that a rank is not in."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"group: this rank is not in it; {what} on the group's ranks only"
+    return f"group is a {type(group).__name__}; use a ProcessGroup (a mesh's is mesh.get_group()), or None for all ranks"

@@ -1,0 +1,204 @@
+"""cuBLASLt as torch has loaded it: which algorithms it knows for a product, and one of them enqueued.
+
+torch takes the first that cuBLAS names; here one can ask for more. Six functions of C, by ctypes: the library's own Python
+bindings (nvmath-python) need two more packages, and one process in which all of them load. Numbers are those of cublasLt.h
+(CUDA 12 and 13), and are kept by its promise not to renumber.
+
+cuBLASLt lays matrices out by columns. So it is asked for the transpose: out.T [n, m] = b.T [n, k] @ a.T [k, m].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from functools import cache
+
+import torch
+
+from weft.core.errors import WeftError
+
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_FLOAT32, _COMPUTE_FLOAT32 = 0, 68
+_TRANSPOSES = (3, 4)
+"""Attributes of a product: whether its first, and its second factor is transposed."""
+_WORKSPACE_BYTES, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+"""Preferences: at most so many bytes; how partial sums may be added up; how all four matrices are aligned."""
+_SUMS_IN_FLOAT32 = 2
+ALIGN_BYTES = 16
+"""Of every matrix, and of its rows (or columns)."""
+
+
+class Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+    @property
+    def identity(self) -> bytes:
+        return bytes(self.algo)
+
+
+class Library:
+    """cuBLASLt for one device. Raises OSError where it is not there."""
+
+    def __init__(self, device: int) -> None:
+        self._c = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
+        self._c.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+        self._handle = c_void_p()
+        with torch.cuda.device(device):
+            self.ask("Create", byref(self._handle))
+        self.handle = self._handle.value
+
+    def ask(self, function: str, *arguments: object) -> None:
+        """Call cublasLt`function`. Raises WeftError with its status if it refuses."""
+        status = getattr(self._c, f"cublasLt{function}")(*arguments)
+        if status:
+            raise WeftError(f"cublasLt{function}: status {status}")
+
+    def knows(self, function: str, *arguments: object) -> bool:
+        return bool(getattr(self._c, f"cublasLt{function}")(*arguments) == 0)
+
+    def multiply(self, *arguments: int | None) -> None:
+        status = self._c.cublasLtMatmul(*arguments)
+        if status:
+            raise WeftError(f"cublasLtMatmul: status {status}")
+
+
+@cache
+def library(device: int) -> Library:
+    return Library(device)
+
+
+def stored(matrix: torch.Tensor) -> tuple[int, int, int, bool] | None:
+    """(rows, columns, leading dimension, transposed) of a matrix's transpose, by columns; None if it does not lie so."""
+    rows, cols = matrix.shape
+    down, across = matrix.stride()
+    if across == 1 and down >= cols:
+        return cols, rows, down, False
+    if down == 1 and across >= rows:
+        return rows, cols, across, True
+    return None
+
+
+class Product:
+    """out = a @ b, or out += a @ b, for tensors that lie as these do; 16-bit factors, out of their dtype or float32.
+
+    sums are float32's. rows: of a and out, where the algorithms of another number of rows are asked for.
+    """
+
+    def __init__(
+        self, of: Library, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, rows: int | None = None
+    ) -> None:
+        self._library = of
+        first, second, result = stored(b), stored(a), stored(out)
+        assert first, "a matrix lies otherwise: see supports()"
+        assert second
+        assert result
+        if rows is not None:
+            second = (rows, *second[1:]) if second[3] else (second[0], rows, *second[2:])
+            result = (result[0], rows, *result[2:])
+        self._product = c_void_p()
+        of.ask("MatmulDescCreate", byref(self._product), _COMPUTE_FLOAT32, _FLOAT32)
+        for attribute, (*_, transposed) in zip(_TRANSPOSES, (first, second), strict=True):
+            self._set("MatmulDescSetAttribute", self._product, attribute, c_int32(transposed))
+        self._first, self._second = self._layout(a.dtype, *first[:3]), self._layout(a.dtype, *second[:3])
+        self._result = self._layout(out.dtype, *result[:3])
+        self._layouts = self._first, self._second, self._result, self._result
+        made = [("MatrixLayoutDestroy", one) for one in self._layouts[:3]]
+        weakref.finalize(self, _destroy, of, [("MatmulDescDestroy", self._product), *made])
+        self._one, self._beta = c_float(1.0), c_float(float(accumulate))
+        self._fixed = (
+            self._product.value,
+            ctypes.addressof(self._one),
+            self._first.value,
+            self._second.value,
+            ctypes.addressof(self._beta),
+            self._result.value,
+        )
+
+    def _set(self, function: str, of: c_void_p, attribute: int, value: ctypes._SimpleCData[int]) -> None:
+        self._library.ask(function, of, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
+
+    def _layout(self, dtype: torch.dtype, rows: int, cols: int, ahead: int) -> c_void_p:
+        layout = c_void_p()
+        self._library.ask("MatrixLayoutCreate", byref(layout), _TYPES[dtype], c_uint64(rows), c_uint64(cols), c_int64(ahead))
+        return layout
+
+    def algorithms(self, most: int, workspace: int) -> list[Algorithm]:
+        """Those that cuBLAS thinks fastest, first first, within so many bytes of workspace; none where it knows none."""
+        wanted = c_void_p()
+        self._library.ask("MatmulPreferenceCreate", byref(wanted))
+        try:
+            self._set("MatmulPreferenceSetAttribute", wanted, _WORKSPACE_BYTES, c_size_t(workspace))
+            self._set("MatmulPreferenceSetAttribute", wanted, _REDUCTIONS, c_int32(_SUMS_IN_FLOAT32))
+            for attribute in _ALIGNMENTS:
+                self._set("MatmulPreferenceSetAttribute", wanted, attribute, c_int32(ALIGN_BYTES))
+            found, count = (Algorithm * most)(), c_int()
+            handle = self._library.handle
+            known = self._library.knows(
+                "MatmulAlgoGetHeuristic", c_void_p(handle), self._product, *self._layouts, wanted, most, found, byref(count)
+            )
+        finally:
+            self._library.ask("MatmulPreferenceDestroy", wanted)
+        return [one for one in found[: count.value] if one.state == 0] if known else []
+
+    def takes(self, algorithm: Algorithm, workspace: int) -> bool:
+        """Whether another product's algorithm will do for this one, within so many bytes; says how many it needs."""
+        found = Algorithm()
+        handle = c_void_p(self._library.handle)
+        if not self._library.knows("MatmulAlgoCheck", handle, self._product, *self._layouts, algorithm.algo, byref(found)):
+            return False
+        algorithm.workspace = found.workspace
+        return int(found.workspace) <= workspace
+
+    def run(
+        self, algorithm: Algorithm, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor, stream: int
+    ) -> None:
+        product, one, first, second, beta, result = self._fixed
+        at = out.data_ptr()
+        self._library.multiply(
+            self._library.handle,
+            product,
+            one,
+            b.data_ptr(),
+            first,
+            a.data_ptr(),
+            second,
+            beta,
+            at,
+            result,
+            at,
+            result,
+            ctypes.addressof(algorithm),  # which begins with it
+            workspace.data_ptr(),
+            workspace.nbytes,
+            stream,
+        )
+
+
+def _destroy(of: Library, made: Sequence[tuple[str, c_void_p]]) -> None:
+    for function, one in made:
+        of.knows(function, one)
+
+
+def supports(matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether a, b and out, in this order, are what a Product takes."""
+    a, b, out = matrices
+    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype or out.dtype not in (a.dtype, torch.float32):
+        return False
+    found = [stored(matrix) for matrix in matrices]
+    return (
+        all(
+            lies is not None and lies[2] * matrix.element_size() % ALIGN_BYTES == 0
+            for lies, matrix in zip(found, matrices, strict=True)
+        )
+        and not (found[2] or (0, 0, 0, True))[3]
+    )

@@ -1,0 +1,1 @@
+"""Values that every other room reads: problems, machines, schedules, spans. The standard library alone."""

@@ -1,0 +1,418 @@
+"""Machine: where a problem runs, as numbers. Profiles are data files in weft/core/machines, each number with its source.
+
+Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15 (`stores.stall`: zero, too), so that times made
+of them are finite, and `sources` says of each where it is from: measured (with its date), the paper or the vendor's data
+sheet, or assumed. A file that lacks a number or a source, or has one too many, is refused with the name of the file and of the
+field.
+
+Numbers that are time are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
+Topologies, for ranks 0 .. world_size-1:
+
+    switch   each GPU has a port out and a port in of `gbps`; any pair at full speed
+    mesh     a link of `gbps` each way between every pair
+    ring     a link of `gbps` each way to both neighbours; further ranks are reached through the nearer ones
+    pcie     as switch, and all traffic shares the host's `host_gbps`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from weft.core import codec
+from weft.core.errors import require
+from weft.core.problem import Problem
+
+Topology = Literal["switch", "mesh", "ring", "pcie"]
+MAY_BE_ZERO = frozenset({"stores.stall"})
+LEAST, MOST = 1e-12, 1e15
+"""Of any number."""
+_NOTHING_US = 1e-3
+"""Numbers are above zero; times count whole nanoseconds."""
+_PROFILES = Path(__file__).with_name("machines")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one block of a GEMM computes: rows x cols of the result, at this share of the GPU's peak."""
+
+    rows: int
+    cols: int
+    efficiency: float
+
+
+_TILE_SIDES = (64, 128, 192, 256)
+_TILE_AREA = 128 * 256
+_IN_BETWEEN = 0.97
+"""Rate of tiles that a profile does not list, over that of those around: a vendor does not always find the best one. Fitted to
+cuBLAS alone (tp, all_to_all, all_reduce, gemm, planner_fit.jsonl)."""
+
+
+def _between(known: Mapping[int, float], at: int) -> float:
+    """On the straight line between the neighbours of an area; the first or the last value outside."""
+    below, above = (
+        max((x for x in known if x <= at), default=min(known)),
+        min((x for x in known if x >= at), default=max(known)),
+    )
+    share = (at - below) / (above - below) if above > below else 0.0
+    return known[below] + share * (known[above] - known[below])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """sms: streaming multiprocessors or compute units. tflops: dense matrix peak by dtype. tiles: what its GEMMs may use.
+
+    tile_us: a tile's prologue and epilogue. flag_efficiency: speed of a GEMM kernel that waits on flags, counts tiles or
+    stores to peers, relative to the vendor's plain one. hbm_gbps: read and write together. l2_bytes: whole GPU.
+    burst_us, sustained: matmuls that have kept the GPU busy for so long within a call go on at this share of their
+    rate, since its power is bounded; None of both: at full rate throughout. kernel_tiles: those that weft's own GEMM kernel
+    may use, where they are others. l2_gbps: what kernels read of the last-level cache, if known. tile_step: its vendor's
+    tiles come in more shapes than `tiles` lists, one side in steps of so many rows or columns; see `vendor_tiles`. row_us: the
+    least that a row of b takes weft's kernel that multiplies and exchanges, None for what was fitted (weft.perf.kernels).
+    """
+
+    sms: int
+    tflops: Mapping[str, float]
+    tiles: tuple[Tile, ...]
+    tile_us: float
+    flag_efficiency: float
+    hbm_gbps: float
+    l2_bytes: int
+    burst_us: float | None = None
+    sustained: float | None = None
+    kernel_tiles: tuple[Tile, ...] = ()
+    l2_gbps: float | None = None
+    tile_step: int | None = None
+    row_us: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
+            both = "give both, sustained at most 1, or neither"
+            raise ValueError(f"gpu.sustained is {self.sustained}, and gpu.burst_us {self.burst_us}; {both}")
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
+        """Columns, and elements over efficiency, of few of `tiles`, by their rows: of each area the tile with fewest rows, but
+        64 at least. On shapes of models their matmuls take within 1% of what all take, on average."""
+        high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
+        kept = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
+        found: dict[float, list[tuple[float, float]]] = {}
+        for area, tile in kept.items():
+            found.setdefault(float(tile.rows), []).append((float(tile.cols), area / tile.efficiency))
+        return tuple((rows, tuple(wide)) for rows, wide in found.items())
+
+    @cached_property
+    def rows_step(self) -> int:
+        """What the rows of all `shapes` are multiples of: as many steps of rows need as many tiles."""
+        return math.gcd(*(int(rows) for rows, _ in self.shapes))
+
+    @cached_property
+    def vendor_tiles(self) -> tuple[Tile, ...]:
+        """`tiles`, and where there is a tile_step those in between: one side 64, 128, 192 or 256, the other a multiple of the
+        step from 64 to 256, no larger than 128 x 256. Their efficiency is nearly between those of the areas around."""
+        if not self.tile_step:
+            return self.tiles
+        best: dict[int, float] = {}
+        for tile in self.tiles:
+            best[tile.rows * tile.cols] = max(tile.efficiency, best.get(tile.rows * tile.cols, 0.0))
+        known = {(tile.rows, tile.cols) for tile in self.tiles}
+        sides = [(wide, other) for wide in _TILE_SIDES for other in range(_TILE_SIDES[0], _TILE_SIDES[-1] + 1, self.tile_step)]
+        shapes = dict.fromkeys(shape for side in sides for shape in (side, side[::-1]) if math.prod(side) <= _TILE_AREA)
+        more = (Tile(rows=r, cols=c, efficiency=_IN_BETWEEN * _between(best, r * c)) for r, c in shapes if (r, c) not in known)
+        return (*self.tiles, *more)
+
+    def paced_us(self, busy_us: float) -> float:
+        """What matmuls take that would take `busy_us` at full rate, one after the other.
+
+        >>> gpu = load("h200x8").gpu
+        >>> gpu.paced_us(100.0), gpu.paced_us(4000.0) > 4000.0
+        (100.0, True)
+        """
+        if self.burst_us is None or self.sustained is None:
+            return busy_us
+        return busy_us + max(0.0, busy_us - self.burst_us) * (1 / self.sustained - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyEngines:
+    """copy_us: fixed cost of a copy. gbps: one copy at a time; several_gbps: all copies of a GPU together, where several run.
+
+    engines: copies that one GPU should have in flight; schedules for a machine with more than one have a copy lane a peer.
+    turning: copies that go to several peers in turns, round after round, take up to so much more of their time: ranks drift
+    apart, and two send to one. None for nothing.
+    strided: what moves rows that do not lie together; a kernel waits for SMs.
+    """
+
+    copy_us: float
+    gbps: float
+    several_gbps: float
+    engines: int
+    strided: Literal["engine", "kernel"] = "engine"
+    turning: float | None = None
+
+    def turned_gbps(self, rounds: int) -> float:
+        """The rate of copies that go to several peers in so many rounds.
+
+        >>> CopyEngines(copy_us=1.0, gbps=300.0, several_gbps=300.0, engines=1, turning=1.0).turned_gbps(2)
+        200.0
+        """
+        return self.gbps / (1 + (self.turning or 0.0) * (1 - 1 / rounds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """Loads and stores to peers from kernels. gbps: (SMs, rate) rising. sms: what a lane of communication blocks occupies.
+
+    stall: share of a remote store's time that the tile which stores cannot hide. tiles: share of the rate that stores from a
+    matmul's tiles reach, all of it where that is None.
+    """
+
+    gbps: tuple[tuple[int, float], ...]
+    sms: int
+    stall: float
+    tiles: float | None = None
+
+    def rate(self, sms: int) -> float:
+        """Rate on `sms` SMs, on the line between the table's points (through zero below the first).
+
+        >>> Stores(gbps=((4, 100.0), (8, 200.0)), sms=4, stall=0.0).rate(6)
+        150.0
+        """
+        low, below = 0, 0.0
+        for high, above in self.gbps:
+            if sms <= high:
+                return below + (above - below) * (sms - low) / (high - low)
+            low, below = high, above
+        return below
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """gbps: usable, each way, of what the topology calls a link. latency_us: of one hop. host_gbps: pcie only."""
+
+    topology: Topology
+    gbps: float
+    latency_us: float
+    host_gbps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Between hosts: an adapter for each GPU. gbps: usable, each way. latency_us: of a message's last byte. step_us: fixed cost
+    of a group of sends and receives. sms: what it occupies while it runs.
+    """
+
+    gbps: float
+    latency_us: float
+    step_us: float
+    sms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A collective as measured on `world_size` ranks: (bytes of one shard, microseconds), rising.
+
+    also: the same on fewer ranks, where that was measured, with as few points as there are.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    world_size: int
+    points: tuple[tuple[int, float], ...]
+    also: tuple[Table, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(table.also for table in self.also):
+            raise ValueError("also holds a table that has also of its own; list all of them in the first one's")
+        ranks = [table.world_size for table in self.also]
+        if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= self.world_size:
+            raise ValueError(f"also is of {ranks} ranks; give each number once, below the first one's, {self.world_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """A collective as a model: fixed_us + (n - 1) * (step_us + bytes / gbps), with gbps as of the whole machine."""
+
+    TAGGED: ClassVar[bool] = True
+    fixed_us: float
+    step_us: float
+    gbps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One host's GPUs and what connects them. help(weft.machine) has units and sources; weft.core.machine.load reads one.
+
+    name: as `--machine` takes it. words: one line for people. world_size: its GPUs. launch_us: from the end of one kernel of
+    a stream to the start of the next one's work. flag_us: a stream's wait or signal. wake_us: from the signal to the going on
+    of a copy lane that waited for it, None for nothing. fork_us: of a call on several lanes, to start those beside the compute
+    lane, and from a copy lane to come back, where that was measured. stages: whether vendors' matmuls and collectives are
+    called through torch, with what that does around them (weft.perf.staging). collectives: vendor's, by name; all_to_all may be
+    missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
+    contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
+    simulator uses that of gemm and copy, of copies at the full rate. slow_lookups: whether lookups and the kernels that copy
+    rows beside them slow each other, too (weft.perf.lookups). network: between several such hosts, if known. device:
+    what its numbers were measured on, as its driver names it; empty where they are of several sources.
+    sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
+    measurements differ: half of what lies between their quartiles, as a share of the median.
+    """
+
+    name: str
+    words: str
+    world_size: int
+    gpu: Gpu
+    copies: CopyEngines
+    stores: Stores
+    links: Links
+    launch_us: float
+    flag_us: float
+    collectives: Mapping[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"], Table | AlphaBeta]
+    sources: Mapping[str, str]
+    contention: Mapping[str, float] = field(default_factory=dict)
+    spreads: Mapping[str, float] = field(default_factory=dict, metadata={"about": "numbers"})
+    network: Network | None = None
+    wake_us: float | None = None
+    device: str = ""
+    stages: bool = False
+    fork_us: float | None = None
+    slow_lookups: bool = True
+
+    def __post_init__(self) -> None:
+        texts = {"name": self.name, "words": self.words, "device": self.device}
+        for path, text in (texts | {f"sources.{path}": text for path, text in self.sources.items()}).items():
+            if not text.isprintable():
+                raise ValueError(f"{path} is {text!r:.80}; it must be one line of letters that print")
+        for path, value in numbers(self):
+            if not value > 0 and not (path in MAY_BE_ZERO and value == 0):
+                raise ValueError(f"{path} is {value!r}; it must be above zero")
+            if value and not LEAST <= value <= MOST:
+                raise ValueError(f"{path} is {value!r}; it must be from {LEAST:g} to {MOST:g}")
+        self._check_tables()
+        self._check_sources()
+        for part, sms in (("stores", self.stores.sms), ("network", self.network.sms if self.network else 0)):
+            if sms >= self.gpu.sms:
+                raise ValueError(f"{part}.sms is {sms}; it must be below gpu.sms, {self.gpu.sms}")
+        if self.links.topology == "pcie" and self.links.host_gbps is None:
+            raise ValueError("links.host_gbps is missing; a pcie machine shares it: give its rate, too")
+        for op in ("all_gather", "reduce_scatter"):
+            if op not in self.collectives:
+                raise ValueError(f"collectives.{op} is missing; give a Table or an AlphaBeta")
+
+    def _check_tables(self) -> None:
+        tables = {"stores.gbps": self.stores.gbps}
+        for op, model in self.collectives.items():
+            if isinstance(model, Table):
+                tables |= {f"collectives.{op}.points": model.points}
+                tables |= {f"collectives.{op}.also[{i}].points": table.points for i, table in enumerate(model.also)}
+        for path, rows in tables.items():
+            keys = [key for key, _ in rows]
+            if not keys or keys != sorted(set(keys)):
+                raise ValueError(f"{path} has {keys!r} in its first column; it must have at least one row, and rise")
+        if not self.gpu.tiles:
+            raise ValueError("gpu.tiles is empty; give at least one tile shape")
+        if not self.gpu.tflops:
+            raise ValueError("gpu.tflops is empty; give the matrix rate of at least one dtype")
+
+    def _check_sources(self) -> None:
+        paths = {path for path, _ in numbers(self)}
+        for path in sorted(paths - set(self.sources)):
+            raise ValueError(f"sources.{path} is missing; say where the number is from: measured, paper, data sheet or assumed")
+        for path in sorted(set(self.sources) - paths):
+            raise ValueError(f"sources.{path} is about no number of this machine")
+        for path in sorted(set(self.spreads) - paths):
+            raise ValueError(f"spreads.{path} is about no number of this machine")
+        for path, source in self.sources.items():
+            if not source.strip():
+                raise ValueError(f"sources.{path} is empty; say where the number is from")
+
+    def tflops(self, dtype: str) -> float:
+        """Matrix peak for `dtype`. Raises ValueError if the profile has none."""
+        if dtype not in self.gpu.tflops:
+            raise ValueError(f"dtype is {dtype!r}; machine {self.name} has rates for {', '.join(self.gpu.tflops)}")
+        return self.gpu.tflops[dtype]
+
+    @cached_property
+    def within_a_kernel(self) -> Machine:
+        """As the steps of a kernel that runs see it: nothing is launched, and flags are looked at at once."""
+        wake_us = self.wake_us and _NOTHING_US
+        return dataclasses.replace(self, launch_us=_NOTHING_US, flag_us=_NOTHING_US, wake_us=wake_us)
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen letters that change with any of it."""
+        return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether copies to several peers should be under way at once: then schedules have a copy lane for each peer."""
+        return self.copies.engines > 1
+
+    def require_for(self, problem: Problem) -> None:
+        """Raises ValueError if a node of the problem needs more GPUs than the machine has, or several nodes a network."""
+        self.require(max(problem.nodes or (problem.world_size,)))
+        if problem.nodes and self.network is None:
+            raise ValueError(
+                f"nodes is {problem.nodes}; machine {self.name} has no network: add one to its profile, or use one node"
+            )
+
+    def require(self, world_size: int) -> None:
+        """Raises ValueError if the machine has fewer GPUs than `world_size`."""
+        if world_size > self.world_size:
+            raise ValueError(
+                f"world_size is {world_size}; machine {self.name} has {self.world_size} GPUs: use at most that many, "
+                "or a machine file with more"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.words} ({self.world_size} GPUs, {self.links.topology})"
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a machine with the path of its field; the rows of a table all have the table's path. Not its spreads,
+    which are about numbers."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+    elif dataclasses.is_dataclass(value):
+        for part in dataclasses.fields(value):
+            if not part.metadata:
+                yield from numbers(getattr(value, part.name), f"{path}.{part.name}" if path else part.name)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from numbers(item, f"{path}.{key}")
+    elif isinstance(value, tuple):
+        for item in value:
+            for _, number in numbers(item, path):
+                yield path, number
+
+
+def within(number: float) -> float:
+    """The nearest that a machine may have."""
+    return max(LEAST, min(number, MOST))
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """The shipped profiles."""
+    return tuple(sorted(path.stem for path in _PROFILES.glob("*.json")))
+
+
+def as_machine(machine: Machine | str | Path) -> Machine:
+    """A machine as public functions take it: itself, or `load`ed. Raises ValueError for anything else."""
+    require("machine", machine, (Machine, str, Path), "use a weft.Machine, a name of weft machines, or the path of a JSON file")
+    return machine if isinstance(machine, Machine) else load(machine)
+
+
+def load(name_or_path: str | Path) -> Machine:
+    """A shipped profile by name, or one from a JSON file. Raises ValueError that names the file and the field."""
+    if str(name_or_path) in names():
+        return codec.read(Machine, _PROFILES / f"{name_or_path}.json")
+    path = Path(name_or_path)
+    if path.suffix == ".json" or os.path.isfile(path):  # False, too, where nobody may look
+        return codec.read(Machine, path)
+    raise ValueError(f"machine is {str(name_or_path)!r}; weft has {', '.join(names())}, or give the path of a JSON file")

@@ -1,0 +1,402 @@
+"""Schedule: who does what, in which order, after what. The one value that planner, checker, executors and simulator share.
+
+A schedule lists, for every rank, its lanes; a lane runs its steps in order, and lanes run beside each other. Whatever
+must cross lanes or ranks goes through a flag. Everything that differs between two ways of overlapping is in this value.
+
+Time, within one call on one rank:
+
+    caller writes inputs --> all lanes of the rank start --> ... --> all lanes end --> caller reads outputs
+
+and the next call on that rank starts after that. Nothing orders two ranks but flags and collectives.
+
+Flags. A flag is a word in the memory of `flag.rank`; only that rank waits on it, and exactly one lane of one rank advances
+it, by one at each Signal (or `count` of a part). Flags only grow: a flag that is signalled D times a call holds
+`epoch * D + v` after the v-th signal of call `epoch`, and `Wait(flag, at_least=v)` in that call waits for
+`>= epoch * D + v`. So nothing is ever reset, and `at_least=0` waits until the previous calls' signals are all in: it is how
+a writer learns that a buffer may be written again.
+
+Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
+"local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
+between two calls that is its caller's alone, as ever.
+
+Nodes. Memory and flags of a rank on another node are out of reach: there is only SendReceive, on a lane of kind network.
+Whoever has received a message knows that its sender's step had begun; a sender knows nothing of its receiver.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, Span1D
+
+LaneKind = Literal["compute", "copy", "blocks", "network"]
+"""compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
+their own (SM stores). network: the vendor's sends and receives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of a named buffer on a rank: rows [low, high) by cols [low, high)."""
+
+    buffer: str
+    rank: int
+    rows: Span1D
+    cols: Span1D
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows[1] - self.rows[0], self.cols[1] - self.cols[0]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return (self.rows[1] - self.rows[0]) * (self.cols[1] - self.cols[0])
+
+    def __str__(self) -> str:
+        return f"{self.buffer}@{self.rank}[{self.rows[0]}:{self.rows[1]}, {self.cols[0]}:{self.cols[1]}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A word on `rank`, told apart by name and index."""
+
+    name: str
+    rank: int
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.index}]@{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on once `flag` holds at least the epoch's base plus `at_least` (0: all of the previous calls)."""
+
+    TAGGED: ClassVar[bool] = True
+    flag: Flag
+    at_least: int = 1
+
+    def __str__(self) -> str:
+        return f"wait {self.flag}>={self.at_least}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Advance `flag` by one, after all earlier steps of this lane are done and visible; but where copies, each with a signal
+    to its receiver, are one kernel (`weft.schedules.together`), after its own copy and the steps before the first of them."""
+
+    TAGGED: ClassVar[bool] = True
+    flag: Flag
+
+    def __str__(self) -> str:
+        return f"signal {self.flag}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """dst = src; same shape. One side may lie on a peer: push if dst does, pull if src does."""
+
+    TAGGED: ClassVar[bool] = True
+    src: Region
+    dst: Region
+
+    def __str__(self) -> str:
+        return f"copy {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a GEMM that are computed together: out = a @ b, for the Gemm's b.
+
+    gates: its tiles wait for these. count: raised once all its tiles are done. out may lie on a peer: a store from the kernel.
+
+    adds: out = (a @ b + sum(adds)) / the Gemm's divide_by, summed in float32 in the order given and rounded once. The gates of
+    a part that adds are late: its tiles wait for them after they have read a and b, before they read what they add, so that
+    the wait hides behind the multiplication. Nothing is known of a and b then but what is known where the Gemm starts.
+
+    inner: (column, wait), columns ascending, counted from a's first and between its ends: its tiles wait for this after they
+    have multiplied the columns of a below `column`, and before they read those from `column` on. Of b nothing more is known
+    then than where its gates are open. Not together with adds, or with the Gemm's accumulate.
+    """
+
+    a: Region
+    out: Region
+    gates: tuple[Wait, ...] = ()
+    count: Flag | None = None
+    adds: tuple[Region, ...] = ()
+    inner: tuple[tuple[int, Wait], ...] = ()
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """All that its tiles wait for, in this order: gates, then inner gates."""
+        return self.gates + tuple(wait for _, wait in self.inner)
+
+    def __str__(self) -> str:
+        inner = "".join(f", {wait} at column {column}" for column, wait in self.inner)
+        return f"{' + '.join(map(str, (self.a, *self.adds)))} -> {self.out}{_conditions(self.gates, self.count, inner)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One GEMM kernel: its parts share b and are produced in this order, but run beside each other.
+
+    A part may keep back those after it while it waits, never those before it. accumulate: add to out instead of overwriting
+    it; then no part has adds. divide_by: world_size for an average; of parts with adds alone, the others being partial.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    b: Region
+    parts: tuple[Part, ...]
+    accumulate: bool = False
+    divide_by: int = 1
+
+    def __str__(self) -> str:
+        rows = sum(p.a.shape[0] for p in self.parts)
+        inner, cols = self.b.shape
+        more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        return f"gemm {rows}x{cols}x{inner}{'+' * self.accumulate}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Elements of a reduction that are summed together: out = sum(srcs) in float32, in the order given, rounded once.
+
+    A source may be a single row, which is added to every row of `out`; the first one is as tall as `out`.
+    """
+
+    srcs: tuple[Region, ...]
+    out: Region
+    gates: tuple[Wait, ...] = ()
+    count: Flag | None = None
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """All that it waits for: its gates."""
+        return self.gates
+
+    def __str__(self) -> str:
+        return f"{' + '.join(map(str, self.srcs))} -> {self.out}{_conditions(self.gates, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One reduction kernel. divide_by: world_size for an average. Sources may lie on a peer: loads from the kernel."""
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[Sum, ...]
+    divide_by: int = 1
+
+    def __str__(self) -> str:
+        rows, cols = self.parts[0].out.shape if self.parts else (0, 0)
+        more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        total = sum(p.out.shape[0] for p in self.parts) if len({p.out.cols for p in self.parts}) == 1 else rows
+        return f"reduce {len(self.parts[0].srcs) if self.parts else 0} x {total}x{cols}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """Bags that are looked up together, of the rank that runs the step: out = their pooled rows.
+
+    bags: rows are samples of the whole batch, columns those of the rank's tables side by side, whole tables only. out may
+    lie on a peer: a store from the kernel. count: raised once all of them are done.
+    """
+
+    bags: Region
+    out: Region
+    count: Flag | None = None
+
+    def __str__(self) -> str:
+        return f"{self.bags} -> {self.out}{_conditions((), self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One kernel: rows of tables, gathered and pooled bag by bag. Its parts are produced in this order, beside each other."""
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[Bags, ...]
+
+    def __str__(self) -> str:
+        rows = sum(part.bags.shape[0] for part in self.parts)
+        more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
+        return f"lookup {rows}x{self.parts[0].bags.shape[1] if self.parts else 0}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A vendor collective over all ranks. It ends on a rank after every rank has started it.
+
+    all_gather: dst[shard of s] = src of rank s. reduce_scatter: dst = the sum over ranks of this rank's shard of src.
+    all_to_all: dst[arrivals from s] = this rank's shard of the src of rank s.
+    all_reduce: dst = the sum over ranks of src; dst may be src. divide_by: of the two that sum, 1 or world_size.
+    all_to_all_columns: dst[:, columns of s] = this rank's shard (rows) of src of rank s; dst has those of all side by side.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    op: Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "all_to_all_columns"]
+    src: Region
+    dst: Region
+    divide_by: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Whole rows of a buffer of this rank, to another one."""
+
+    src: Region
+    to: int
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """What another rank sends, into whole rows of a buffer of this one."""
+
+    dst: Region
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.dst} <- {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendReceive:
+    """Messages that go on together. The n-th that a rank sends to another in a call is the n-th that the other receives.
+
+    It ends once all of its messages are through: not before each one's other end has begun.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    sends: tuple[Send, ...] = ()
+    receives: tuple[Receive, ...] = ()
+
+    def __str__(self) -> str:
+        ways = [("send", self.sends), ("receive", self.receives)]
+        return ", ".join(f"{verb} {', '.join(map(str, messages))}" for verb, messages in ways if messages) or "send nothing"
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ends, each once."""
+        return tuple(dict.fromkeys([*(s.to for s in self.sends), *(r.source for r in self.receives)]))
+
+
+Step = Wait | Signal | Copy | Gemm | Reduce | Lookup | Collective | SendReceive
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Steps that run one after the other. kind says on what.
+
+    fused: ranges of steps that one persistent kernel runs, where the device has it, tile by tile: a tile takes the steps in
+    this order, and need not wait for another tile but by the flags. What is proved of the steps holds of any such refinement:
+    tiles of a region share no element, and each tile has signals and waits of its own for those of the steps. So the flags of
+    such steps, and the scratch that they write, are for such steps alone, and no product reads what they write. Its tiles that
+    wait may fill the rank's SMs: no other lane of the rank then needs any.
+    """
+
+    name: str
+    kind: LaneKind
+    steps: tuple[Step, ...]
+    fused: tuple[Span1D, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named buffer: rows and cols by rank. float32: holds partial sums, whatever the problem's dtype; a local one alone."""
+
+    name: str
+    kind: Literal["input", "output", "symmetric", "local"]
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    float32: bool = False
+
+    def whole(self, rank: int) -> Region:
+        return Region(self.name, rank, (0, self.rows[rank]), (0, self.cols[rank]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The steps of every rank for one problem. help(weft.core.schedule) says what they mean.
+
+    name: the family, as `weft schedules` lists it. chunks: pieces a shard is cut into. ranks: per rank, its lanes.
+    A Schedule may be wrong; `weft.check` proves one right.
+    """
+
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
+    name: str
+    buffers: tuple[Buffer, ...]
+    ranks: tuple[tuple[Lane, ...], ...]
+    chunks: int = 1
+
+    @cached_property
+    def buffer(self) -> dict[str, Buffer]:
+        """Buffers by name."""
+        return {b.name: b for b in self.buffers}
+
+    @cached_property
+    def signals_per_call(self) -> Counter[Flag]:
+        """How often each flag is advanced in one call: D in the module's text."""
+        return Counter(flag for _, _, _, step in self for flag in advances(step))
+
+    @cached_property
+    def flags(self) -> tuple[Flag, ...]:
+        """Every flag that is advanced or waited for, in the order of (rank, name, index)."""
+        seen = set(self.signals_per_call) | {w.flag for _, _, _, step in self for w in waits(step)}
+        return tuple(sorted(seen, key=lambda f: (f.rank, f.name, f.index)))
+
+    def __iter__(self) -> Iterator[tuple[int, Lane, int, Step]]:
+        """(rank, lane, position in the lane, step) for every step."""
+        for rank, lanes in enumerate(self.ranks):
+            for lane in lanes:
+                for position, step in enumerate(lane.steps):
+                    yield rank, lane, position, step
+
+    def __str__(self) -> str:
+        steps = sum(1 for _ in self)
+        return f"{self.name} (chunks={self.chunks}) for {self.problem}: {steps} steps on {len(self.ranks)} ranks"
+
+
+def waits(step: Step) -> tuple[Wait, ...]:
+    """Every wait of a step, gates and inner gates included, part by part."""
+    if isinstance(step, Wait):
+        return (step,)
+    if isinstance(step, (Gemm, Reduce)):
+        return tuple(wait for part in step.parts for wait in part.waits)
+    return ()
+
+
+def advances(step: Step) -> tuple[Flag, ...]:
+    """Every flag that a step advances, in order."""
+    if isinstance(step, Signal):
+        return (step.flag,)
+    if isinstance(step, (Gemm, Reduce, Lookup)):
+        return tuple(part.count for part in step.parts if part.count is not None)
+    return ()
+
+
+def regions(step: Step) -> tuple[Region, ...]:
+    """Every region that a step reads or writes."""
+    if isinstance(step, (Copy, Collective)):
+        return step.src, step.dst
+    if isinstance(step, SendReceive):
+        return tuple(send.src for send in step.sends) + tuple(receive.dst for receive in step.receives)
+    if isinstance(step, Gemm):
+        return step.b, *(region for part in step.parts for region in (part.a, part.out, *part.adds))
+    if isinstance(step, Reduce):
+        return tuple(region for part in step.parts for region in (*part.srcs, part.out))
+    if isinstance(step, Lookup):
+        return tuple(region for part in step.parts for region in (part.bags, part.out))
+    return ()
+
+
+def _conditions(gates: tuple[Wait, ...], count: Flag | None, inner: str = "") -> str:
+    return "".join(f", {gate}" for gate in gates) + inner + (f", count {count}" if count else "")

@@ -1,0 +1,56 @@
+"""Settings: KEY=VALUE from a command line, put into a frozen value that has numbers by path. For what-if questions.
+
+The value is rebuilt through its JSON form, so that it checks itself as if it had been read from a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
+
+from weft.core import codec
+
+T = TypeVar("T")
+
+
+def parse(setting: str, example: str) -> tuple[str, str]:
+    """(key, value) of one setting. Raises ValueError, with the example, where it is none.
+
+    >>> parse("hbm.gbps = 2000", "")
+    ('hbm.gbps', '2000')
+    """
+    key, equals, value = setting.partition("=")
+    if not equals:
+        raise ValueError(f"--set {setting}: it must be KEY=VALUE, such as {example}")
+    return key.strip(), value.strip()
+
+
+def changed(value: T, path: str, text: str, *, known: Collection[str], what: str) -> T:
+    """`value` with what lies at `path` replaced by `text`, read as JSON; a word is text.
+
+    known: paths that there are. what: the value in words. Raises ValueError that names the path and says which there are, or
+    what the value must be.
+    """
+    if path not in known:
+        raise ValueError(f"{path!r} is no number of {what}; it has {', '.join(known)}")
+    return replaced(value, path, lambda before: text if isinstance(before, str) else numbers_of(path, text))
+
+
+def replaced(value: T, path: str, make: Callable[[Any], Any]) -> T:
+    """`value` with what lies at `path` made anew from what lies there, both as JSON has them. Raises what the value raises."""
+    data = codec.dump(value)
+    *parents, last = path.split(".")
+    at: Any = data
+    for key in parents:
+        at = at[key]
+    at[last] = make(at.get(last))
+    return cast(T, codec.load(type(value), data))
+
+
+def numbers_of(path: str, text: str) -> Any:
+    """What a text says of `path`, as JSON gives it. Raises ValueError that says what it must be."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{path} is {text!r}; it must be a number, or a list such as [30, 10, 5]") from None

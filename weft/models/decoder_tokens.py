@@ -1,0 +1,91 @@
+"""How a decoder's tokens lie while its parts run, and where a checkpoint computes one of them again.
+
+A layer's forward says how many tokens there are: the positions that it is given tell. What is in a layer reads that. But an
+activation checkpoint may be around a norm, an MLP or an attention alone, and in the backward none says it:
+
+    all forwards had as many tokens    those
+    else                               ranks tell each other how many tokens of the part's input each has; where the sum may be
+                                       wrong, since few tokens are whole on every rank, so many have to be seen before
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.models.linear import Tokens
+from weft.runtime.groups import GROUPS
+
+_ALONE = "put the checkpoint around the decoder layer"
+
+
+def recomputes() -> bool:
+    """Whether a checkpoint calls this from a backward. What is compiled cannot ask."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@dataclass(kw_only=True)
+class DecoderTokens(Tokens):
+    """open: in a forward that has not yet gathered at its end, total, or 0; None outside. running: whether a layer runs.
+    several: whether forwards had other totals. _seen: (batch, tokens of each rank, whether those are all) of calls in which the
+    last does not follow from the others, alike on all ranks. _task: the backward in which a part was computed again."""
+
+    mesh: DeviceMesh
+    few_tokens: int
+    open: int | None = None
+    running: bool = False
+    several: bool = False
+    _noted: bool = False
+    _seen: set[tuple[int, int, bool]] = field(default_factory=set)
+    _task: int = -1
+
+    def many(self, batch: int, length: int) -> bool:
+        """Whether so many tokens are cut. Each rank of a group that is as long as the sequence has one."""
+        return batch * length > self.few_tokens and length >= self.mesh.size() > 1
+
+    def note(self, hidden: torch.Tensor, length: int) -> None:
+        """A layer is called with hidden states of tokens that are `length` on all ranks."""
+        batch, own = hidden.shape[:2]
+        total = length if own != length else None
+        if torch.compiler.is_compiling():
+            self.several = True
+        else:
+            self.several |= self._noted and total != self.total
+            self._noted = True
+            if total in (None, self.mesh.size() * own) and not self.many(batch, own):
+                self._seen.add((batch, own, total is None))
+        self.total = total
+        if self.open is not None or not recomputes():  # after a layer alone no norm gathers
+            self.open = total or 0
+
+    def placed(self, x: torch.Tensor) -> torch.Tensor:
+        """x, the input of a part of a layer: from here on `total` is what it was when the part was called first. Collective
+        where the part is computed again alone. Raises ValueError, on all ranks, where that cannot be known."""
+        if not self.running and recomputes():
+            self.total, self._task = self.of_part(x), torch._C._current_graph_task_id()
+        return x
+
+    def of_part(self, x: torch.Tensor) -> int | None:
+        """What `total` was when a part of the model, which is computed again alone, was first called with x."""
+        if not self.several or self.mesh.size() == 1:
+            return self.total
+        batch, own = x.shape[:2]
+        group = GROUPS.state(self.mesh.get_group().group_name)
+        lengths = group.numbers("tokens of a module that a checkpoint computes again", own)
+        if len(set(lengths)) > 1 or self.many(batch, own):
+            return sum(lengths)
+        whole, part = ((batch, own, kind) in self._seen for kind in (True, False))
+        if whole and part:
+            raise ValueError(
+                f"a module is computed again by a checkpoint of its own, after calls in which {batch} x {own} tokens were all,"
+                f" and others in which they were a rank's part: {_ALONE}, or pass few_tokens=0"
+            )
+        return None if whole else sum(lengths)
+
+    def check(self) -> None:
+        if self.several and not self.running and recomputes() and self._task != torch._C._current_graph_task_id():
+            raise ValueError(
+                f"a linear is computed again by a checkpoint of its own, after calls of several lengths: {_ALONE}, or its block"
+            )

@@ -1,0 +1,239 @@
+"""DLRM over ranks: tables that lie whole on one rank each, MLPs that every rank has, and batches in parts.
+
+    dense [m, features] ------------------------------> bottom MLP ---+
+                                                                      +--> pairwise products --> top MLP --> logits [m]
+    indices of this rank's tables, of the whole batch --> lookup -----+
+                                  ~embedding_bag_all_to_all~>  [m, tables * dim]
+
+Legend: M the global batch, m a rank's part of it, T tables of all ranks, D their dim. Source: DLRM (arXiv 1906.00091).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.models.sites import Ran, Site, note
+from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
+from weft.ops.checks import group_of
+from weft.ops.optimizers import Optimizer
+
+_OPERATORS = ("embedding_bag_all_to_all",)
+
+
+def even_ranges(loads: Sequence[float], ranks: int) -> list[range]:
+    """Ranges of tables, in their order, one for each rank: the largest sum of loads is as small as ranges allow.
+
+    >>> even_ranges([3, 1, 1, 4, 2], 3)
+    [range(0, 3), range(3, 4), range(4, 5)]
+    """
+    ends = [0.0]
+    for load in loads:
+        ends.append(ends[-1] + load)
+    sums = sorted({high - low for at, high in enumerate(ends) for low in ends[:at]})
+    low, high = 0, len(sums) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(loads, sums[middle])) <= ranks else (middle + 1, high)
+    found = _filled(loads, sums[low] if sums else 0.0)
+    return found + [range(len(loads), len(loads))] * (ranks - len(found))
+
+
+def _filled(loads: Sequence[float], most: float) -> list[range]:
+    """Ranges whose loads add up to at most `most`, or to one load."""
+    cuts, total = [0], 0.0
+    for at, load in enumerate(loads):
+        if total + load > most and at > cuts[-1]:
+            cuts.append(at)
+            total = 0.0
+        total += load
+    return [range(*cut) for cut in pairwise([*cuts, len(loads)])]
+
+
+class _Divided(torch.autograd.Function):
+    """x, of which the gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: int) -> torch.Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] / ctx.by, None
+
+
+class ShardedEmbeddingBags(nn.Module):
+    """Embedding bags of T tables, each whole on one rank; every rank gets all tables' columns for its samples.
+
+    sizes: rows and dim of each table. pooling: indices in a bag of each, by which tables are laid on ranks evenly, in ranges of
+    their order, so that columns come in that order, too. group: default: the whole world. optimizer: weft.SGD or
+    weft.RowwiseAdagrad, applied in the backward, where tables get no gradient; its states are this module's buffers. None:
+    tables get dense gradients. mean: gradients are divided by the number of ranks, as DistributedDataParallel divides the
+    others', so that losses are means of a rank's samples. schedule: as for embedding_bag_all_to_all.
+
+    A rank's state_dict has its own tables, `tables.7`, by their number among all, and `states.7`; loading ignores those of
+    other ranks, so that a state of all tables can be loaded anywhere, and torch.distributed.checkpoint saves each once.
+    DistributedDataParallel of this module, or of DLRM, leaves tables and states alone; of a larger one, it has to be told.
+
+    Raises ValueError for sizes and pooling that differ in number, or a table without rows.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        group: dist.ProcessGroup | None = None,
+        *,
+        pooling: Sequence[float] | None = None,
+        mode: Literal["sum", "mean"] = "sum",
+        optimizer: Optimizer | None = None,
+        mean: bool = True,
+        schedule: str = "auto",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        pooling = [1.0] * len(sizes) if pooling is None else list(pooling)
+        if len(pooling) != len(sizes) or any(rows < 1 or dim < 1 for rows, dim in sizes):
+            raise ValueError(
+                f"sizes has {len(sizes)} tables, pooling {len(pooling)}; each table needs rows, a dim, and a pooling"
+            )
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.ranges = even_ranges([dim * pool for (_, dim), pool in zip(sizes, pooling, strict=True)], self.size)
+        self.dims = [[sizes[at][1] for at in own] for own in self.ranges]
+        self.mode, self.optimizer, self.mean, self.schedule, self.dtype = mode, optimizer, mean, schedule, dtype
+        self.pooling = max(1, round(sum(pooling) / max(1, len(pooling))))
+        self.count, self.own = len(sizes), self.ranges[self.rank]
+        self.tables, self.states = nn.ParameterDict(), nn.Module()
+        for at in self.own:
+            rows, dim = sizes[at]
+            table = torch.empty(rows, dim, dtype=dtype, device=device).uniform_(-(rows**-0.5), rows**-0.5)
+            self.tables[str(at)] = nn.Parameter(table)
+            if isinstance(optimizer, RowwiseAdagrad):
+                self.states.register_buffer(str(at), torch.zeros(rows, dtype=torch.float32, device=device))
+        self._ddp_params_and_buffers_to_ignore = [*dict(self.named_parameters()), *dict(self.named_buffers())]
+        self.register_load_state_dict_pre_hook(_without_others)  # type: ignore[no-untyped-call]
+        self.ran = Ran()
+        note(self, self._site())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
+        """A copy for the same ranks: a process group has none."""
+        made = type(self).__new__(type(self))
+        memo |= {id(self): made, id(self.group): self.group}
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def _site(self) -> Site:
+        return Site(
+            operators=_OPERATORS,
+            reason=f"tables {[len(own) for own in self.ranges]} by rank",
+            n=sum(map(sum, self.dims)),
+            k=self.pooling,
+            group=group_of(self.group)[0],
+            schedule=self.schedule if isinstance(self.schedule, str) else "",
+            ran=self.ran,
+        )
+
+    def own_bags(self, indices: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's (indices, lengths) of those of all tables. lengths: [T * M], by table, then sample. Waits for the
+        device."""
+        by_table = lengths.view(self.count, -1)
+        ends = [0, *by_table.sum(1).cumsum(0).tolist()]
+        low, high = ends[self.own.start], ends[self.own.stop]
+        return indices[low:high], by_table[self.own.start : self.own.stop].reshape(-1)
+
+    def forward(self, indices: torch.Tensor, lengths: torch.Tensor, *, batch: int | None = None) -> torch.Tensor:
+        """[m, sum of all dims], this rank's samples as torch.chunk cuts the batch. indices, lengths [tables of this rank * M]:
+        of its tables, over the whole batch. batch: M, which a rank without tables has to say."""
+        self.ran.note(_OPERATORS, batch if batch is not None or not self.own else lengths.numel() // len(self.own))
+        out = embedding_bag_all_to_all(
+            indices,
+            None,
+            [self.tables[str(at)] for at in self.own],
+            self.group,
+            lengths=lengths,
+            mode=self.mode,
+            dims=self.dims,
+            batch=batch,
+            dtype=self.dtype,
+            schedule=self.schedule,
+            pooling=self.pooling,
+            optimizer=self._optimizer(),
+        )
+        return _Divided.apply(out, self.size) if self.mean else out  # type: ignore[no-untyped-call]
+
+    def _optimizer(self) -> Optimizer | None:
+        if not isinstance(self.optimizer, RowwiseAdagrad):
+            return self.optimizer
+        return replace(self.optimizer, states=[self.states.get_buffer(str(at)) for at in self.own])
+
+
+def _without_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes other ranks' tables out of what is loaded."""
+    assert isinstance(module, ShardedEmbeddingBags)
+    for at in range(module.count):
+        for kind in ("tables", "states"):
+            if at not in module.own:
+                state.pop(f"{prefix}{kind}.{at}", None)
+
+
+class DLRM(nn.Module):
+    """A recommendation model: logits [m] of this rank's samples.
+
+    dense: how many dense features a sample has. sizes: rows and dim of each table; dims are all the same, D. bottom, top:
+    widths of the MLPs' layers; bottom ends in D, top in 1. options: ShardedEmbeddingBags'.
+
+    `bags` updates its own tables; `bottom` and `top` are whole on every rank, the same where ranks have the same seed, and to
+    wrap in DistributedDataParallel, say. Raises ValueError for widths that do not fit.
+    """
+
+    def __init__(
+        self,
+        dense: int,
+        sizes: Sequence[tuple[int, int]],
+        *,
+        bottom: Sequence[int],
+        top: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        dims = {dim for _, dim in sizes}
+        if dims != {bottom[-1]} or top[-1] != 1:
+            raise ValueError(f"tables have dims {sorted(dims)}, bottom ends in {bottom[-1]}, top in {top[-1]}: use D, D and 1")
+        features = len(sizes) + 1
+        self.bottom = _mlp([dense, *bottom], last=True, device=device)
+        self.top = _mlp([bottom[-1] + features * (features - 1) // 2, *top], last=False, device=device)
+        self.bags = ShardedEmbeddingBags(sizes, group, device=device, **options)
+        self._ddp_params_and_buffers_to_ignore = [f"bags.{name}" for name in self.bags._ddp_params_and_buffers_to_ignore]
+
+    def forward(self, dense: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """dense: [m, features], this rank's samples. indices, lengths: ShardedEmbeddingBags', of as many samples on each
+        rank."""
+        return self.logits(dense, self.bags(indices, lengths, batch=dense.shape[0] * self.bags.size))
+
+    def logits(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
+        """[m], from what was looked up, [m, T * D]."""
+        below = self.bottom(dense)
+        features = torch.cat([below[:, None], pooled.view(below.shape[0], -1, below.shape[1])], 1)
+        # Made here: a buffer of a model that was made on meta would be left as memory is.
+        low, high = torch.tril_indices(features.shape[1], features.shape[1], -1, device=features.device)
+        products = torch.bmm(features, features.transpose(1, 2)).flatten(1).index_select(1, low * features.shape[1] + high)
+        logits: torch.Tensor = self.top(torch.cat([below, products], 1)).squeeze(1)
+        return logits
+
+
+def _mlp(widths: Sequence[int], *, last: bool, device: torch.device | str | None) -> nn.Sequential:
+    """Linears with ReLU between; last: after the last one, too."""
+    layers: list[nn.Module] = []
+    for into, out in pairwise(widths):
+        layers += [nn.Linear(into, out, device=device), nn.ReLU()]
+    return nn.Sequential(*layers if last else layers[:-1])

@@ -1,0 +1,174 @@
+"""ExpertParallel: a style for torch's parallelize_module that shards a layer's experts over ranks.
+
+Tokens stay where they are: each rank routes its own, rows go to the experts' ranks within the first matmul, and come home
+within the second (weft.models.experts). The module keeps its class's name and the names of its parameters, which become
+DTensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from weft.models.experts import Activation, Experts, Routing, experts_apart, swiglu
+from weft.models.linear import require_one_dimension
+from weft.models.products import in_one_dtype
+from weft.models.sites import Ran, Site, note
+
+_STACKED = ("gate_up_proj", "down_proj")
+"""In one order on all ranks: each is a collective."""
+_OPERATORS = ("all_to_all_matmul", "matmul_all_to_all")
+_LISTED = {"w1.weight", "w2.weight", "w3.weight"}
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts over the ranks of a mesh of one dimension, an equal number on each.
+
+        parallelize_module(model, mesh, {"layers.0.mlp": weft.ExpertParallel()})
+
+    It takes weft.models.experts.MoE; a block of transformers whose `experts` are stacked, gate_up_proj [E, 2 F, H] and
+    down_proj [E, H, F] (Mixtral, Qwen-MoE and others, from 5.0 on), or those stacked experts by themselves; and Mixtral's
+    block of earlier versions, with a list of experts, which become stacked ones: load its weights first.
+
+    The block takes and gives this rank's own tokens, as many on each rank. Parameters of experts become DTensors, Shard(0);
+    their gradients are sums over all ranks' tokens. All else, the router too, stays as it is, with gradients of this rank's
+    tokens.
+
+    capacity: the most rows that may arrive at a rank, in multiples of what it sends (tokens times top k), which bounds memory;
+    rows past that are left out, and a ValueError says so in a later call. None: all that ranks can send, nothing is left out.
+
+    Operators: all_to_all_matmul and matmul_all_to_all with splits on the device; on GPUs they take bfloat16 and float16. Raises
+    ValueError for modules that have no such experts, and for a number of experts that ranks do not divide.
+    """
+
+    def __init__(self, *, capacity: float | None = None) -> None:
+        super().__init__()
+        if capacity is not None and not (isinstance(capacity, (int, float)) and capacity > 0):
+            raise ValueError(f"capacity is {capacity!r}; it must be above 0, or None for all that ranks can send")
+        self.capacity = capacity
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raises ValueError for what applying it would refuse. Changes nothing."""
+        require_one_dimension(device_mesh)
+        experts = getattr(module, "experts", module)
+        count = _listed(module, experts) if isinstance(experts, nn.ModuleList) else _checked(experts)
+        if count % device_mesh.size():
+            name = "Experts" if isinstance(experts, nn.ModuleList) else type(experts).__name__
+            raise ValueError(f"{name} has {count} experts; {device_mesh.size()} ranks do not divide them")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        found = getattr(module, "experts", module)
+        experts = _stacked(found) if isinstance(found, nn.ModuleList) else found
+        if experts is not found:
+            _take_in(module, experts)
+        for name in _STACKED:
+            weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
+        experts.__dict__["_weft_capacity"] = self.capacity
+        experts.__class__ = _apart(type(experts))
+        ran = experts.__dict__["_weft_ran"] = Ran()
+        note(experts, Site(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
+        return module
+
+
+class _Apart(nn.Module):
+    """What stacked experts over ranks do."""
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        weights = cast(DTensor, self.gate_up_proj), cast(DTensor, self.down_proj)
+        into, out = (weight.to_local() for weight in weights)
+        if not getattr(self, "is_transposed", False):
+            into, out = into.transpose(1, 2), out.transpose(1, 2)
+        routing = Routing(top_k_index, cast(int, self.num_experts))
+        hidden_states, into, out = in_one_dtype(hidden_states, (into, out))
+        group, capacity = weights[0].device_mesh.get_group(), self.__dict__["_weft_capacity"]
+        found = experts_apart(hidden_states, routing, top_k_weights, into, out, _activation(self), group, capacity)
+        self.__dict__["_weft_ran"].note(_OPERATORS, routing.order.shape[0])
+        return found
+
+
+def _activation(experts: nn.Module) -> Activation:
+    """Between the two matmuls: one kernel for silu(gate) * up, the module's own code for anything else."""
+    own, act_fn = cast(Any, experts)._apply_gate, getattr(experts, "act_fn", None)
+    usual = own.__func__ is Experts._apply_gate or own.__name__ == "_default_apply_gate"
+    if usual and (act_fn is nn.functional.silu or type(act_fn).__name__ in ("SiLU", "SiLUActivation")):
+        return swiglu
+    return lambda hidden, counts: own(hidden)
+
+
+def _apart(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class of this name, of which the experts lie on several ranks."""
+    return type(kind.__name__, (_Apart, kind), {"__module__": kind.__module__})
+
+
+def _checked(experts: nn.Module) -> int:
+    """How many stacked experts there are. Raises ValueError if these are none."""
+    if isinstance(experts, _Apart):
+        raise ValueError(f"{type(experts).__name__} lie over ranks already; name them once, by their block or by themselves")
+    own, name = {key for key, _ in experts.named_parameters()}, type(experts).__name__
+    if own != set(_STACKED) or not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
+        raise ValueError(
+            f"{name} has parameters {', '.join(sorted(own)) or 'none'}; ExpertParallel takes experts with gate_up_proj and "
+            "down_proj, stacked, without biases or norms between, as weft.models.experts.MoE and blocks of transformers 5 have"
+        )
+    return cast(torch.Tensor, experts.gate_up_proj).shape[0]
+
+
+def _listed(block: nn.Module, experts: nn.ModuleList) -> int:
+    """How many experts Mixtral's list has. Raises ValueError if it is another."""
+    own = [{key for key, _ in expert.named_parameters()} for expert in experts]
+    gate = getattr(block, "gate", None)
+    if not own or any(names != _LISTED for names in own) or not isinstance(gate, nn.Linear) or not hasattr(block, "top_k"):
+        raise ValueError(f"{type(block).__name__} has a list of experts that are not Mixtral's w1, w2, w3; stack them first")
+    _trained(experts, "w1", "w3")
+    _trained(experts, "w2")
+    return len(experts)
+
+
+def _stacked(experts: nn.ModuleList) -> Experts:
+    """Mixtral's list of experts as stacked ones; the block stays as it is."""
+    first = cast(Any, experts[0])
+    made = Experts(len(experts), first.w1.in_features, first.w1.out_features, first.act_fn).to(first.w1.weight)
+    with torch.no_grad():
+        for at, expert in enumerate(cast(Any, experts)):
+            made.gate_up_proj[at] = torch.cat([expert.w1.weight, expert.w3.weight])
+            made.down_proj[at] = expert.w2.weight
+    made.gate_up_proj.requires_grad_(_trained(experts, "w1", "w3"))
+    made.down_proj.requires_grad_(_trained(experts, "w2"))
+    return made
+
+
+def _take_in(block: nn.Module, experts: nn.Module) -> None:
+    """Stacked experts in the place of a block's list, which then runs them as newer blocks do."""
+    block.experts = experts
+    block.__class__ = type(type(block).__name__, (_ListBlock, type(block)), {"__module__": type(block).__module__})
+
+
+def _trained(experts: nn.ModuleList, *names: str) -> bool:
+    """Whether these weights, which become one parameter, are to have gradients. Raises ValueError where some are frozen."""
+    found = {expert.get_submodule(name).weight.requires_grad for expert in experts for name in names}
+    if len(found) > 1:
+        raise ValueError(
+            f"experts have a {' or '.join(names)} that is frozen, and one that is not; they become one parameter: "
+            "freeze all of them, or none"
+        )
+    return True in found
+
+
+class _ListBlock(nn.Module):
+    """Mixtral's block as it was with a list: it returns the router's logits, too."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, block = hidden_states.reshape(-1, hidden_states.shape[-1]), cast(Any, self)
+        if self.training and getattr(block, "jitter_noise", 0) > 0:
+            rows = rows * torch.empty_like(rows).uniform_(1 - block.jitter_noise, 1 + block.jitter_noise)
+        logits = block.gate(rows)
+        weights, index = logits.float().softmax(-1).topk(block.top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(rows.dtype)
+        return block.experts(rows, index, weights).view(hidden_states.shape), logits

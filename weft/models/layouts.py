@@ -1,0 +1,115 @@
+"""Between torch's layouts and what weft's operators take: the hooks of the styles.
+
+Each is a value that a module's hook calls. A plain tensor is taken to be in the layout that the style names, as torch's styles
+take it; a DTensor says itself how it lies, and how many tokens there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.models.linear import Shared, Tokens
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A module's input as a plain tensor of this rank's tokens, or of all if the layout is Replicate; notes how they lie."""
+
+    mesh: DeviceMesh
+    layout: Placement
+    tokens: Tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim = token_dim(self.layout, x)
+        if isinstance(x, DTensor):
+            x = x.redistribute(self.mesh, [self.layout])
+            total, x = x.shape[dim], x.to_local()
+        else:
+            total = self.mesh.size() * x.shape[dim]
+        self.tokens.dim, self.tokens.total = dim, total if isinstance(self.layout, Shard) else None
+        return x
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A module's input, multiplied by those that share it."""
+
+    taken: Taken
+    shared: Shared
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.shared.announce(self.taken(x))
+
+
+@dataclass(frozen=True)
+class ColumnsOut:
+    """A column-sharded linear's output in a layout."""
+
+    mesh: DeviceMesh
+    layout: Placement
+    plain: bool
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if self.layout == Shard(-1) and self.plain:
+            return out
+        shape = (*out.shape[:-1], module.out_features)
+        found = as_dtensor(out, self.mesh, Shard(out.dim() - 1), shape).redistribute(self.mesh, [self.layout])
+        return found.to_local() if self.plain else found
+
+
+@dataclass(frozen=True)
+class RowsIn:
+    """A row-sharded linear's input: this rank's columns, as a plain tensor; notes how the output's tokens are to lie."""
+
+    mesh: DeviceMesh
+    layout: Placement
+    output: Placement
+    tokens: Tokens
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim = token_dim(self.output, x)
+        if isinstance(x, DTensor) or self.layout != Shard(-1):
+            spread = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [self.layout], run_check=False)
+            x = spread.redistribute(self.mesh, [Shard(x.dim() - 1)]).to_local()
+        self.tokens.dim, self.tokens.total = dim, x.shape[dim] if isinstance(self.output, Shard) else None
+        return x
+
+
+@dataclass(frozen=True)
+class TokensOut:
+    """A module's output, which lies by tokens, as a DTensor."""
+
+    mesh: DeviceMesh
+    layout: Placement
+    tokens: Tokens
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> DTensor:
+        dim, total = self.tokens.dim, self.tokens.total
+        if total is None:
+            return as_dtensor(out, self.mesh, Replicate(), out.shape)
+        return as_dtensor(out, self.mesh, Shard(dim), (*out.shape[:dim], total, *out.shape[dim + 1 :]))
+
+
+def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
+    """This rank's part as a DTensor of that shape, whose parts need not be even."""
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def token_dim(layout: Placement, x: Tensor) -> int:
+    """The dimension of x that a layout shards; 0 for Replicate. Raises ValueError for the last one."""
+    if not isinstance(layout, Shard):
+        return 0
+    dim = layout.dim % x.dim()
+    if dim == x.dim() - 1:
+        raise ValueError(f"the layout {layout!r} shards the last of a tensor's {x.dim()} dimensions; write Shard(-1) for that")
+    return dim

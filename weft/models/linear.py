@@ -1,0 +1,297 @@
+"""Linears that call weft's operators: torch's own, of another class, with sharded weights.
+
+A module becomes one by its class alone, so that names, hooks, parameters and checkpoints stay what they are.
+
+    ColumnLinear   weight Shard(0), bias Shard(0)      outputs are this rank's columns, of all tokens
+    RowLinear      weight Shard(1), bias Replicate     inputs are this rank's columns of all tokens
+    Shared         column linears that read one tensor: it is gathered once for all of them
+
+What a Shared's parent is given, and when:
+
+    parent's pre-hook     x [B, s, H], this rank's tokens --> announce(x): products of all members, kept
+    parent's forward      gets what stands for the gathered tensor: its shape, and NaN for values, since nobody may read them
+    member's forward      is given the same tensor --> its product, once
+    parent's hook         what was not taken is dropped
+
+A member that is called with any other tensor, of this rank's tokens, multiplies by itself; one that is called with the gathered
+one again is refused, since that has no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.core.problem import split
+from weft.models.adjacent import Adjacent, fits
+from weft.models.products import How, columns, ops_of_columns, ops_of_rows, rows
+from weft.models.sites import Ran
+
+Tensor = torch.Tensor
+
+
+@dataclass(kw_only=True)
+class Tokens:
+    """How the tokens of what a module is given lie on ranks, along `dim`. total: of all ranks, where each has its part, as
+    torch.chunk cuts it; None where every rank has all. Whoever knows sets it before the module runs."""
+
+    dim: int = 1
+    total: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError where nobody knows."""
+
+
+@dataclass(kw_only=True)
+class Shared:
+    """Column linears that read one tensor. adjacent: how their weights lie. ran: what they have run. _outs: what was announced
+    and not yet taken, by member; _stand_in: for what."""
+
+    members: Sequence[ColumnLinear]
+    tokens: Tokens
+    how: How
+    adjacent: Adjacent = field(default_factory=Adjacent)
+    ran: Ran = field(default_factory=Ran)
+    _outs: dict[int, Tensor] = field(default_factory=dict)
+    _stand_in: Tensor | None = None
+
+    def announce(self, x: Tensor) -> Tensor:
+        """Multiply x by all members' weights; what the members are to be called with."""
+        products = self._products(x, self.members)
+        self._outs = dict(enumerate(products))
+        total, dim = self.tokens.total, self.tokens.dim
+        if total is None or group_of(self.members[0].weight).size() == 1:
+            self._stand_in = x
+        else:
+            shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
+            self._stand_in = x.new_full((), torch.nan).expand(shape)
+        return self._stand_in
+
+    def take(self, member: ColumnLinear, x: Tensor) -> Tensor:
+        """A member's product: what was announced for it, or computed now. Raises ValueError for all tokens a second time."""
+        at = next(i for i, each in enumerate(self.members) if each is member)
+        if x is not self._stand_in or at not in self._outs:
+            self._check_own(x)
+            return self._products(x, [member])[0]
+        out = self._outs.pop(at)
+        if not self._outs:
+            self._stand_in = None
+        return out
+
+    def forget(self, module: nn.Module, args: Any, out: Any) -> None:
+        """A hook, after the module: what was not taken is not kept for a next call. A compiled module would return it, and the
+        gradients of what it returns are zeros where there are none."""
+        self._outs, self._stand_in = {}, None
+
+    def _check_own(self, x: Tensor) -> None:
+        total = self.tokens.total
+        if total is None or total != x.shape[self.tokens.dim]:
+            return
+        group = group_of(self.members[0].weight)
+        low, high = split(total, group.size())[group.rank()]
+        if total != high - low:
+            raise ValueError(
+                f"a linear that shares a gathered input is called with all {total} tokens of it, not as the module was given "
+                "them, or a second time: call it once with the module's own input, or give it weft.ColwiseParallel instead"
+            )
+
+    def _products(self, x: Tensor, members: Sequence[ColumnLinear]) -> list[Tensor]:
+        weights = [local(member.weight) for member in members]
+        biases = [None if member.bias is None else local(member.bias) for member in members]
+        self.tokens.check()
+        group, total = group_of(members[0].weight), self.tokens.total
+        self.ran.note(ops_of_columns(x, total), rows_of(x, self.tokens.dim, total))
+        decodes = total is None and not torch.is_grad_enabled()
+        whole = self.adjacent.whole_of(weights) if decodes and len(members) == len(self.members) else None
+        if whole is None:
+            if total is not None and len(members) == len(self.members):
+                weights = [*self.adjacent.parts_of(weights)]
+            return columns(x, weights, biases, group, self.how, dim=self.tokens.dim, total=total)
+        (out,) = columns(x, [whole], [None], group, self.how)
+        outs = torch.split(out, [len(weight) for weight in weights], -1)
+        return [one if bias is None else one + bias.to(one.dtype) for one, bias in zip(outs, biases, strict=True)]
+
+
+class ColumnLinear(nn.Linear):
+    """A linear whose outputs are sharded. input: as its Shared's tokens say."""
+
+    _weft_shared: Shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._weft_shared.take(self, input)
+
+
+class RowLinear(nn.Linear):
+    """A linear whose inputs are sharded. input [.., M, .., k]; what comes out is as its tokens say."""
+
+    _weft_tokens: Tokens
+    _weft_how: How
+    _weft_ran: Ran
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else local(self.bias)
+        tokens, group = self._weft_tokens, group_of(self.weight)
+        tokens.check()
+        scatter = tokens.total is not None
+        self._weft_ran.note(ops_of_rows(scatter), rows_of(input, 0, None))
+        return rows(input, local(self.weight), bias, group, self._weft_how, dim=tokens.dim, scatter=scatter)
+
+
+def rows_of(x: Tensor, dim: int, total: int | None) -> int:
+    """How many rows all ranks' tokens are, of which x has all, or its part of `total` along `dim`."""
+    if total is None:
+        return prod(x.shape[:-1])
+    return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    return cast(DTensor, parameter).to_local()
+
+
+def group_of(parameter: Tensor) -> dist.ProcessGroup:
+    """The ranks that share a parameter. Raises ValueError if it is sharded otherwise, too, at the time of the call."""
+    mesh = cast(DTensor, parameter).device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"a weight lies on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
+            "that has all linears that share an input (a decoder layer), not to a linear"
+        )
+    return mesh.get_group()
+
+
+def require_one_dimension(mesh: DeviceMesh) -> None:
+    """Raises ValueError for a mesh of several dimensions, of which no style could know the one that is meant."""
+    if mesh.ndim != 1:
+        raise ValueError(f"device_mesh has {mesh.ndim} dimensions; slice one of them: mesh['name']")
+
+
+class Distributor:
+    """Spreads parameters over a mesh. One that modules share stays one. src_data_rank: as torch's parallelize_module."""
+
+    def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        self.mesh, self.src_data_rank = mesh, src_data_rank
+        self._done: dict[int, tuple[Tensor, nn.Parameter]] = {}
+
+    def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:
+        """Raises ValueError for a DTensor, which lies somewhere already, and for one that modules share and want otherwise."""
+        if isinstance(parameter, DTensor):
+            raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
+        if id(parameter) not in self._done:
+            spread = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
+            self.adopt(parameter, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+        known = self._done[id(parameter)][1]
+        if cast(DTensor, known).placements != (placement,):
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} is shared by modules of which one wants it as {placement!r}, another as "
+                f"{cast(DTensor, known).placements[0]!r}; give each a parameter of its own"
+            )
+        return known
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether this one has been spread."""
+        return id(parameter) in self._done
+
+    def adopt(self, parameter: Tensor, spread: nn.Parameter) -> None:
+        """Somebody else has spread this one."""
+        self._done[id(parameter)] = parameter, spread
+
+
+def to_columns(linears: Sequence[nn.Linear], tokens: Tokens, how: How, distribute: Distributor) -> Shared:
+    """Make these linears ColumnLinears that share their input."""
+    before = [linear.weight for linear in linears]
+    alone = not any(map(distribute.has, before)) and len({*map(id, before)}) == len(before)
+    for linear in linears:
+        _spread(linear, distribute, Shard(0), Shard(0))
+        linear.__class__ = ColumnLinear
+    shared = Shared(members=cast(Sequence[ColumnLinear], list(linears)), tokens=tokens, how=how)
+    for member in shared.members:
+        member._weft_shared = shared
+    if alone and fits([local(member.weight) for member in shared.members]):
+        _lay_side_by_side(shared, before, distribute)
+    return shared
+
+
+def _lay_side_by_side(shared: Shared, before: Sequence[Tensor], distribute: Distributor) -> None:
+    """Give the members weights that lie so. before: the weights that they had before they were sharded."""
+    spread = [cast(DTensor, member.weight) for member in shared.members]
+    parts = shared.adjacent.lay([weight.to_local() for weight in spread])
+    for member, old, weight, part in zip(shared.members, before, spread, parts, strict=True):
+        made = DTensor.from_local(
+            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        parameter = nn.Parameter(made, requires_grad=weight.requires_grad)
+        member.register_parameter("weight", parameter)
+        distribute.adopt(old, parameter)
+    # to_local() may return another tensor of the same memory.
+    shared.adjacent.live_with([cast(DTensor, member.weight)._local_tensor for member in shared.members])
+
+
+def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> Ran:
+    """Make a linear a RowLinear; where it writes down what it runs."""
+    _spread(linear, distribute, Shard(1), Replicate())
+    linear.__class__ = RowLinear
+    row = cast(RowLinear, linear)
+    row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, Ran()
+    return row._weft_ran
+
+
+def _spread(linear: nn.Linear, distribute: Distributor, weight: Placement, bias: Placement) -> None:
+    linear.register_parameter("weight", distribute(linear.weight, weight))
+    if linear.bias is not None:
+        linear.register_parameter("bias", distribute(linear.bias, bias))
+
+
+def why_not_linear(module: nn.Module) -> str:
+    """Why weft cannot take a module for a linear; empty if it can. Raises ValueError for one that it has taken already."""
+    if isinstance(module, ColumnLinear | RowLinear):
+        raise ValueError("a linear is sharded by weft already; name it once, in SharedInput or with a style of its own")
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is no torch.nn.Linear (a wrapped or quantised one computes by itself)"
+    if "forward" in module.__dict__:
+        return "its forward was put on the module itself"
+    if "weight" not in module._parameters:
+        return f"its weight is made of {', '.join(module._parameters)} at each call (weight_norm, pruning)"
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return (
+                f"its {name} is a {type(parameter).__name__} of {parameter.dtype}; weft multiplies float32, bfloat16, float16"
+            )
+    return ""
+
+
+@dataclass(frozen=True)
+class OnInput:
+    """A pre-hook that changes a module's input: the keyword argument of that name, or else the first positional one. A value,
+    so that a copy of the module changes it by copies of what this one uses."""
+
+    argument: str
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return with_input_changed(module, args, kwargs, self.argument, self.change)
+
+
+def with_input_changed(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], argument: str, change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call, as OnInput has them. By itself where a hook is traced: torch 2.11 makes no dataclass there."""
+    if argument in kwargs:
+        return args, {**kwargs, argument: change(kwargs[argument])}
+    if not args:
+        raise ValueError(
+            f"{type(module).__name__} is called with {', '.join(kwargs) or 'nothing'}; weft changes its first positional "
+            f"argument, or {argument!r} by name: pass it so, or say which with SharedInput(argument=)"
+        )
+    return (change(args[0]), *args[1:]), kwargs

@@ -1,0 +1,122 @@
+"""What linears with sharded weights compute, by weft's operators, and what flows back.
+
+    x [.., M, .., K]          tokens along `dim`; the caller has all M of them ("whole") or this rank's m
+    weights [n, K]            a column-sharded linear's part: n of N outputs             bias [n]
+    weight [N, k]             a row-sharded one's: k of K inputs                         bias [N]
+
+    tokens are    columns(x, weights)                                rows(x, weight)
+    sharded       all_gather_matmul                                  matmul_reduce_scatter
+    whole         matmul; its gradient by matmul_all_reduce          matmul_all_reduce
+
+Gradients of what is whole on every rank come out whole: a bias that is added to this rank's tokens gets the sum over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft import schedules
+from weft.core.problem import Op
+from weft.ops.all_reduce import matmul_all_reduce
+from weft.ops.library import backward_schedule
+from weft.ops.library.summed import summed
+from weft.ops.library.whole import linears_of_whole
+from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """schedule: as the operators take it; an operator without that family has its own best. keep_gathered: keep a column side's
+    gathered input for the weights' gradient, as torch's styles do; else it is gathered again."""
+
+    schedule: str = "auto"
+    keep_gathered: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, str):
+            raise ValueError(f"schedule is a {type(self.schedule).__name__}; a module's calls differ in size, so use a name")
+        if self.schedule not in ("auto", "planned", "heuristic"):
+            schedules.parse(self.schedule)
+
+    def of(self, op: Op) -> str:
+        return backward_schedule(self.schedule, op)
+
+
+def columns(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+    how: How,
+    *,
+    dim: int = 1,
+    total: int | None = None,
+) -> list[Tensor]:
+    """x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each. total: M, where x has this rank's part of them
+    as torch.chunk cuts it; None where x is whole."""
+    x, *weights = in_one_dtype(x, weights)
+    if total is None:
+        outs = _of_whole(x, weights, group, how)
+    else:
+        outs = all_gather_matmul(
+            x,
+            [weight.t() for weight in weights],
+            group,
+            schedule=how.of("all_gather_matmul"),
+            gather_dim=dim,
+            rows=total,
+            keep_gathered=how.keep_gathered,
+        )
+    return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
+
+
+def rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup, how: How, *, dim: int = 1, scatter: bool
+) -> Tensor:
+    """The sum over ranks of x @ weight^T, plus bias. scatter: this rank's part of the tokens along `dim`, [.., m, .., N]; else
+    all of them."""
+    x, weight = in_one_dtype(x, [weight])
+    bias = None if bias is None else bias.to(x.dtype)
+    if not scatter:
+        matrix = x[None] if x.dim() == 1 else x
+        out = matmul_all_reduce(matrix, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
+        return out[0] if x.dim() == 1 else out
+    out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
+    return out if bias is None else out + summed(bias, group.group_name)
+
+
+def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
+    """What `columns` runs, in its backward too."""
+    if total is None:
+        return ("matmul_all_reduce",) if torch.is_grad_enabled() and x.requires_grad else ()
+    return ("all_gather_matmul", *_in_backward("matmul_reduce_scatter"))
+
+
+def ops_of_rows(scatter: bool) -> tuple[Op, ...]:
+    """What `rows` runs, in its backward too."""
+    return ("matmul_reduce_scatter", *_in_backward("all_gather_matmul")) if scatter else ("matmul_all_reduce",)
+
+
+def _in_backward(op: Op) -> tuple[Op, ...]:
+    return (op,) if torch.is_grad_enabled() else ()
+
+
+def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return [torch.nn.functional.linear(x, weight) for weight in weights]
+    return linears_of_whole(x, weights, group.group_name, how.of("matmul_all_reduce"))
+
+
+def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Under autocast, in its dtype, as torch's linears; meta has none. torch 2.11 compiles no is_autocast_available."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return [x, *weights]
+    dtype = torch.get_autocast_dtype(kind)
+    return [x.to(dtype), *(weight.to(dtype) for weight in weights)]

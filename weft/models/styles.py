@@ -1,0 +1,234 @@
+"""Styles for torch.distributed.tensor.parallel.parallelize_module, in the place of torch's of the same names.
+
+    style                 input_layouts   output_layouts     runs
+    ColwiseParallel       Shard(tokens)   Shard(-1)          all_gather_matmul
+                          Replicate()     Shard(-1)          a matmul; its input's gradient by matmul_all_reduce
+    RowwiseParallel       Shard(-1)       Shard(tokens)      matmul_reduce_scatter
+                          Shard(-1)       Replicate()        matmul_all_reduce
+    SharedInput           Shard(tokens)   of its linears     one all_gather_matmul for several linears (Q, K and V)
+    SequenceParallel      Shard(tokens)   Shard(tokens)      the module itself, on plain tensors
+
+    Shard(tokens): any dimension but the last. Weights are sharded as by torch's styles, so that checkpoints are the same.
+
+With other layouts, and for modules that are no plain nn.Linear, torch's own style is applied and the reason is noted;
+weft.overlap_report(model) lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import style
+from torch.distributed.tensor.placement_types import Placement
+
+from weft.core.errors import require
+from weft.models.layouts import Announced, ColumnsOut, RowsIn, Taken, TokensOut
+from weft.models.linear import (
+    Distributor,
+    OnInput,
+    Shared,
+    Tokens,
+    group_of,
+    require_one_dimension,
+    to_columns,
+    to_row,
+    why_not_linear,
+)
+from weft.models.products import How
+from weft.models.replicas import always, replicate
+from weft.models.sites import Ran, Site, note
+
+
+class ColwiseParallel(style.ColwiseParallel):
+    """torch's ColwiseParallel, with the gather of a sharded input hidden behind the matmul.
+
+    input_layouts, output_layouts, use_local_output: as torch's. schedule: as weft.all_gather_matmul's, a name. keep_gathered:
+    keep the gathered input for the weight's gradient, as torch's style does; else it is gathered again in the backward pass.
+    Other output_layouts than Shard(-1) are reached by torch, after the matmul. Raises ValueError for a bad schedule.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str = "auto",
+        keep_gathered: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.how = How(schedule=schedule, keep_gathered=keep_gathered)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
+        why = why_not_linear(module) or _why_not_tokens("input_layouts", self.input_layouts[0])
+        if why:
+            note(module, Site(reason=f"torch's ColwiseParallel: {why}"))
+            return super()._apply(module, device_mesh)
+        linear, tokens = cast(nn.Linear, module), Tokens()
+        shared = to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
+        note(linear, column_site(shared, self.input_layouts[0]))
+        _note_moved(linear, "output", self.output_layouts[0], "after")
+        linear.register_forward_pre_hook(OnInput("input", Taken(device_mesh, self.input_layouts[0], tokens)), with_kwargs=True)
+        linear.register_forward_hook(ColumnsOut(device_mesh, self.output_layouts[0], self.use_local_output))
+        return linear
+
+
+class RowwiseParallel(style.RowwiseParallel):
+    """torch's RowwiseParallel, with the reduction of the output hidden behind the matmul.
+
+    input_layouts, output_layouts, use_local_output: as torch's. schedule: as weft.matmul_reduce_scatter's, a name. Raises
+    ValueError for a bad schedule.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        schedule: str = "auto",
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.how = How(schedule=schedule)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
+        why = why_not_linear(module) or _why_not_tokens("output_layouts", self.output_layouts[0])
+        if why:
+            note(module, Site(reason=f"torch's RowwiseParallel: {why}"))
+            return super()._apply(module, device_mesh)
+        linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
+        ran = to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
+        note(linear, row_site(linear, output, self.how, ran))
+        _note_moved(linear, "input", self.input_layouts[0], "before")
+        taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
+        linear.register_forward_pre_hook(OnInput("input", taken), with_kwargs=True)
+        if not self.use_local_output:
+            linear.register_forward_hook(TokensOut(device_mesh, output, tokens))
+        return linear
+
+
+class SharedInput(style.ParallelStyle):
+    """For a module whose linears read one tensor (Q, K, V; gate and up): it is gathered once, hidden behind all their matmuls.
+
+        {"attention": weft.SharedInput(["wq", "wk", "wv"]), "attention.wo": weft.RowwiseParallel(output_layouts=Shard(1))}
+
+    replaces PrepareModuleInput on the module, and ColwiseParallel on the linears. linears: names of the module's children; what
+    they return is sharded on the last dimension. input_layouts: of the tensor that the module is called with: the keyword
+    argument `argument`, or else the first positional one. schedule, keep_gathered: as ColwiseParallel's. The module sees a
+    tensor of the gathered shape, whose values are NaN: its own code may ask for the shape, and pass it to these linears, but
+    not compute with it. Raises ValueError for layouts or children that are not as above.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[str],
+        *,
+        input_layouts: Placement = Shard(1),  # noqa: B008 - a frozen value
+        argument: str = "hidden_states",
+        schedule: str = "auto",
+        keep_gathered: bool = True,
+    ) -> None:
+        super().__init__()
+        why = _why_not_tokens("input_layouts", input_layouts)
+        if why or not linears or isinstance(linears, str):
+            raise ValueError(why or f"linears is {linears!r}; name the children that read the module's input, in a list")
+        self.linears, self.input_layout, self.argument = tuple(linears), input_layouts, argument
+        self.how = How(schedule=schedule, keep_gathered=keep_gathered)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
+        children = dict(module.named_children())
+        for name in self.linears:
+            why = why_not_linear(children[name]) if name in children else f"{type(module).__name__} has no child of that name"
+            if why:
+                raise ValueError(f"linears names {name!r}, but {why}")
+        shared = share_input(
+            module,
+            self.linears,
+            Taken(device_mesh, self.input_layout, Tokens()),
+            self.how,
+            Distributor(device_mesh, self.src_data_rank),
+            argument=self.argument,
+        )
+        note(module, column_site(shared, self.input_layout, parts=self.linears))
+        return module
+
+
+class SequenceParallel(style.SequenceParallel):
+    """torch's SequenceParallel, without DTensor's dispatch: the module computes on plain tensors.
+
+    sequence_dim, use_local_output: as torch's. The gradients of its parameters are summed over ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        require_one_dimension(device_mesh)
+        replicate(module, Distributor(device_mesh, self.src_data_rank), always)
+        tokens, layout = Tokens(), self.sequence_sharding[0]
+        module.register_forward_pre_hook(OnInput("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
+        if not self.use_local_output:
+            module.register_forward_hook(TokensOut(device_mesh, layout, tokens))
+        return module
+
+
+def share_input(
+    module: nn.Module, names: Sequence[str], taken: Taken, how: How, distribute: Distributor, *, argument: str
+) -> Shared:
+    """Let these children share a gather of the module's input, which `taken` makes plain."""
+    linears = [cast(nn.Linear, module.get_submodule(name)) for name in names]
+    shared = to_columns(linears, taken.tokens, how, distribute)
+    module.register_forward_pre_hook(OnInput(argument, Announced(taken, shared)), with_kwargs=True)
+    module.register_forward_hook(shared.forget)
+    return shared
+
+
+def column_site(shared: Shared, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
+    """The site of linears that share an input. group: as their weights say, since of two meshes of the same ranks and names
+    torch takes the first for both."""
+    linears, whole = shared.members, layout.is_replicate()
+    n, k = sum(linear.out_features for linear in linears), linears[0].in_features
+    return Site(
+        parts=tuple(parts),
+        operators=("matmul_all_reduce",) if whole else ("all_gather_matmul",),
+        reason="for the gradient of the input; the matmul itself has nothing to wait for" if whole else "",
+        n=k if whole else n,
+        k=n if whole else k,
+        group=group_of(linears[0].weight).group_name,
+        schedule=shared.how.schedule,
+        ran=shared.ran,
+    )
+
+
+def row_site(
+    linear: nn.Linear,
+    output: Placement,
+    how: How,
+    ran: Ran,
+    *,
+    parts: Sequence[str] = (),
+    also: Sequence[str] = (),
+) -> Site:
+    """The site of a row-sharded linear. ran: what it has run. also: operators of some calls."""
+    operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
+    n, k, name = linear.out_features, linear.in_features, group_of(linear.weight).group_name
+    return Site(parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=how.schedule, ran=ran)
+
+
+def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:
+    """A place more where a side of a linear's columns does not lie as its matmul has it."""
+    if layout != Shard(-1):
+        ways = "from" if what == "input" else "to"
+        note(linear, Site(reason=f"torch brings the {what} {ways} {layout!r} {when} the matmul"))
+
+
+def _why_not_tokens(name: str, layout: Placement) -> str:
+    """Why weft's operators do not take a side of this layout; empty if they do. Raises ValueError for what is none."""
+    require(name, layout, Placement, "use Replicate() or Shard(dimension)")
+    if layout.is_replicate() or (isinstance(layout, Shard) and layout.dim != -1):
+        return ""
+    return f"{name} is {layout!r}; weft overlaps Replicate(), and Shard of a dimension of tokens"

@@ -1,0 +1,1 @@
+"""Independent computation beside collectives: `concurrent`, copy-engine collectives, DDP and FSDP hooks, SM controls."""

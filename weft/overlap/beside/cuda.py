@@ -1,0 +1,190 @@
+"""Ways on GPUs: streams that fork and join, NCCL on a stream of any priority or held to some blocks, copy engines, SM budgets.
+
+A collective that is enqueued without async_op runs on torch's current stream, so a stream's priority is the collective's. A
+number of blocks belongs to a communicator: each (group, number) has one of its own, made when a way first asks for it, on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+from weft.overlap import controls
+from weft.overlap.beside.collectives import Collective, SendReceive
+from weft.overlap.beside.device import Device
+from weft.planner.ways import Abilities, Way
+from weft.runtime.groups import GROUPS
+from weft.runtime.trial import timer_for
+from weft.runtime.vendor import Abort
+
+
+class Streams:
+    """Streams of one device that nobody enqueues on now, by whether they have priority. What was enqueued on them may be under
+    way still: `close` gives them to others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[bool, list[torch.cuda.Stream]] = {False: [], True: []}
+
+    @contextmanager
+    def taken(self, priority: bool) -> Iterator[torch.cuda.Stream]:
+        free = self._free[priority]
+        kind: controls.Priority = "high" if priority else "normal"
+        stream = free.pop() if free else controls.comm_stream(priority=kind, device=self._device)
+        try:
+            yield stream
+        finally:
+            free.append(stream)
+
+    def close(self) -> None:
+        """After the device has ended what they have."""
+        for free in self._free.values():
+            while free:
+                controls.give_back(free.pop())
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._streams = Streams(device)
+        self._lasting = Streams(device)
+        self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+    def abilities(self, collectives: Sequence[Collective]) -> Abilities:
+        """NCCL's sends and receives keep to a stream and to blocks of their own."""
+        streams = not any(isinstance(collective, SendReceive) for collective in collectives)
+        return Abilities(
+            priority=streams,
+            ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
+            left=hasattr(torch._C, "_set_sm_carveout_experimental"),
+            copy_engine=all(collective.moves and _on_one_node(collective.ranks) for collective in collectives),
+            pull=all(collective.pulls for collective in collectives),
+        )
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
+    def between_ns(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+        return round(1e6 * float(begin.elapsed_time(end)))
+
+    def time_ns(self, call: Callable[[], object], calls: int) -> int:
+        timer = timer_for(self.device)
+        assert timer is not None
+        return timer(call, calls)
+
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
+        for group in dict.fromkeys(collective.ranks for collective in collectives):  # in one order on all ranks
+            self.group(group, way.ctas if way.transport == "vendor" else 0)
+        if way.left >= self._sms:
+            raise ValueError(f"way has left={way.left}; this device has {self._sms} SMs, leave one to the computation")
+
+    @property
+    def _sms(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    def limits(self, way: Way) -> AbstractContextManager[object]:
+        return controls.sm_budget(self._sms - way.left, device=self.device) if way.left else nullcontext()
+
+    @contextmanager
+    def _beside(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
+        caller = torch.cuda.current_stream(self.device)
+        with self._streams.taken(way.priority) as stream:
+            stream.wait_stream(caller)
+            try:
+                if not way.late:
+                    controls.launch_order(stream, caller)
+                    self._enqueue(way, collectives, stream)
+                yield
+            finally:
+                if way.late:
+                    self._enqueue(way, collectives, stream)
+                caller.wait_stream(stream)
+
+    def _enqueue(self, way: Way, collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            for collective in collectives:
+                self.enqueue(way, collective)
+
+    def enqueue(self, way: Way, collective: Collective) -> None:
+        if way.transport == "copy_engine":
+            collective.move(way.ctas, pull=way.pull)
+        else:
+            collective.enqueue(self.group(collective.ranks, way.ctas), async_op=False)
+
+    def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Its events are recorded where it is set: waiting for it waits for the collectives' stream, on streams."""
+        made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
+        caller = torch.cuda.current_stream(self.device)
+        with ExitStack() as stack:
+            if way.beside:
+                stream = stack.enter_context(self._lasting.taken(way.priority))
+                stream.wait_stream(caller)
+                stack.enter_context(torch.cuda.stream(stream))
+            self.enqueue(way, collective)
+            made.set_result(result)
+        return made
+
+    def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+        if not ctas:
+            return group
+        known = self._groups.get((group.group_name, ctas))
+        if known is None or known[0] is not group:
+            if self.capturing:
+                raise ValueError(f"way has ctas={ctas}: use it once before capturing a graph, to make its communicator")
+            if not _can_be_made_anew(group):
+                raise ValueError(
+                    f"way has ctas={ctas}, but {group.size()} ranks of a world that is bound to devices cannot have a "
+                    "communicator of their own: leave out device_id in init_process_group, or ctas"
+                )
+            known = self._groups[group.group_name, ctas] = group, controls.nccl_group(group, max_ctas=ctas)
+        return known[1]
+
+    def close(self, *, broken: bool) -> None:
+        groups, self._groups = self._groups, {}
+        end = _abort_process_group if broken else dist.destroy_process_group
+        ends = [partial(_ended, end, group) for _, group in groups.values()]
+        if broken:
+            # A graph may hold collectives of theirs: so all at once, and no longer than NCCL needs without.
+            for abort in [Abort(each, "beside") for each in ends]:
+                abort.ended()
+        else:
+            for each in ends:
+                each()
+            torch.cuda.synchronize(self.device)
+            self._streams.close()
+            self._lasting.close()
+
+
+def _ended(end: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:
+    """Where the default group has been destroyed, so have all others."""
+    with suppress(ValueError, AssertionError):
+        end(group)
+
+
+def _on_one_node(group: dist.ProcessGroup) -> bool:
+    """Whether copy engines reach all of a group's memory. Collective where weft has not used the group yet."""
+    return not GROUPS.state(group.group_name).team.nodes
+
+
+def _can_be_made_anew(group: dist.ProcessGroup) -> bool:
+    """Whether this group's ranks alone can make a communicator: those of a world that is bound to devices split the world's."""
+    world = dist.group.WORLD
+    assert world is not None
+    return group.size() == world.size() or world.bound_device_id is None

@@ -1,0 +1,236 @@
+"""`concurrent`: independent computation beside collectives, as a call or as a context."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import require
+from weft.ops.checks import group_of
+from weft.overlap.beside.collectives import Collective, SendReceive, rehearsed
+from weft.overlap.beside.kernels import Kernels
+from weft.overlap.beside.sites import Site, Sites, Use, sites_of
+from weft.overlap.beside.trials import Settled
+from weft.planner.ways import SHARDED, Way, parse
+from weft.runtime.groups import GROUPS
+
+T = TypeVar("T")
+AUTO = "auto"
+
+
+@overload
+def concurrent(
+    compute: Callable[..., T],
+    collectives: Collective | Sequence[Collective],
+    *,
+    key: str | None = None,
+    repeatable: bool = False,
+    way: str | Way = AUTO,
+    kernels: Sequence[Any] = (),
+    residents: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> T: ...
+
+
+@overload
+def concurrent(
+    *,
+    collectives: Collective | Sequence[Collective],
+    key: str,
+    way: str | Way = AUTO,
+    kernels: Sequence[Any] = (),
+    residents: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Concurrent: ...
+
+
+def concurrent(
+    compute: Callable[..., Any] | None = None,
+    collectives: Collective | Sequence[Collective] = (),
+    *,
+    key: str | None = None,
+    repeatable: bool = False,
+    way: str | Way = AUTO,
+    kernels: Sequence[Any] = (),
+    residents: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Run collectives beside a computation that is independent of them, in the fastest way found; sequential among them.
+
+        # before                              # after
+        dist.all_reduce(grad)                 out = weft.concurrent(lambda: x @ w, [weft.AllReduce(grad)])
+        out = x @ w
+                                              with weft.concurrent(collectives=[weft.AllReduce(grad)], key="mlp"):
+                                                  out = x @ w
+
+    Args:
+        compute: a callable, whose result is returned, or a torch.cuda.CUDAGraph, which is replayed. Without it the result is a
+            context, around the computation; the collectives start at its entry, after what was enqueued before.
+        collectives: weft.AllReduce, AllGather, ReduceScatter, AllToAll, SendReceive: one, or several that run one after the
+            other.
+        key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
+            differ. The same on every rank. Default: where compute is defined.
+        repeatable: compute may be run many times, with no other effect than one run: then the first use finds the way. Else
+            uses take ways in turn, until some 23 of them tell which is fastest (weft.overlap.beside.trials).
+        way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late, +priority, +pull,
+            +ctas=N, +left=N, +resident=N (weft.planner.ways).
+        kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
+            context has them as `kernels`.
+        residents: blocks an SM to try. Default: one less than fit, and half.
+        group: the ranks that agree on the way. Default: the collectives' group, the default group where they have several.
+
+    At the end all is joined, on CUDA by streams, without a wait on the host. The results are those of the sequential program,
+    within the rounding of a vendor GEMM that has fewer SMs; the collectives are the vendor's, or with copy_engine those of
+    weft.collectives.
+
+    Raises ValueError that names the argument, and RankMismatch where ranks mean different things by a key.
+    """
+    mine = _checked(collectives)
+    run = _callable(compute)
+    require("kernels", kernels, Sequence, "pass the computation's kernels in a list")
+    if repeatable and run is None:
+        raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
+    require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
+    sites = _sites(mine, group)
+    known = sites.kernels(kernels, residents)
+    if way == AUTO:
+        require("key", key, (str, type(None)), "pass a string that names this computation")
+        named = _key_of(compute) if key is None else key
+        context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
+    else:
+        context = Concurrent(mine, _way(way, mine, kernels), sites, known)
+    return context if run is None else context.run(run, repeatable=repeatable)
+
+
+def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Settled]:
+    """What `concurrent` and the hooks have settled on in a group of ranks that agree: for each key its way, the measured times
+    in us, and why. The same on every rank. Empty where nothing has. Not collective."""
+    name = group_of(group)[0]
+    state = GROUPS.known(name)
+    return sites_of(state).settled() if state else []
+
+
+class Concurrent:
+    """Collectives that run beside what is in the context; made by `concurrent`. way: what this use takes, once entered.
+
+    kernels: what to launch for the kernels that were named. One that goes without having been entered warns: nothing ran."""
+
+    _left_out = False
+
+    def __init__(self, collectives: Sequence[Collective], how: Site | Way, sites: Sites, kernels: Kernels) -> None:
+        self._collectives, self._known = tuple(collectives), kernels
+        self._site = how if isinstance(how, Site) else None
+        self._way = how.way if isinstance(how, Site) else how
+        self._device = sites.device(collectives[0].device)
+        self._stack: ExitStack | None = None
+        self.kernels: tuple[Any, ...] = kernels.of(0)
+        self._left_out = True
+
+    def __del__(self) -> None:
+        if self._left_out:
+            what = ", ".join(collective.describe() for collective in self._collectives)
+            warnings.warn(f"a weft.concurrent was never entered, so that {what} did not run; use `with`", RuntimeWarning)  # noqa: B028 - nobody's line
+
+    @property
+    def way(self) -> str:
+        """The way of this use; until it is entered, of the one before."""
+        return str(self._way)
+
+    def __enter__(self) -> Concurrent:
+        if self._stack is not None:
+            raise ValueError("this context has been entered before; make one for each use")
+        self._left_out = False
+        with ExitStack() as stack:
+            if self._site is None:
+                self._device.prepare(self._way, self._collectives)
+                use = Use(self._way, None)
+            else:
+                use = stack.enter_context(self._site.use(self._collectives))
+            self._way, self.kernels = use.way, self._known.of(use.way.resident)
+            stack.enter_context(self._device.running(use.way, self._collectives))
+            use.mark()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._stack is not None
+        self._stack.__exit__(kind, error, trace)
+
+    def run(self, compute: Callable[..., T], *, repeatable: bool) -> T:
+        """compute's result, with the collectives beside it. repeatable: compute may run many times, to choose a way now."""
+        self._left_out = False
+        if repeatable and self._site is not None and not self._site.settled and not self._device.capturing:
+            self._choose(self._site, compute)
+        with self:
+            return compute(*self.kernels)
+
+    def _choose(self, site: Site, compute: Callable[..., object]) -> None:
+        with rehearsed(self._collectives) as again:
+
+            def run(way: Way) -> None:
+                with self._device.running(way, again):
+                    compute(*self._known.of(way.resident))
+
+            site.contest(run, lambda: compute(*self.kernels), again)
+
+
+def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:
+    require("collectives", collectives, (Collective, Iterable), "pass weft.AllReduce and the like, one or a list")
+    mine = (collectives,) if isinstance(collectives, Collective) else tuple(collectives)
+    if not mine:
+        raise ValueError("collectives is empty; pass at least one, or call compute by itself")
+    for i, collective in enumerate(mine):
+        if not isinstance(collective, Collective):
+            raise ValueError(f"collectives[{i}] is a {type(collective).__name__}; use weft.AllReduce and the like")
+        if collective.device != mine[0].device:
+            raise ValueError(f"collectives[{i}] is on {collective.device}, collectives[0] on {mine[0].device}; use one device")
+    return mine
+
+
+def _way(way: str | Way, collectives: Sequence[Collective], kernels: Sequence[Any]) -> Way:
+    """The value. Raises ValueError for one about sharded parameters, and for what would change nothing here."""
+    require("way", way, (str, Way), "use auto, or a way such as vendor+priority")
+    found = way if isinstance(way, Way) else parse(way)
+    if found.resident and not kernels:
+        raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")
+    if (found.priority or found.ctas) and any(isinstance(collective, SendReceive) for collective in collectives):
+        raise ValueError(
+            f"way is '{found}'; sends and receives keep to a stream and blocks of NCCL's: leave out priority and ctas"
+        )
+    for name in SHARDED:
+        if getattr(found, name):
+            raise ValueError(f"way is '{found}'; {name} is for weft.hooks.fsdp, leave it out")
+    return found
+
+
+def _callable(compute: Any) -> Callable[..., Any] | None:
+    if compute is None or callable(compute):
+        return compute  # type: ignore[no-any-return]
+    if not isinstance(compute, torch.cuda.CUDAGraph):
+        raise ValueError(f"compute is a {type(compute).__name__}; pass a callable, or a torch.cuda.CUDAGraph")
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("compute is a graph, which a capture cannot replay; pass the callable that it was captured of")
+    return compute.replay
+
+
+def _sites(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -> Sites:
+    """The sites of the ranks that agree: those of the collectives' group, where they have one alone."""
+    groups = {collective.ranks for collective in collectives}
+    if group is None and len(groups) == 1:
+        group = next(iter(groups))
+    return sites_of(GROUPS.state(group_of(group)[0]))
+
+
+def _key_of(compute: Any) -> str:
+    """Where a computation is defined. Raises ValueError where that cannot be told, and for a context, which has none."""
+    code = getattr(inspect.unwrap(compute), "__code__", None) if callable(compute) else None
+    if code is None:
+        raise ValueError("key is None; pass a string that names this computation, the same on every rank")
+    return f"{compute.__module__}.{compute.__qualname__}:{code.co_firstlineno}"

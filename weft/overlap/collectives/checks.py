@@ -1,0 +1,137 @@
+"""What every collective checks of its arguments, and the call that comes of them."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import require
+from weft.core.problem import CollectiveProblem, Op
+from weft.core.schedule import Schedule
+from weft.ops.checks import check_values, group_of, shape_of, spec_of
+from weft.ops.library.collectives import default_sms
+from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
+from weft.runtime.groups import GROUPS
+
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+"""As weft's operators have it, "sum" or "avg", or as torch.distributed has it."""
+
+
+def reduction(op: Reduction) -> Literal["sum", "avg"]:
+    """What `op` says. Raises ValueError for a reduction that weft does not have."""
+    require("op", op, (str, dist.ReduceOp, dist.ReduceOp.RedOpType), "use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
+    known = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+    for name, value in known.items():
+        if op in (name, value):
+            return cast(Literal["sum", "avg"], name)
+    raise ValueError(f"op is {op!r}; use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
+
+
+def call_of(
+    op: Op,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    names: tuple[str, str] = ("output", "input"),
+    reduce_op: Reduction = "sum",
+    schedule: str | Schedule,
+    staging_bytes: int | None,
+    sms: int | None,
+) -> tuple[str, CollectiveCall]:
+    """(the group's name, the call). Raises ValueError for what no rank could do."""
+    group_name, rank, world_size = group_of(group)
+    for name, tensor in zip(names, (output, input), strict=True):
+        check_tensor(op, name, tensor)
+        _check_contiguous(name, tensor)
+    if output.dtype != input.dtype or output.device != input.device:
+        have, need = f"{output.dtype} on {output.device}", f"{input.dtype} on {input.device}"
+        raise ValueError(f"{names[0]} is {have}, {names[1]} {need}; they must agree")
+    _check_sizes(op, output, input, world_size)
+    check_overlap(op, output, input, rank)
+    call = CollectiveCall(
+        op=op,
+        schedule=spec_of(schedule, op),
+        a=input,
+        out=output,
+        reduce_op=reduction(reduce_op),
+        staging_bytes=check_staging(staging_bytes) or staging_from_environment(input.device),
+        sms=check_sms(sms) or default_sms(input.device),
+        reach=None if op == "reduce_scatter" else GROUPS.reach(group_name, output),
+    )
+    return group_name, call
+
+
+def check_tensor(op: Op, name: str, tensor: torch.Tensor) -> None:
+    """What it must be, however it lies. Raises ValueError."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {shape_of(tensor)}; it must be a tensor")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be strided")
+    if op in ("reduce_scatter", "all_reduce"):
+        check_summed(op, name, tensor)
+
+
+def _check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is {shape_of(tensor)} with strides {tensor.stride()}; it must be contiguous")
+    check_values(name, tensor)
+
+
+def _check_sizes(op: Op, output: torch.Tensor, input: torch.Tensor, world_size: int) -> None:
+    have, given = output.numel(), input.numel()
+    if op == "all_gather" and have != given * world_size:
+        raise ValueError(f"output has {have} elements; {world_size} ranks give {given} each: it needs {given * world_size}")
+    if op == "reduce_scatter" and given != have * world_size:
+        raise ValueError(f"input has {given} elements; {world_size} ranks get {have} each: it needs {have * world_size}")
+    if op == "all_to_all" and (given != have or given % world_size):
+        raise ValueError(f"output has {have} elements, input {given}; they must be as many, a multiple of {world_size}")
+    if op == "all_reduce" and given != have:
+        raise ValueError(f"output has {have} elements, input {given}; they must be as many")
+
+
+def check_splits(name: str, sizes: list[int] | None, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """That split sizes, if there are any, say what is done without them. Raises ValueError."""
+    if sizes is None:
+        return
+    require(name, sizes, (list, tuple), "it must be a list of numbers of rows, by rank, or None")
+    world_size, rows = group_of(group)[2], tensor.shape[0] if tensor.dim() else 1
+    if sizes and list(sizes) != [rows / world_size] * world_size:
+        even = f"{world_size} times {rows // world_size}" if rows % world_size == 0 else f"a multiple of {world_size} rows"
+        raise ValueError(f"{name} is {sizes}; weft exchanges equal parts, here {even}: pad them, or use torch.distributed")
+
+
+def check_overlap(op: str, output: torch.Tensor, input: torch.Tensor, rank: int) -> None:
+    """In place as CollectiveProblem has it, or apart."""
+    a, out = input.data_ptr(), output.data_ptr()
+    a_bytes, out_bytes = input.numel() * input.element_size(), output.numel() * output.element_size()
+    if not (a_bytes and out_bytes) or a + a_bytes <= out or out + out_bytes <= a:
+        return
+    places = {"all_gather": out + rank * a_bytes, "reduce_scatter": out - rank * out_bytes, "all_reduce": out}
+    if a != places.get(op):
+        part = {"all_gather": "input as this rank's part of output", "reduce_scatter": "output as this rank's part of input"}
+        allowed = part.get(op, "one tensor for both" if op == "all_reduce" else "")
+        raise ValueError(f"output overlaps input; {op} allows {allowed or 'no overlap'}{' alone' * bool(allowed)}")
+
+
+def check_staging(staging_bytes: int | None) -> int | None:
+    """As it is. Raises ValueError where it is no size, or too small a one."""
+    least = CollectiveProblem.LEAST_STAGING
+    if staging_bytes is not None and (not _is_count(staging_bytes) or staging_bytes < least):
+        raise ValueError(f"staging_bytes is {staging_bytes!r}; it must be a whole number of at least {least}")
+    return staging_bytes
+
+
+def check_sms(sms: int | None) -> int | None:
+    """As it is. Raises ValueError where it is no number of SMs."""
+    if sms is not None and (not _is_count(sms) or sms < 1):
+        raise ValueError(f"sms is {sms!r}; it must be a whole number of at least 1")
+    return sms
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,137 @@
+"""Collectives as functions of a tensor, along its first dimension, which autograd and torch.compile go through.
+
+    forward                    backward
+    all_gather(x)              reduce_scatter(grad)
+    reduce_scatter(x)          all_gather(grad)
+    all_to_all(x)              all_to_all(grad)
+    all_reduced(x)             all_reduced(grad)
+
+Backward is collective, with the forward's options, but "auto" where the schedule is none of its own: all ranks run it, or none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import require
+from weft.core.problem import Op
+from weft.core.schedule import Schedule
+from weft.ops.checks import group_of, shape_of, spec_of
+from weft.ops.library.collectives import run_collective
+from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
+from weft.runtime.groups import GROUPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    group: dist.ProcessGroup | None
+    reduce_op: Reduction = "sum"
+    schedule: str | Schedule = "auto"
+    staging_bytes: int | None = None
+    sms: int | None = None
+
+
+def all_gather(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    staging_bytes: int | None = None,
+    sms: int | None = None,
+) -> torch.Tensor:
+    """[m, ...] of every rank as [world_size * m, ...]. Any dtype. Options as for all_gather_into_tensor."""
+    options = _Options(group=group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    return _applied("all_gather", x, options)
+
+
+def reduce_scatter(
+    x: torch.Tensor,
+    op: Reduction = "sum",
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    staging_bytes: int | None = None,
+    sms: int | None = None,
+) -> torch.Tensor:
+    """[world_size * m, ...] of every rank, summed or averaged; this rank's [m, ...]. Options as for reduce_scatter_tensor."""
+    options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    return _applied("reduce_scatter", x, options)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    staging_bytes: int | None = None,
+    sms: int | None = None,
+) -> torch.Tensor:
+    """[world_size * m, ...]: rows of part d go to rank d; as many rows, from all ranks. Options as for all_to_all_single."""
+    options = _Options(group=group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    return _applied("all_to_all", x, options)
+
+
+def all_reduced(
+    x: torch.Tensor,
+    op: Reduction = "sum",
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: str | Schedule = "auto",
+    staging_bytes: int | None = None,
+    sms: int | None = None,
+) -> torch.Tensor:
+    """The sum, or average, of all ranks' x, as a new tensor. Options as for all_reduce."""
+    options = _Options(group=group, reduce_op=reduction(op), schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    return _applied("all_reduce", x, options)
+
+
+def empty(
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """A tensor that peers can write. As the result of all_gather_into_tensor, all_to_all_single and all_reduce it needs no
+    room, and nothing is copied on arrival; nor does a part of it, at the same place on every rank.
+
+    Collective, with the same arguments on every rank. Zeroed. Its memory is the group's until weft.close(group). device: "cpu"
+    or "cuda", default: torch's. Raises ValueError for another device, extents below 0, or a group on several nodes.
+    """
+    where = _device(device)
+    require("dtype", dtype, torch.dtype, "it must be one of torch's, as torch.float32")
+    if any(not isinstance(extent, int) or isinstance(extent, bool) or extent < 0 for extent in shape):
+        raise ValueError(f"shape is {shape}; every extent must be a whole number of 0 or more")
+    if math.prod(shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    count = math.prod(shape)
+    found = GROUPS.state(group_of(group)[0]).symmetric(count * dtype.itemsize, where)
+    return found[: count * dtype.itemsize].view(dtype).view(shape)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Where a tensor of `empty` is to be. Raises ValueError for what is no such place."""
+    try:
+        where = torch.empty(0).device if device is None else torch.device(device)
+    except (RuntimeError, TypeError):  # a name that torch does not know, or no name
+        where = None
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; weft runs on cpu and cuda")
+    return where
+
+
+def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or x.dim() < 1:
+        raise ValueError(f"x is {shape_of(x)}; it must be a tensor of at least one dimension")
+    group_name, _, world_size = group_of(options.group)
+    if op in ("reduce_scatter", "all_to_all") and x.shape[0] % world_size:
+        raise ValueError(f"x is {shape_of(x)}; its first dimension must be a multiple of world_size, {world_size}")
+    check_tensor(op, "x", x)
+    staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
+    spec = spec_of(options.schedule, op)
+    return run_collective(x, op, reduction(options.reduce_op), group_name, world_size, spec, staging_bytes or 0, sms or 0)

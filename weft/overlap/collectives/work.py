@@ -1,0 +1,75 @@
+"""A collective under way, as torch.distributed's Work: the caller's stream goes on, and waits for it where it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.runtime.collective_calls import CollectiveCall
+from weft.runtime.groups import GROUPS
+
+
+class Work:
+    """Of a call with async_op=True. tensors: what it reads and writes, kept until it is waited for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], out: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._tensors, self._out, self._stream = list(tensors), out, stream
+        self._done = torch.cuda.Event() if stream else None  # type: ignore[no-untyped-call]
+        if self._done is not None:
+            self._done.record(stream)
+
+    def wait(self, timeout: object = None) -> bool:
+        """The caller's current stream goes on once the collective is done; the host does not wait. True.
+
+        timeout: there for torch's sake; every wait of weft is bounded (WEFT_TIMEOUT_S).
+        """
+        if self._done is not None:
+            torch.cuda.current_stream(self._out.device).wait_event(self._done)
+        self._tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done by now."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of [output], as DDP's communication hooks return one; who waits for it waits on its stream."""
+        if self._stream is None:
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            future.set_result([self._out])
+            return future
+        future = torch.futures.Future(devices=[self._out.device])
+        with torch.cuda.stream(self._stream):
+            future.set_result([self._out])
+        return future
+
+
+def run(group: str, call: CollectiveCall, *, async_op: bool, stream: torch.cuda.Stream | None) -> Work | None:
+    """Make a call: on the caller's stream, or with async_op on `stream` or a stream of weft's own, behind the caller's.
+
+        caller: ... a ready --+------------ compute ------------+-- wait: out is there
+        stream:               +--> collective, its lanes --done-+
+
+    On CPUs a call has ended when this returns. Raises ValueError for a stream without async_op, or on a CPU.
+    """
+    if stream is not None and not (async_op and call.device.type == "cuda"):
+        raise ValueError("stream is for calls with async_op=True on GPUs; else enter it: with torch.cuda.stream(stream)")
+    if not async_op:
+        GROUPS.run(group, call)
+        return None
+    if call.device.type != "cuda":
+        GROUPS.run(group, call)
+        return Work((), call.out, None)
+    return _beside(group, call, stream or GROUPS.state(group).side_stream(call.device))
+
+
+def _beside(group: str, call: CollectiveCall, stream: torch.cuda.Stream) -> Work:
+    stream.wait_stream(torch.cuda.current_stream(call.device))
+    with torch.cuda.stream(stream):
+        if not torch.cuda.is_current_stream_capturing():
+            # Should nobody wait for it, their memory must not be given to others meanwhile; nor if it raises half way.
+            for tensor in (call.a, call.out):
+                tensor.record_stream(stream)
+        GROUPS.run(group, call)
+        return Work((call.a, call.out), call.out, stream)

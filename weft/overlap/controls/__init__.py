@@ -1,0 +1,42 @@
+"""Runtime controls for computation and communication that run beside each other, each usable alone.
+
+| control | what it does | on |
+| --- | --- | --- |
+| shape, occupancy | cap the residency of a compute kernel, so that communication blocks fit beside it | one kernel |
+| comm_stream, give_back, launch_order | let a collective's blocks be placed first | streams |
+| lane_priority | the same for the lanes of weft's own schedules | a group's lanes |
+| nccl_group | how many blocks NCCL's kernels have, and their streams' priority | a process group |
+| sm_budget, sm_partition | leave SMs free of kernels whose residency cannot be lowered | vendor GEMMs; a stream |
+
+The first two rows are resource-aware overlap (arXiv 2606.09200). Nothing here changes a kernel or a library; what a context
+sets it restores, also after an exception. docs/controls.md tells when to use which.
+"""
+
+from __future__ import annotations
+
+from weft.compat.comm_streams import Priority, comm_stream, give_back, lane_priority, launch_order
+from weft.overlap.controls.budget import SmPartition, sm_budget, sm_partition
+from weft.overlap.controls.device import this_device
+from weft.overlap.controls.nccl import nccl_group
+from weft.overlap.controls.residency import DEVICES, Device, Occupancy, blocks_per_sm, padding_bytes
+from weft.overlap.controls.shaping import occupancy, shape
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Occupancy",
+    "Priority",
+    "SmPartition",
+    "blocks_per_sm",
+    "comm_stream",
+    "give_back",
+    "lane_priority",
+    "launch_order",
+    "nccl_group",
+    "occupancy",
+    "padding_bytes",
+    "shape",
+    "sm_budget",
+    "sm_partition",
+    "this_device",
+]

@@ -1,0 +1,167 @@
+"""SMs left free of compute kernels whose residency cannot be lowered.
+
+A persistent kernel, as vendor GEMMs on Hopper often are, has one block an SM, and shared memory cannot make that fewer. So it
+is told to use fewer SMs (`sm_budget`: the library's own choice of kernel and grid), or runs where there are fewer
+(`sm_partition`: a green context, for any kernel).
+
+| | sm_budget | sm_partition |
+| --- | --- | --- |
+| what it is | a target that cuBLAS chooses kernels by | hardware: no block of the stream runs elsewhere |
+| granularity | 1 SM | 8 SMs on compute capability 9.0 (the driver says) |
+| where | torch.mm and the like, in this thread (cuBLAS) and process (cuBLASLt) | all that is enqueued on its stream |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from weft.compat.comm_streams import Priority, priority_number
+from weft.compat.cuda_driver import checked, driver_api
+
+_CARVING = threading.Lock()
+_CARVED: dict[object, int] = {}
+"""SMs left alone by the budgets that are entered, in this order."""
+_FOUND: list[int | None] = []
+"""What was set before the first of them."""
+
+
+@contextmanager
+def sm_budget(sms: int, *, device: torch.device | int | None = None) -> Iterator[None]:
+    """Within, matmuls of the vendor's library are chosen for so many SMs. device: default, the current one.
+
+    Contexts nest, and each restores what it found, after an exception, too. A CUDA graph keeps what it was captured with.
+    torch's GEMMs go to cuBLASLt or to cuBLAS, and both are told: cuBLASLt's target is the process's, cuBLAS's that of the
+    calling thread, so a backward pass, which runs in another one, may not have it. On ROCm it is the former alone, untested.
+    Raises ValueError for a number that the device does not have, and where this torch or library cannot be told.
+    """
+    total = _total(device)
+    if not 1 <= sms <= total:
+        raise ValueError(f"sms is {sms}; this device has {total}, use 1 to {total}")
+    with ExitStack() as stack:
+        stack.enter_context(_carved_out(total - sms))
+        if torch.version.hip is None:
+            stack.enter_context(_cublas_target(sms, device))
+        yield
+
+
+def _total(device: torch.device | int | None) -> int:
+    if not torch.cuda.is_available():
+        raise ValueError("sms: there is no GPU here")
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@contextmanager
+def _carved_out(sms: int) -> Iterator[None]:
+    """SMs that cuBLASLt, and persistent GEMMs of Inductor's, leave alone. The setting is the process's: of several threads'
+    budgets the one that was entered last holds, and what was found comes back with the last that is left."""
+    mine = object()
+    with _CARVING:
+        if not _CARVED:
+            _FOUND[:] = [_carveout("get")()]
+        _carveout("set")(sms)
+        _CARVED[mine] = sms
+    try:
+        yield
+    finally:
+        with _CARVING:
+            del _CARVED[mine]
+            _carveout("set")(next(reversed(_CARVED.values())) if _CARVED else _FOUND[0])
+
+
+def _carveout(verb: str) -> Callable[..., int | None]:
+    found = getattr(torch._C, f"_{verb}_sm_carveout_experimental", None)
+    if found is None:
+        raise ValueError(f"sms: torch {torch.__version__} cannot give its GEMMs fewer SMs; 2.11 can")
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _cublas_target(sms: int, device: torch.device | int | None) -> Iterator[None]:
+    """The target of the cuBLAS handle that torch uses in this thread; 0 stands for all SMs."""
+    library = _cublas()
+    with torch.cuda.device(device):
+        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
+    before = ctypes.c_int()
+    _ok(library.cublasGetSmCountTarget(handle, ctypes.byref(before)))
+    _ok(library.cublasSetSmCountTarget(handle, sms))
+    try:
+        yield
+    finally:
+        _ok(library.cublasSetSmCountTarget(handle, before))
+
+
+@cache
+def _cublas() -> ctypes.CDLL:
+    """The library that torch has loaded."""
+    name = f"libcublas.so.{str(torch.version.cuda).split('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise ValueError(f"sms: {name} is not there to be told: {error}") from None
+
+
+def _ok(status: int) -> None:
+    if status:
+        raise ValueError(f"sms: cuBLAS refused the target (status {status})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmPartition:
+    """A stream whose kernels run on `sms` SMs of their own context alone; other streams may use those SMs, too."""
+
+    stream: torch.cuda.Stream
+    sms: int
+
+
+def sm_partition(sms: int, *, priority: Priority = "normal", device: torch.device | int | None = None) -> SmPartition:
+    """A stream on at most so many SMs, rounded down to what the hardware can part. device: default, the current one.
+
+    Give compute kernels this stream, and the other SMs are free for communication. It is made once for each device, number and
+    priority, and lives as long as the process: memory that torch has handed out may remember it. Raises ValueError for a number
+    that the device cannot part, and without green contexts as CUDA 13 has them (older ones, ROCm).
+    """
+    total = _total(device)
+    if not 1 <= sms <= total:
+        raise ValueError(f"sms is {sms}; this device has {total}, use 1 to {total}")
+    if torch.version.hip is not None:
+        raise ValueError("sms: ROCm builds have no green contexts; use sm_budget")
+    with torch.cuda.device(device):
+        return _partition(torch.cuda.current_device(), sms, priority_number(priority))
+
+
+@cache
+def _partition(index: int, sms: int, priority: int) -> SmPartition:
+    api = driver_api()
+    if not hasattr(api, "cuGreenCtxStreamCreate"):
+        raise ValueError("sms: these cuda-bindings have no green contexts; use 13 or later")
+    device = checked(api.cuDeviceGet(index))
+    part = _part(api, device, sms)
+    description = checked(api.cuDevResourceGenerateDesc([part], 1))
+    green = checked(api.cuGreenCtxCreate(description, device, api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM))
+    stream = checked(api.cuGreenCtxStreamCreate(green, api.CUstream_flags.CU_STREAM_NON_BLOCKING, priority))
+    named = torch.cuda.ExternalStream(int(stream), device=index)  # type: ignore[no-untyped-call]
+    return SmPartition(stream=named, sms=int(part.sm.smCount))
+
+
+def _part(api: Any, device: Any, sms: int) -> Any:
+    """A part of a device's SMs, of at most `sms`."""
+    whole = checked(api.cuDeviceGetDevResource(device, api.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    if sms == whole.sm.smCount:
+        return whole
+    unit, least = (int(getattr(whole.sm, name, 0)) for name in ("smCoscheduledAlignment", "minSmPartitionSize"))
+    if not unit:
+        raise ValueError("sms: this driver, or these cuda-bindings, do not say how SMs can be parted; those of CUDA 13 do")
+    asked = sms // unit * unit
+    if asked < least:
+        raise ValueError(f"sms is {sms}; a part of this device has {least} SMs or more, in steps of {unit}")
+    result = api.cuDevSmResourceSplitByCount(1, whole, 0, asked)
+    checked(result[:1])
+    return result[1][0]

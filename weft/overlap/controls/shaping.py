@@ -1,0 +1,70 @@
+"""Occupancy shaping: a cap on how many blocks of a kernel an SM holds at once, and what it holds without one.
+
+Resource-aware overlap's first control (arXiv 2606.09200): each block of a compute kernel is given more dynamic shared memory
+than it uses, so that fewer are resident, and blocks of a communication kernel find room beside them. Neither kernel's code
+changes.
+
+    without a cap    SM | compute | compute | compute | compute |                  collective waits for a whole wave to end
+    capped at 2      SM | compute + padding | compute + padding | collective |     starts as soon as it is launched
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from weft.overlap.controls import inductor, raw_kernels, triton_kernels
+from weft.overlap.controls.device import this_device
+from weft.overlap.controls.residency import Device, Occupancy
+from weft.overlap.controls.usage import Cap, Usage
+
+_KINDS = "a Triton kernel, a CuPy RawKernel, a cuda-core Kernel, or what torch.compile returns"
+
+
+def shape(kernel: Any, *, blocks_per_sm: int) -> Any:
+    """`kernel`, launched so that an SM holds at most `blocks_per_sm` of its blocks at once. `kernel` itself stays as it is.
+
+    What comes back is launched as `kernel` is: `shaped[grid](...)` for Triton (also autotuned or with heuristics),
+    `shaped(...)` for what torch.compile made and for CuPy, `shaped.launch(stream, config, ...)` for cuda-core. It is a context,
+    too: closing it undoes what is left to undo. CUDA graphs may capture its launches after a first one.
+
+    Raises ValueError, here or at the launch, once what the kernel asks for is known: where fewer blocks fit anyway (of an
+    autotuned kernel, or one of torch.compile's many, such variants stay as they are), where no padding gives that number, and
+    for another kind of kernel.
+    """
+    cap = Cap(blocks_per_sm=blocks_per_sm)
+    if inductor.is_compiled_function(kernel):
+        return inductor.ShapedFunction(kernel, cap)
+    if _by_triton() and triton_kernels.is_launchable(kernel):
+        return triton_kernels.ShapedKernel(kernel, cap)
+    if raw_kernels.is_cupy(kernel):
+        return raw_kernels.ShapedCupy(kernel, cap)
+    if raw_kernels.is_cuda_core(kernel):
+        return raw_kernels.ShapedCudaCore(kernel, cap)
+    raise ValueError(f"kernel is {type(kernel).__name__}; use {_KINDS}")
+
+
+def occupancy(kernel: Any, *, threads: int | None = None, dynamic_bytes: int = 0, device: Device | None = None) -> Occupancy:
+    """How many blocks of a kernel an SM holds at once, and what limits that.
+
+    kernel: what launching a Triton kernel returns, or a Triton kernel with one compiled variant; a CuPy or cuda-core kernel,
+    with the threads of a block and its dynamic shared memory. device: default, the current GPU.
+    """
+    return _usage(kernel, threads, dynamic_bytes).on(device or this_device())
+
+
+def _usage(kernel: Any, threads: int | None, dynamic_bytes: int) -> Usage:
+    if triton_kernels.is_compiled(kernel):
+        return triton_kernels.usage_of(kernel)
+    if _by_triton() and triton_kernels.is_launchable(kernel):
+        return triton_kernels.usage_of(triton_kernels.only_compiled(kernel))
+    if not (raw_kernels.is_cupy(kernel) or raw_kernels.is_cuda_core(kernel)):
+        raise ValueError(f"kernel is {type(kernel).__name__}; use {_KINDS.rpartition(',')[0]}")
+    if threads is None:
+        raise ValueError("threads is missing: how many threads a block of this kernel has is said at each launch")
+    return raw_kernels.usage_of(kernel, threads, dynamic_bytes)
+
+
+def _by_triton() -> bool:
+    """Whether there can be a Triton kernel at all: its module has been imported then."""
+    return "triton" in sys.modules

@@ -1,0 +1,150 @@
+"""Capping Triton kernels: the same compiled code, loaded once more, launched with more dynamic shared memory.
+
+Triton's launcher reads how much shared memory to ask for from the compiled kernel's metadata, and its loader raises the
+function's limit to fit that. So a copy of the compiled kernel with larger metadata, loaded by Triton itself, is all it takes:
+no hook, no patch, the same for CUDA and HIP. The copy has a function handle of its own, so that not even an attribute of the
+original's changes; and since every launch carries its size, CUDA graphs replay it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from weft.overlap.controls.device import this_device
+from weft.overlap.controls.usage import Cap, Shaped, Usage
+
+
+def is_launchable(kernel: object) -> bool:
+    """Whether this is a kernel as Triton's decorators make it: jit, autotune, heuristics."""
+    from triton.runtime.jit import KernelInterface
+
+    return isinstance(kernel, KernelInterface)
+
+
+def is_compiled(kernel: object) -> bool:
+    """Whether this is what a launch or `warmup` of a Triton kernel returns."""
+    return all(hasattr(kernel, name) for name in ("packed_metadata", "metadata", "_init_handles"))
+
+
+def usage_of(compiled: Any) -> Usage:
+    """What a compiled Triton kernel asks for; it is loaded onto the current device if it has not been."""
+    compiled._init_handles()
+    metadata = compiled.metadata
+    return Usage(
+        threads=metadata.num_warps * metadata.target.warp_size, registers=compiled.n_regs, shared_bytes=metadata.shared
+    )
+
+
+def capped(compiled: Any, cap: Cap) -> Any:
+    """A copy of a compiled kernel that is launched with the cap; itself where nothing needs to be added.
+
+    Raises ValueError where it cannot be capped so.
+    """
+    from triton.compiler.compiler import make_backend
+
+    usage = usage_of(compiled)
+    padding = cap.padding(this_device(), usage)
+    if not padding:
+        return compiled
+    padded = copy.copy(compiled)
+    padded.metadata = compiled.metadata._replace(shared=usage.shared_bytes + padding)
+    padded.packed_metadata = make_backend(compiled.metadata.target).pack_metadata(padded.metadata)
+    padded.module = None
+    padded._init_handles()
+    return padded
+
+
+class _Capped:
+    """A @triton.jit function whose launches go through capped copies of what it compiles. All else is the function's own."""
+
+    def __init__(self, function: Any, cap: Cap) -> None:
+        self._function, self._cap = function, cap
+        self._copies: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    def run(self, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> Any:
+        """As Triton's own; returns the capped copy."""
+        compiled = self._function.run(*args, grid=grid, warmup=True, **options)
+        if hasattr(compiled, "result"):
+            compiled = compiled.result()
+        if compiled not in self._copies:
+            self._copies[compiled] = capped(compiled, self._cap)
+        if not warmup:
+            bound = self._bind(args, options)
+            sizes = tuple(grid(bound) if callable(grid) else grid)
+            self._copies[compiled][(*sizes, 1, 1)[:3]](*bound.values())
+        return self._copies[compiled]
+
+    def _bind(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Every argument of the function by name, in its order; options such as num_warps are none."""
+        parameters = self._function.signature.parameters
+        bound = self._function.signature.bind(*args, **{name: value for name, value in options.items() if name in parameters})
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+class ShapedKernel(Shaped):
+    """A Triton kernel with a cap: `shaped[grid](...)` launches it.
+
+    An autotuned kernel is tuned anew under the cap, its configurations of which no more fit anyway left as they are. A first
+    launch loads the copy, which a graph capture may forbid: launch once before, as with every Triton kernel.
+    """
+
+    def __init__(self, kernel: Any, cap: Cap) -> None:
+        super().__init__(cap)
+        self._kernel = _copied(kernel, cap)
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        self._check_open()
+        return self._kernel.run(*args, **options)
+
+    def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+        """Compile and load, without a launch; returns the capped copy."""
+        self._check_open()
+        return self._kernel.run(*args, grid=grid, warmup=True, **options)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
+
+
+def _copied(kernel: Any, cap: Cap) -> Any:
+    """The chain of decorators around a @triton.jit function, copied, with the capped function in its midst."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    if isinstance(kernel, JITFunction):
+        return _Capped(kernel, cap)
+    if not hasattr(kernel, "fn") or not is_launchable(kernel.fn):
+        raise ValueError(f"kernel {_name(kernel)} runs under Triton's interpreter, which has no multiprocessors to share")
+    clone = copy.copy(kernel)
+    if isinstance(kernel, Autotuner):
+        cap = Cap(blocks_per_sm=cap.blocks_per_sm, strict=cap.strict and len(kernel.configs) == 1)
+        # What was timed without the cap, in this process or in Triton's cache on disk, says nothing of it.
+        clone.cache, clone.cache_results = {}, False
+    clone.fn = _copied(kernel.fn, cap)
+    return clone
+
+
+def _name(kernel: Any) -> str:
+    return str(getattr(kernel, "__name__", type(kernel).__name__))
+
+
+def only_compiled(kernel: Any) -> Any:
+    """The one variant that a kernel has compiled for the current device. Raises ValueError if it has none, or several."""
+    from triton.runtime import driver
+
+    while not hasattr(kernel, "device_caches"):
+        if not is_launchable(getattr(kernel, "fn", None)):
+            raise ValueError(f"kernel {_name(kernel)} runs under Triton's interpreter, which has no multiprocessors to share")
+        kernel = kernel.fn
+    variants = list(kernel.device_caches[driver.active.get_current_device()][0].values())
+    if len(variants) != 1:
+        raise ValueError(
+            f"kernel {_name(kernel)} has {len(variants)} compiled variants on this device; "
+            "pass the one that is meant: what a launch, or kernel.warmup(...), returns"
+        )
+    return variants[0]

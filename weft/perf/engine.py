@@ -1,0 +1,170 @@
+"""Engine: runs the lanes of a Schedule on a Machine that need not exist, and returns what happened when.
+
+Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
+is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting
+together and no flag raised before.
+
+Timeline of one rank's lanes, each a simpy process that runs its steps in order:
+
+    compute   | launch, gemm ........ | wait ~~~~~~~~| launch, gemm .... | signal |
+    copy      | wait | copy .... | signal ~> | copy .... | signal ~> |
+                          \\ shares ports and links with every other transfer (weft.perf.network)
+
+Costs: a lane beside the compute lane starts fork_us late, and a copy lane takes as long to come back; a kernel pays launch_us,
+a copy copies.copy_us, a wait or signal step flag_us; a signal is seen by a peer a link's latency later. Of a lane's fused steps
+only the first is launched, and flags among them cost that latency alone. A lane of communication blocks takes stores.sms SMs
+from kernels that start before it has ended, one of a network network.sms; all lanes begin together, in whatever order they
+are given. Copies within a GPU, sums and lookups share its memory's rate; GEMMs and copies to peers slow each other where the
+profile says by how much (weft.perf.contention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+
+from weft.core.errors import require
+from weft.core.machine import Machine, as_machine
+from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.span import Span
+from weft.core.work import span
+from weft.perf import kernels, lookups, messages, transfers
+from weft.perf.network import Resource, Usage
+from weft.perf.room import taken_sms
+from weft.perf.world import Process, Ran, Recorder, World, ns
+from weft.schedules.together import riding
+
+MOST_NS = 2**53
+"""What is simulated at most: beyond, a float lacks the nanoseconds, and what waits for one of them would wait for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A simulation's result. steps: in order of their start. kernel_us, transfer_us: by rank, how long its kernels worked
+    (waiting left out), and how long data that it moves was on the way. usage: what each port or link carried."""
+
+    schedule: Schedule
+    steps: tuple[Ran, ...]
+    kernel_us: tuple[float, ...]
+    transfer_us: tuple[float, ...]
+    usage: Mapping[Resource, Usage]
+
+    @property
+    def total_us(self) -> float:
+        """From the call to the end of the slowest rank."""
+        return max((ran.end for ran in self.steps), default=0) / 1e3
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """One for each step. Made when asked for: of most schedules that are weighed nobody does."""
+        return tuple(span(self.schedule, ran.rank, ran.lane, ran.step, ran.start / 1e3, ran.end / 1e3) for ran in self.steps)
+
+
+def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, ...]:
+    """The predicted spans of one call, by start, in us from 0 on; `weft.core.span.total_us` of them is what it takes.
+
+    machine: a Machine, a shipped profile's name, or a JSON file's path. Raises ValueError if it has fewer GPUs than the
+    schedule has ranks, or no rate for its dtype, or if the schedule never ends because a step waits for what nobody signals.
+    """
+    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    return run(schedule, as_machine(machine)).spans
+
+
+def run(schedule: Schedule, machine: Machine) -> Outcome:
+    """Interpret one call of `schedule` on `machine`.
+
+    Raises ValueError if the machine has fewer GPUs than the schedule has ranks, or no rate for its dtype, or no SMs beside the
+    lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
+    simulated.
+    """
+    world, _ = _ran(schedule, machine, MOST_NS)
+    return Outcome(
+        schedule=schedule,
+        steps=tuple(sorted(world.steps, key=itemgetter(0, 1, 2, 3))),
+        kernel_us=tuple(total / 1e3 for total in world.kernels),
+        transfer_us=tuple(busy.total / 1e3 for busy in world.transfers),
+        usage=world.network.usage,
+    )
+
+
+def us_within(schedule: Schedule, machine: Machine, most_us: float) -> float:
+    """`run(schedule, machine).total_us`, or inf where that is more than most_us: what comes later is not simulated.
+
+    Raises ValueError as `run` does, but for a schedule that takes too long.
+    """
+    most_ns = min(math.ceil(most_us * 1e3), MOST_NS)
+    world, ended = _ran(schedule, machine, most_ns)
+    return max((ran.end for ran in world.steps), default=0) / 1e3 if ended else math.inf
+
+
+def _ran(schedule: Schedule, machine: Machine, most_ns: int) -> tuple[World, bool]:
+    """The world after one call, or after most_ns of it; and whether all lanes have ended. Raises ValueError as `run` does."""
+    machine.require_for(schedule.problem)
+    world = World(schedule, machine)
+    at: dict[tuple[int, str], Step] = {}
+    for rank, lanes in enumerate(schedule.ranks):
+        for lane in lanes:
+            world.env.process(_lane(world, rank, lane, at))
+    while world.env.peek() <= most_ns:
+        world.env.step()
+    for (rank, name), step in at.items():
+        if math.isinf(world.env.peek()):
+            raise ValueError(f"schedule {schedule.name} never ends on {machine.name}: rank {rank}, lane {name} stays in {step}")
+        if most_ns == MOST_NS:
+            long = f"schedule {schedule.name} takes more than {MOST_NS / 8.64e13:.0f} days on {machine.name}"
+            raise ValueError(f"{long}: rank {rank}, lane {name} is in {step}; use larger rates, shorter times or smaller sizes")
+    return world, not at
+
+
+def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) -> Process:
+    """One lane's steps in order. at: the step that each unfinished lane is in."""
+    record = Recorder(world, rank, lane.name)
+    late_us = world.before(lane.kind)
+    if late_us:
+        yield world.env.timeout(ns(late_us))
+    along, launched = riding(lane), _launched(lane)
+    inner = world.within_a_kernel() if along else world
+    for position, step in enumerate(lane.steps):
+        at[rank, lane.name] = step
+        start = world.now
+        if position in launched:
+            yield world.env.timeout(ns(world.machine.launch_us))
+        yield from _step(inner if position in along | launched else world, rank, lane, step)
+        if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
+            yield world.env.timeout(ns(world.machine.fork_us))
+        record(step, start)
+    world.free_sms[rank] += taken_sms(world.machine, lane.kind)
+    at.pop((rank, lane.name), None)
+
+
+def _launched(lane: Lane) -> frozenset[int]:
+    """Positions of steps that begin a persistent kernel, and are none of those that pay a launch by themselves."""
+    return frozenset(low for low, _ in lane.fused if isinstance(lane.steps[low], (Wait, Signal, SendReceive)))
+
+
+def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
+    if isinstance(step, Wait):
+        waited = yield from world.wait(step)
+        wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
+        yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
+    elif isinstance(step, Signal):
+        yield world.env.timeout(ns(world.machine.flag_us))
+        world.post(rank, step.flag)
+    elif isinstance(step, Copy):
+        yield from transfers.copy(world, rank, lane.kind, step)
+    elif isinstance(step, Gemm):
+        yield from kernels.gemm(world, rank, step)
+    elif isinstance(step, Reduce):
+        sms = world.schedule.problem.sms if isinstance(world.schedule.problem, CollectiveProblem) else None
+        yield from kernels.reduce(world, rank, step, sms)
+    elif isinstance(step, Lookup):
+        yield from lookups.lookup(world, rank, step)
+    elif isinstance(step, SendReceive):
+        yield from messages.send_receive(world, rank, step)
+    else:
+        yield from transfers.collective(world, rank, step)

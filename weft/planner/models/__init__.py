@@ -1,0 +1,164 @@
+"""Models by their static sizes, and the distributed sites of one of their layers.
+
+A decoder layer under tensor and sequence parallelism has four sites, two where rows are gathered before a matmul and two
+where its result is summed and scattered:
+
+    site            operator                 N                                  K
+    attention QKV   all_gather_matmul        (heads + 2 * kv_heads) * head_dim  hidden
+    attention out   matmul_reduce_scatter    hidden                             heads * head_dim
+    MLP gate/up     all_gather_matmul        2 * intermediate                   hidden        ("MLP up", N = intermediate,
+    MLP down        matmul_reduce_scatter    hidden                             intermediate   where the MLP has no gate)
+
+M is the number of tokens. In decode, with few of them, activations are not sharded: the two of matmul_reduce_scatter are
+matmul_all_reduce there (`decode_sites`). Experts on all ranks add two, where rows go all to all; M is then a rank's tokens,
+once for each expert that a token visits, in equal shares for all ranks (a capacity that is just met):
+
+    expert dispatch + gate/up   all_to_all_matmul   2 * expert_intermediate   hidden
+    expert down + combine       matmul_all_to_all   hidden                    expert_intermediate
+
+Embedding tables are spread over ranks, whole, as `split` deals them: embedding_bag_all_to_all, where a token is a sample.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+
+from weft.core import codec
+from weft.core.problem import EXCHANGES, DType, LookupProblem, Op, Problem, split
+from weft.planner.models.config import read_config
+from weft.planner.models.values import Model
+
+__all__ = ["LookupSite", "Model", "Site", "decode_sites", "load_model", "preset_names", "sites"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place in the model where communication meets a matmul: out is tokens x n, contracted over k.
+
+    visits: of an all-to-all, how many experts each token goes to."""
+
+    name: str
+    op: Op
+    n: int
+    k: int
+    visits: int = 1
+
+    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
+        """The site's Problem for so many tokens, over all ranks. Raises ValueError as Problem does."""
+        rows = -(-tokens * self.visits // world_size) if self.op in EXCHANGES else tokens
+        return Problem(op=self.op, m=rows, n=self.n, k=self.k, world_size=world_size, dtype=dtype)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.op} N={self.n} K={self.k}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupSite(Site):
+    """Embedding tables, `n` columns in all, and bags of `k` rows on average. dims: columns of each table."""
+
+    dims: tuple[int, ...]
+
+    def problem(self, tokens: int, world_size: int, dtype: DType) -> Problem:
+        """A batch of `tokens` samples, the tables spread over all ranks. Raises ValueError as LookupProblem does."""
+        dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
+        return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
+
+
+def sites(model: Model) -> tuple[Site, ...]:
+    """Every distributed site of one layer, in the order in which a forward pass meets them.
+
+    >>> [str(site) for site in sites(load_model("llama3-8b"))][:2]
+    ['attention QKV: all_gather_matmul N=6144 K=4096', 'attention out: matmul_reduce_scatter N=4096 K=4096']
+    """
+    found: list[Site] = []
+    if model.tables:
+        found.append(_lookup(model))
+    if model.heads:
+        found += _attention(model)
+    if model.intermediate:
+        found += _mlp(model, "shared expert" if model.experts else "MLP")
+    if model.experts:
+        found += _experts(model)
+    return tuple(found)
+
+
+def decode_sites(model: Model) -> tuple[Site, ...]:
+    """The sites of one layer whose result every rank needs whole, where activations are not sharded.
+
+    >>> [str(site) for site in decode_sites(load_model("llama3-8b"))][:1]
+    ['attention out: matmul_all_reduce N=4096 K=4096']
+    """
+    scattered = [site for site in sites(model) if site.op == "matmul_reduce_scatter"]
+    return tuple(replace(site, op="matmul_all_reduce") for site in scattered)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Models that weft knows by name."""
+    return tuple(sorted(item.name.removesuffix(".json") for item in _folder().iterdir() if item.name.endswith(".json")))
+
+
+def load_model(name_or_path: str) -> Model:
+    """A preset by name, or a Hugging Face config.json by path.
+
+    Raises ValueError for a name that is neither, for a file that cannot be read, and for a config without the needed sizes.
+    """
+    path = config_path(name_or_path)
+    if path is None:
+        return codec.loads(Model, (_folder() / f"{name_or_path}.json").read_text(encoding="utf-8"), name_or_path)
+    if os.path.exists(path) or path.suffix == ".json" or len(path.parts) > 1:
+        return read_config(path)
+    raise ValueError(_unknown(name_or_path))
+
+
+def config_path(name_or_path: str) -> Path | None:
+    """The file that `load_model` would read; None for a preset."""
+    if name_or_path in preset_names():
+        return None
+    path = Path(name_or_path)
+    return path / "config.json" if os.path.isdir(path) else path  # False, too, where nobody may look
+
+
+def _folder() -> resources.abc.Traversable:
+    return resources.files(__name__)
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), preset_names(), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ";"
+    return f"model is {name!r}{hint} weft knows {', '.join(preset_names())}, or takes the path of a Hugging Face config.json"
+
+
+def _lookup(model: Model) -> LookupSite:
+    dims = (model.embedding_dim,) * model.tables
+    pooling = round(sum(model.pooling) / len(model.pooling)) if model.pooling else 1
+    return LookupSite(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
+
+
+def _attention(model: Model) -> list[Site]:
+    inner = model.heads * model.head_dim
+    columns = inner + 2 * model.kv_heads * model.head_dim
+    return [
+        Site(name="attention QKV", op="all_gather_matmul", n=columns, k=model.hidden),
+        Site(name="attention out", op="matmul_reduce_scatter", n=model.hidden, k=inner),
+    ]
+
+
+def _mlp(model: Model, name: str) -> list[Site]:
+    up, columns = ("gate/up", 2 * model.intermediate) if model.gated else ("up", model.intermediate)
+    return [
+        Site(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden),
+        Site(name=f"{name} down", op="matmul_reduce_scatter", n=model.hidden, k=model.intermediate),
+    ]
+
+
+def _experts(model: Model) -> list[Site]:
+    """On all ranks, each with as many; several on a rank count as one, to whose rows they give the same work."""
+    up, columns = ("gate/up", 2 * model.expert_intermediate) if model.gated else ("up", model.expert_intermediate)
+    visits = max(1, model.experts_per_token)
+    dispatch = Site(name=f"expert dispatch + {up}", op="all_to_all_matmul", n=columns, k=model.hidden, visits=visits)
+    width = model.expert_intermediate
+    return [dispatch, Site(name="expert down + combine", op="matmul_all_to_all", n=model.hidden, k=width, visits=visits)]

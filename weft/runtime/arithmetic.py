@@ -1,0 +1,128 @@
+"""A step's arithmetic by torch operations, the same on every device: matmuls, partial sums in float32, one rounding at the end.
+
+Parts of a GEMM that share no gate, no count and add nothing are multiplied together (`groups`). A part with inner gates is
+multiplied slice by slice (`Sliced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from weft.core.problem import Span1D
+from weft.core.schedule import Gemm, Part, Region, Sum
+from weft.runtime.bindings import Bindings
+
+
+class Matmul(Protocol):
+    """How a device multiplies: out = a @ b, or out += a @ b; a step's result may be float32 where a and b are not."""
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None: ...
+
+
+def groups(parts: Sequence[Part]) -> list[list[Part]]:
+    """Consecutive parts that may be multiplied together: none waits, or counts, in between, or adds."""
+    found: list[list[Part]] = []
+    for part in parts:
+        last = found[-1][-1] if found else part
+        alone = part.waits or part.adds or last.adds or last.inner or last.count is not None
+        if found and not alone:
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matmul) -> None:
+    """The parts of a group as one matmul; rows that do not lie together are gathered before it and scattered after it."""
+    if parts[0].adds:
+        _multiply_and_add(bindings, step, parts[0], matmul)
+        return
+    a = _rows(bindings, [p.a for p in parts])
+    adjacent = _adjacent([p.out for p in parts])
+    for b, cols in bindings.pieces(step.b):
+        outs = [bindings.view(_columns(p.out, cols)) for p in parts] if adjacent is None else []
+        if adjacent is not None:
+            out = bindings.view(_columns(adjacent, cols))
+            matmul(a, b, out, accumulate=step.accumulate)
+        elif step.accumulate:
+            for out, rows in zip(outs, torch.split(a, [o.shape[0] for o in outs]), strict=True):
+                matmul(rows, b, out, accumulate=True)
+        else:
+            product = torch.empty(a.shape[0], b.shape[1], dtype=outs[0].dtype, device=a.device)
+            matmul(a, b, product, accumulate=False)
+            for out, rows in zip(outs, torch.split(product, [o.shape[0] for o in outs]), strict=True):
+                out.copy_(rows)
+
+
+class Sliced:
+    """The product of a part with inner gates: its slices of K, in order, summed up in float32 and rounded once, at the end.
+
+    A slice is multiplied by `multiply`, once its gate is open. Between the first and the last one the sum is kept here.
+    """
+
+    def __init__(self, step: Gemm, part: Part, matmul: Matmul) -> None:
+        self._step, self._part, self._matmul = step, part, matmul
+        self._edges = (0, *(column for column, _ in part.inner), part.a.shape[1])
+        self._sums: list[torch.Tensor] = []
+
+    def multiply(self, bindings: Bindings, number: int) -> None:
+        """Slice `number`, counted from 0."""
+        part, low, high = self._part, *self._edges[number : number + 2]
+        a = bindings.view(part.a)[:, low:high]
+        pieces = bindings.pieces(self._step.b)
+        if number == 0:
+            self._sums = [a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) for b, _ in pieces]
+        for (b, _), total in zip(pieces, self._sums, strict=True):
+            self._matmul(a, b[low:high], total, accumulate=number > 0)
+        if number == len(part.inner):
+            for (_, cols), total in zip(pieces, self._sums, strict=True):
+                bindings.view(_columns(part.out, cols)).copy_(total)
+            self._sums = []
+
+
+def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
+    """out = the product, unrounded, and what the part adds, in order, divided."""
+    a = bindings.view(part.a)
+    for b, cols in bindings.pieces(step.b):
+        total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+        matmul(a, b, total, accumulate=False)
+        for add in part.adds:
+            total += bindings.view(_columns(add, cols))
+        if step.divide_by != 1:
+            total /= step.divide_by
+        bindings.view(_columns(part.out, cols)).copy_(total)
+
+
+def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
+    """out = the sum of the part's sources, in order, divided."""
+    for out, cols in bindings.pieces(part.out):
+        total = bindings.view(_columns(part.srcs[0], cols)).to(torch.float32, copy=True)
+        for src in part.srcs[1:]:
+            total += bindings.view(_columns(src, cols))
+        if divide_by != 1:
+            total /= divide_by
+        out.copy_(total)
+
+
+def _rows(bindings: Bindings, regions: Sequence[Region]) -> torch.Tensor:
+    adjacent = _adjacent(regions)
+    return bindings.view(adjacent) if adjacent else torch.cat([bindings.view(r) for r in regions])
+
+
+def _adjacent(regions: Sequence[Region]) -> Region | None:
+    """The one region that they make up if their rows follow each other, else None."""
+    first, last = regions[0], regions[-1]
+    for one, next_one in pairwise(regions):
+        if (one.buffer, one.rank, one.cols, one.rows[1]) != (next_one.buffer, next_one.rank, next_one.cols, next_one.rows[0]):
+            return None
+    return Region(first.buffer, first.rank, (first.rows[0], last.rows[1]), first.cols)
+
+
+def _columns(region: Region, cols: Span1D) -> Region:
+    """Columns of a region, counted from its own first."""
+    low = region.cols[0]
+    return Region(region.buffer, region.rank, region.rows, (low + cols[0], low + cols[1]))

@@ -1,0 +1,311 @@
+"""A checked schedule bound to one rank of a team: where its buffers and flags lie, and the tensors of a call.
+
+What a device adds (memory, flags, lanes) is in host.py and cuda.py; the steps' arithmetic is in interpret.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from weft.comm.team import Team
+from weft.core.problem import CollectiveProblem, LookupProblem
+from weft.core.schedule import Collective, Flag, Lookup, Reduce, Schedule, Wait, advances, regions
+from weft.core.span import Span
+from weft.runtime.bindings import Bindings, Where
+from weft.schedules.together import runs
+
+if TYPE_CHECKING:
+    from weft.runtime.exchange import FusedExchange
+    from weft.runtime.fused import FusedStep
+    from weft.runtime.pushes import FusedPush
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
+Inputs = Mapping[str, Sequence[torch.Tensor]]
+"""Input buffers by name: matrices side by side. And the tensors that stand for one, by names of their own."""
+Outputs = dict[str, list[torch.Tensor]]
+"""Output buffers by name: matrices side by side."""
+NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
+_ALIGN = 256
+
+
+class Closes(Protocol):
+    """What can be attached to a group."""
+
+    def close(self) -> None: ...
+
+
+class MayBeHeld(Protocol):
+    """A program. captured: whether a graph of the caller's has a call of it."""
+
+    captured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte offsets of a schedule's shared buffers in every rank's data area, and of what collectives stage."""
+
+    offsets: dict[tuple[str, int], int]
+    staging: int
+    nbytes: int
+
+
+def layout(schedule: Schedule, unneeded: frozenset[str] = frozenset()) -> Layout:
+    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared, but for
+    the unneeded."""
+    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank} - unneeded
+    offsets: dict[tuple[str, int], int] = {}
+    ends = []
+    for rank in range(schedule.problem.world_size):
+        at = 0
+        for buffer in schedule.buffers:
+            if buffer.kind == "symmetric" and buffer.name in touched:
+                offsets[buffer.name, rank] = at
+                at += -(-buffer.rows[rank] * buffer.cols[rank] * schedule.problem.itemsize // _ALIGN) * _ALIGN
+        ends.append(at)
+    collectives = [step for _, _, _, step in schedule if isinstance(step, Collective)]
+    staged = max((step.src.size * schedule.problem.itemsize for step in collectives), default=0)
+    return Layout(offsets, max(ends), max(ends) + staged)
+
+
+class Space(Protocol):
+    """What the schedules of one team share on this rank."""
+
+    team: Team
+    device: torch.device
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        """Whether fused steps of this dtype run as kernels here. The same on every rank."""
+        ...
+
+    def fuses(self, dtype: torch.dtype) -> bool:
+        """Whether a lane's fused steps run as one kernel here. The same on every rank."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that such a kernel may have: all of them run at once."""
+        ...
+
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        """Whether lookups, and sums of collectives alone, of this dtype run as kernels here. The same on every rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BoundProgram(ABC):
+    """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
+
+    def __init__(self, space: Space, schedule: Schedule) -> None:
+        self.team, self.schedule = space.team, schedule
+        self.rank = self.team.rank
+        self.dtype = DTYPES[schedule.problem.dtype]
+        self.exchanges: dict[tuple[str, int], FusedExchange] = {}
+        self._unneeded: frozenset[str] = frozenset()
+        if space.fuses(self.dtype) and any(lane.fused for lanes in schedule.ranks for lane in lanes):
+            self._add_exchanges(space)
+        self.layout = layout(schedule, self._unneeded)
+        self.slots = flag_slots(schedule)
+        self.writers = flag_writers(schedule)
+        self.epoch = 0
+        self.captured = False
+        self.times_products = True
+        """Whether its rehearsal may look for the fastest way to multiply, where the device knows several."""
+        self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
+        self.spans: list[Span] | None = None
+        self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
+        self._space = space
+        self.kernels: dict[int, FusedStep] = {}
+        self.pushes: dict[tuple[str, int], FusedPush] = {}
+        self._growth: dict[Flag, int] = {}
+        if isinstance(schedule.problem, CollectiveProblem):
+            if schedule.problem.sums and space.runs_lookups(self.dtype):
+                self._add_sums(schedule.problem)
+        elif space.runs_kernels(self.dtype):
+            self._add_kernels()
+        if any(isinstance(step, Lookup) for _, _, _, step in schedule) and space.runs_lookups(self.dtype):
+            self._add_lookups()
+
+    def _add_exchanges(self, space: Space) -> None:
+        # As below: imported where it is needed, since it needs Triton.
+        from weft.runtime.exchange import exchanges, unneeded
+
+        for exchange in exchanges(self.schedule, self.rank, space.device, self, space.blocks):
+            self.exchanges[exchange.where.lane, exchange.where.position] = exchange
+        self._unneeded = unneeded(self.schedule)
+
+    def _add_kernels(self) -> None:
+        # Where no kernel runs, nothing needs Triton: it is imported here.
+        from weft.runtime.fused import fused_step, growth
+        from weft.runtime.pushes import FusedPush, push_growth
+
+        device, itemsize = self._space.device, self.dtype.itemsize
+        self._growth = growth(self.schedule, device) | push_growth(self.schedule, itemsize, device)
+        for lane in self.schedule.ranks[self.rank]:
+            for run in runs(lane):
+                where = Where(self.rank, lane.name, run.first, lane.steps[run.first])
+                self.pushes[lane.name, run.first] = FusedPush(run, where, device, self)
+        given, outputs = (
+            {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind} for kind in ("input", "output")
+        )
+        for rank, lane, position, step in self.schedule:
+            where = Where(rank, lane.name, position, step)
+            elsewhere = rank != self.rank or any(low <= position < high for low, high in lane.fused)
+            # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph
+            # may hold the table of the one before.
+            moves = isinstance(step, Reduce) and any(src.buffer in given for part in step.parts for src in part.srcs)
+            kernel = None if elsewhere or moves else fused_step(step, where, device, self, outputs)
+            if kernel is not None:
+                self.kernels[id(step)] = kernel
+
+    def _add_lookups(self) -> None:
+        from weft.runtime.lookups import FusedLookup, lookup_growth
+
+        problem = self.schedule.problem
+        assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+        self._growth |= lookup_growth(self.schedule)
+        for rank, lane, position, step in self.schedule:
+            if rank == self.rank and isinstance(step, Lookup):
+                where = Where(rank, lane.name, position, step)
+                self.kernels[id(step)] = FusedLookup(step, where, self._space.device, self, problem)
+
+    def _add_sums(self, problem: CollectiveProblem) -> None:
+        from weft.kernels.runs import launcher
+        from weft.runtime.sums import FusedSum, adds_pieces
+
+        device, by = self._space.device, launcher()
+        for rank, lane, position, step in self.schedule:
+            if rank == self.rank and isinstance(step, Reduce) and adds_pieces(step, self.schedule):
+                where = Where(rank, lane.name, position, step)
+                self.kernels[id(step)] = FusedSum(step, where, device, self, problem, by)
+
+    def growth_of(self, flag: Flag) -> int:
+        """How far one advance moves a flag's word: kernels count tiles."""
+        return self._growth.get(flag, 1)
+
+    def length_of(self, where: Where) -> int:
+        """How many steps run with this one: several where they are one push."""
+        at = (where.lane, where.position)
+        run = self.exchanges.get(at) or self.pushes.get(at)
+        return run.length if run else 1
+
+    @abstractmethod
+    def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        """Run every lane of this rank once."""
+
+    @abstractmethod
+    def gate_address(self, flag: Flag, where: Where) -> int: ...
+
+    @abstractmethod
+    def gate_need(self, wait: Wait) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def count_address(self, flag: Flag) -> int: ...
+
+    @abstractmethod
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]: ...
+
+    @abstractmethod
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A matrix in a rank's data area."""
+
+    @abstractmethod
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local matrix that keeps its memory from call to call."""
+
+    @property
+    def words_needed(self) -> int:
+        """Flag words on the rank that has most."""
+        return max(self.slots.values(), default=-1) + 1
+
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        outputs: Outputs | None = None,
+        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        spans: list[Span] | None = None,
+    ) -> Outputs:
+        """One call: the output buffers by name, `out` as one matrix for each b. outputs: the caller's own, contiguous; new ones
+        if not given. reached: those of them that peers write, every rank's, by rank. spans: filled with what ran, if given."""
+        self.spans, self._reached = spans, reached
+        inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
+        outputs = self._allocate(inputs) if outputs is None else outputs
+        self.play(inputs, outputs)
+        self.epoch += 1
+        return outputs
+
+    def _allocate(self, inputs: Inputs) -> Outputs:
+        """This call's outputs: `out` as one matrix for each b."""
+        outputs = {}
+        for buffer in self._outputs:
+            several = buffer.name == "out" and len(inputs.get("b", ())) > 1
+            widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
+            rows = buffer.rows[self.rank]
+            outputs[buffer.name] = [torch.empty(rows, width, dtype=self.dtype, device=self._space.device) for width in widths]
+        return outputs
+
+    def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:
+        """All buffers of one call by name."""
+        bindings = self.own_bindings()
+        for tensors in (inputs, outputs):
+            for name, matrices in tensors.items():
+                if name in self.schedule.buffer:
+                    bindings.bind(name, self.rank, *matrices)
+                else:
+                    bindings.loose[name] = matrices
+        for name, by_rank in self._reached.items():
+            for rank, tensor in enumerate(by_rank):
+                if rank != self.rank:
+                    bindings.bind(name, rank, tensor)
+        return bindings
+
+    def own_bindings(self) -> Bindings:
+        """Where this rank finds all but the caller's tensors, for one call."""
+        return self._fixed_bindings()
+
+    def _fixed_bindings(self) -> Bindings:
+        bindings = Bindings()
+        for buffer in (buffer for buffer in self.schedule.buffers if buffer.name not in self._unneeded):
+            shared = (buffer.name, self.rank) in self.layout.offsets
+            if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
+                dtype = torch.float32 if buffer.float32 else self.dtype
+                matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
+                bindings.bind(buffer.name, self.rank, matrix)
+            elif shared:
+                for rank in self.team.near:
+                    offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
+                    bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
+        return bindings
+
+    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """An input as the device's copies and matmuls want it."""
+        return tensor
+
+    def raiser(self, flag: Flag) -> str:
+        """Who advances a flag, for messages."""
+        return f"{self.writers.get(flag, 'nobody')} raises it"
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the flags back."""
+
+
+def flag_slots(schedule: Schedule) -> dict[Flag, int]:
+    """A word for every flag, counted on each rank from 0."""
+    slots: dict[Flag, int] = {}
+    used = [0] * schedule.problem.world_size
+    for flag in schedule.flags:
+        slots[flag] = used[flag.rank]
+        used[flag.rank] += 1
+    return slots
+
+
+def flag_writers(schedule: Schedule) -> dict[Flag, str]:
+    """Who advances each flag, in words."""
+    return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in advances(step)}

@@ -1,0 +1,257 @@
+"""One operator call on one rank, before ranks have agreed: its tensors, what it has in common with other calls, its problem.
+
+Call         what GroupState needs of any operator's call
+MatmulCall   a matmul and a collective
+LookupCall   embedding tables and an exchange
+Site         what has been agreed on, for later calls alike
+
+A collective alone is in weft.runtime.collective_calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Literal
+
+import torch
+
+from weft.core.problem import COLUMN_OPS, EXCHANGES, REDUCTIONS, ColumnProblem, DType, LookupProblem, Op, Problem, split
+from weft.core.span import Span
+from weft.core.version import __version__
+from weft.runtime.bound import BoundProgram, Inputs, Outputs
+
+
+@dataclass(kw_only=True, slots=True)
+class Call(ABC):
+    """Not frozen: making a frozen one takes twice as long, and one is made each call.
+
+    op: which operator. schedule: what the caller asked for. spans: filled with what ran, if given."""
+
+    op: Op
+    schedule: str
+    spans: list[Span] | None = field(default=None, compare=False)
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Inputs:
+        """The caller's tensors by the names of the schedule's input buffers."""
+
+    @property
+    def outputs(self) -> Outputs | None:
+        """The caller's tensors for results; None for new ones."""
+        return None
+
+    @property
+    def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Of the caller's tensors that peers can reach, every rank's, by rank."""
+        return {}
+
+    @property
+    def tried(self) -> bool:
+        """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
+        return True
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def share(self) -> int:
+        """The one number in which ranks may differ, and which all must know to say what the problem is."""
+
+    @property
+    @abstractmethod
+    def key(self) -> tuple[object, ...]:
+        """What calls alike have in common, on this rank. Compared at each call: cheap."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What every rank must have in common, a line each."""
+
+    def agreed(self, shares: tuple[int, ...]) -> str:
+        """What ranks have in common once each knows the share of every rank."""
+        return f"{self.describe()}\nsizes of b: {shares}"
+
+    @abstractmethod
+    def problem(self, shares: tuple[int, ...]) -> Problem:
+        """What is to be computed, from the share of every rank."""
+
+    def sums_nothing(self, shares: tuple[int, ...]) -> bool:
+        """Whether no rank has anything to multiply, so that products are zeros: then `filled` is what runs."""
+        return False
+
+    def filled(self, world_size: int) -> Call:
+        """A call with the same result that has something to multiply."""
+        return self
+
+
+@dataclass(kw_only=True, slots=True)
+class MatmulCall(Call):
+    """rows: of the whole M (of an all-to-all, a's). extras: further inputs by name, a matrix each."""
+
+    a: torch.Tensor
+    bs: Sequence[torch.Tensor]
+    rows: int
+    row_multiple: int
+    return_gathered: bool = False
+    reduce_op: Literal["sum", "avg"] = "sum"
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Inputs:
+        found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a,), "b": self.bs}
+        for name, tensor in self.extras.items():
+            found[name] = (tensor,)
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    @property
+    def share(self) -> int:
+        """This rank's part of b's sharded dimension; N of an all-to-all."""
+        return int(self.bs[0].shape[0]) if self.op in REDUCTIONS else sum(b.shape[1] for b in self.bs)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        a, shapes = self.a, tuple([b.shape for b in self.bs])
+        fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
+        return (fixed, a.shape, a.dtype, a.get_device(), shapes, *self.extras)
+
+    @property
+    def but_rows(self) -> tuple[object, ...]:
+        """What calls that differ in their row count alone have in common, on this rank."""
+        fixed = (self.op, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
+        return (fixed, self.a.shape[1], self.a.dtype, self.a.get_device(), tuple([b.shape for b in self.bs]), *self.extras)
+
+    def describe(self) -> str:
+        k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
+        common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
+        extras = "".join([f"with {name}: yes\n" for name in self.extras])
+        return (
+            f"op: {self.op}\nM: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
+            f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
+            f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
+        )
+
+    def sums_nothing(self, shares: tuple[int, ...]) -> bool:
+        return not (sum(shares) if self.op in REDUCTIONS else self.bs[0].shape[0])
+
+    def filled(self, world_size: int) -> MatmulCall:
+        """With a column of zeros, and rows of zeros that multiply it."""
+        rows = world_size if self.op == "all_to_all_columns_matmul" else 1
+        bs = [b.new_zeros(rows, b.shape[1]) for b in self.bs]
+        return replace(self, a=self.a.new_zeros(self.a.shape[0], 1), bs=bs)
+
+    def problem(self, shares: tuple[int, ...]) -> Problem:
+        if not any(shares):
+            shares = (self.share,) * len(shares)  # where it was filled, on all ranks
+        total = sum(shares)
+        if self.op in COLUMN_OPS:
+            return self._column_problem(len(shares))
+        alike = self.op in EXCHANGES or shares.count(shares[0]) == len(shares)
+        regular = alike or tuple(high - low for low, high in split(total, len(shares))) == shares
+        return Problem(
+            op=self.op,
+            m=self.rows,
+            n=total if self.op == "all_gather_matmul" else int(self.bs[0].shape[1]),
+            k=total if self.op in REDUCTIONS else int(self.a.shape[1]),
+            world_size=len(shares),
+            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            return_gathered=self.return_gathered,
+            reduce_op=self.reduce_op,
+            row_multiple=self.row_multiple,
+            b_sizes=() if regular else shares,
+            addends=tuple(self.extras),  # type: ignore[arg-type]
+        )
+
+    def _column_problem(self, world_size: int) -> ColumnProblem:
+        k, n = self.bs[0].shape
+        return ColumnProblem(
+            op=self.op,
+            m=self.rows,
+            n=n,
+            k=k,
+            world_size=world_size,
+            dtype=str(self.a.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            return_gathered=self.return_gathered,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class LookupCall(Call):
+    """dims: by rank, the columns of its tables. indices, offsets, weights: as weft.kernels.lookup.lookup has them. pooling:
+    rows in a bag that predictions reckon with."""
+
+    tables: Sequence[torch.Tensor]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    weights: torch.Tensor | None
+    batch: int
+    dims: tuple[tuple[int, ...], ...]
+    mode: Literal["sum", "mean"]
+    dtype: torch.dtype
+    pooling: int
+
+    @property
+    def inputs(self) -> Inputs:
+        found = {"tables": self.tables, "indices": (self.indices,), "offsets": (self.offsets,)}
+        return found if self.weights is None else {**found, "weights": (self.weights,)}
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def share(self) -> int:
+        """Ranks differ in nothing that is not in `dims`."""
+        return 0
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        fixed = (self.op, self.batch, self.dims, self.mode, self.dtype, self.pooling, self.schedule)
+        return (*fixed, self.device, self.weights is None)
+
+    def describe(self) -> str:
+        lines = (
+            f"op: {self.op}",
+            f"batch: {self.batch}",
+            *(f"dims of rank {rank}: {_dims(own)}" for rank, own in enumerate(self.dims)),
+            f"mode: {self.mode}",
+            f"pooling: {self.pooling}",
+            f"dtype: {self.dtype}",
+            f"per_sample_weights: {'no' if self.weights is None else 'yes'}",
+            f"device: {self.device.type}",
+            f"schedule: {self.schedule}",
+            f"weft: {__version__}",
+        )
+        return "\n".join(lines)
+
+    def problem(self, shares: tuple[int, ...]) -> Problem:
+        dtype: DType = str(self.dtype).removeprefix("torch.")  # type: ignore[assignment]
+        return LookupProblem.of(batch=self.batch, dims=self.dims, pooling=self.pooling, mode=self.mode, dtype=dtype)
+
+
+def _dims(own: tuple[int, ...]) -> str:
+    """
+    >>> _dims((128, 128, 64))
+    '2 x 128, 1 x 64'
+    """
+    return ", ".join(f"{len(list(same))} x {dim}" for dim, same in groupby(own)) or "no tables"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What calls alike share: the number by which ranks compare them, and the program that runs them. empty: they have nothing
+    to multiply, and the program is for them as filled. wide: the program's rows, where it is for calls widened
+    (weft.runtime.widened), else 0."""
+
+    number: int
+    program: BoundProgram
+    empty: bool = False
+    wide: int = 0

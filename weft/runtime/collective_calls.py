@@ -1,0 +1,148 @@
+"""One call of a collective alone, on one rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from weft.core.problem import CollectiveProblem
+from weft.core.version import __version__
+from weft.runtime.bound import DTYPES, Inputs, Outputs
+from weft.runtime.calls import Call
+from weft.runtime.reach import Reach
+
+STAGING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
+"""Symmetric memory that a rank gives, at most, to the collectives of one size and type, where nobody says how much. On CPUs it
+is of /dev/shm, which containers keep small. On GPUs less makes pieces take turns, and a turn ends with a kernel that beside a
+GEMM waits for SMs: on 4 x H200, beside GEMMs of 1080 us, an all_gather of 512 MiB through 256 MiB took 1860 us, NCCL's 1612."""
+_MOST_TRIED_BYTES = 1 << 30
+_OF_FREE = 8
+"""A GPU gives at most this part of its free memory: `auto` binds several schedules at once."""
+_SUMMED = {dtype: name for name, dtype in DTYPES.items() if dtype.is_floating_point}
+MOST_ELEMENTS = 1 << 30
+"""Of a tensor that is summed: the kernel counts them in 32 bits."""
+
+
+def check_summed(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that cannot be summed."""
+    if tensor.dtype not in _SUMMED:
+        raise ValueError(f"{name} is {tensor.dtype}; {op} sums {', '.join(_SUMMED.values())}")
+    if tensor.numel() > MOST_ELEMENTS:
+        raise ValueError(f"{name} has {tensor.numel()} elements; {op} takes at most {MOST_ELEMENTS}: split it")
+
+
+def staging_from_environment(device: torch.device) -> int:
+    """WEFT_STAGING_BYTES, or the device's default. Raises ValueError where it is no number, or too low."""
+    text, least = os.environ.get("WEFT_STAGING_BYTES", str(STAGING_BYTES[device.type])), CollectiveProblem.LEAST_STAGING
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"WEFT_STAGING_BYTES is {text!r}; it must be a whole number of at least {least}")
+    return int(text)
+
+
+def affordable(staging_bytes: int, device: torch.device) -> int:
+    """`staging_bytes`, or less on a GPU that has not so much to spare: then a power of two."""
+    if device.type != "cuda":
+        return staging_bytes
+    spare = torch.cuda.mem_get_info(device)[0] // _OF_FREE
+    if spare >= staging_bytes:
+        return staging_bytes
+    return max(CollectiveProblem.LEAST_STAGING, 1 << max(0, spare.bit_length() - 1))
+
+
+@dataclass(kw_only=True, slots=True)
+class CollectiveCall(Call):
+    """a, out: contiguous; of any dtype where nothing is summed. They may be one memory as CollectiveProblem has it.
+
+    reach: where out lies, if peers can write it."""
+
+    a: torch.Tensor
+    out: torch.Tensor
+    staging_bytes: int
+    sms: int
+    reduce_op: Literal["sum", "avg"] = "sum"
+    reach: Reach | None = None
+
+    @property
+    def inputs(self) -> Inputs:
+        return {"a": (self._elements(self.a),)}
+
+    @property
+    def outputs(self) -> Outputs:
+        return {"out": [self._elements(self.out)]}
+
+    @property
+    def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        if self.reach is None:
+            return {}
+        return {"out": [self._elements(tensor.view(self.out.dtype)) for tensor in self.reach.by_rank]}
+
+    @property
+    def tried(self) -> bool:
+        """Not where peers write the result itself, nor where a second one might not fit."""
+        return self.reach is None and self.out.numel() * self.out.element_size() <= _MOST_TRIED_BYTES
+
+    def _elements(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As one column, of bytes where nothing is summed."""
+        flat = _plain(tensor).view(-1)
+        return (flat if self._sums else flat.view(torch.uint8)).view(-1, 1)
+
+    @property
+    def _sums(self) -> bool:
+        return self.op in ("reduce_scatter", "all_reduce")
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    @property
+    def share(self) -> int:
+        """Bytes that this rank can stage: the problem's are the least of all ranks'."""
+        return affordable(self.staging_bytes, self.a.device)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        place = None if self.reach is None else (self.reach.piece, self.reach.offset)
+        fixed = (self.op, self.reduce_op, self.schedule, self.staging_bytes, self.sms, place)
+        return (*fixed, self.a.numel(), self.out.numel(), self.a.dtype, self.a.get_device())
+
+    def describe(self) -> str:
+        lines = (
+            f"op: {self.op}",
+            f"elements given: {self.a.numel()}",
+            f"dtype: {self.a.dtype}",
+            f"device: {self.device.type}",
+            f"reduce_op: {self.reduce_op}",
+            f"schedule: {self.schedule}",
+            f"staging_bytes: {self.staging_bytes}",
+            f"sms: {self.sms}",
+            f"result in symmetric memory: {self.reach or 'no'}",
+            f"weft: {__version__}",
+        )
+        return "\n".join(lines)
+
+    def problem(self, shares: tuple[int, ...]) -> CollectiveProblem:
+        size = 1 if self._sums else self.a.element_size()
+        dtype = str(self.a.dtype).removeprefix("torch.") if self._sums else "uint8"
+        return CollectiveProblem(
+            op=self.op,
+            m=max(self.a.numel(), self.out.numel()) * size,
+            world_size=len(shares),
+            dtype=dtype,  # type: ignore[arg-type]
+            reduce_op=self.reduce_op,
+            staging_bytes=min(shares),
+            sms=self.sms,
+            reachable=self.reach is not None,
+        )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that may be written in any mode: one of inference mode may be only there, and calls run in
+    none (weft.runtime.plain)."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *place)

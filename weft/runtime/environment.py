@@ -1,0 +1,55 @@
+"""What the environment says to weft, looked at before anything starts: each variable is also read where it counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from weft.comm.nodes import ranks_per_node
+from weft.comm.team import timeout_from_environment
+from weft.runtime.choose import effort, profile_for
+from weft.runtime.collective_calls import staging_from_environment
+from weft.runtime.network import transport_from_environment
+
+_PREFIX = "WEFT_"
+
+
+def _load_machine() -> None:
+    """Raises ValueError where calls would: a profile must be of a device that is here, be it the CPU beside GPUs."""
+    if not os.environ.get("WEFT_MACHINE"):
+        return
+    refused: list[ValueError] = []
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        try:
+            profile_for(torch.device(device))
+        except ValueError as error:
+            refused.append(error)
+        else:
+            return
+    raise refused[0]
+
+
+READ: dict[str, Callable[[], object]] = {
+    "WEFT_TIMEOUT_S": timeout_from_environment,
+    "WEFT_EFFORT": effort,
+    "WEFT_MACHINE": _load_machine,
+    "WEFT_MACHINE_FORCE": lambda: None,
+    "WEFT_CACHE_DIR": lambda: None,
+    "WEFT_RANKS_PER_NODE": ranks_per_node,
+    "WEFT_NODE_TRANSPORT": transport_from_environment,
+    "WEFT_STAGING_BYTES": lambda: staging_from_environment(torch.device("cpu")),
+}
+"""All that weft reads, and what raises a ValueError where a value will not do."""
+
+
+def check_environment() -> None:
+    """Raises ValueError for the first variable whose value will not do, as the first call would on every rank."""
+    for read in READ.values():
+        read()
+
+
+def unknown() -> tuple[str, ...]:
+    """Variables that are named as weft's are, and that weft does not read."""
+    return tuple(sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in READ))

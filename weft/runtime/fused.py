@@ -1,0 +1,294 @@
+"""Steps as kernels, on any device whose flags have addresses: a Gemm with gates, counts, adds or stores to peers; a Reduce.
+
+Which steps run so is the same on every rank, since a flag that a kernel counts grows by tiles, and its waiter must know.
+A rank whose operands the kernel cannot load (odd strides), whose parts it cannot keep in order, or are some columns of a matrix
+alone, or whose slices of K end within a step of its loop, multiplies part by part and advances the same flags as far.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from weft.core.errors import WaitTimeout
+from weft.core.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
+from weft.kernels import gemm as gemm_kernel
+from weft.kernels import reduce as reduce_kernel
+from weft.kernels.gemm import Tables, fits, gemm, in_order, pitch, tables, whole_slices
+from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
+from weft.kernels.shapes import blocks_for, tiles_of
+from weft.runtime.bindings import Bindings, Where
+
+T = TypeVar("T")
+
+
+def is_fused(step: Step) -> bool:
+    """Whether a step runs as a kernel: a GEMM with tiles that wait, count, add, or are stored at a peer; a sum without counts.
+
+    A part without tiles counts nothing, and whoever waits for it would not wait: a GEMM with one, as all are where b has no
+    columns, goes part by part, and raises its flags once each.
+    """
+    if isinstance(step, Gemm):
+        return all(part.out.size for part in step.parts) and any(
+            part.waits or part.count or part.adds or part.out.rank != step.b.rank for part in step.parts
+        )
+    return isinstance(step, Reduce) and bool(step.parts) and not advances(step)
+
+
+def fused_step(
+    step: Step, where: Where, device: torch.device, flags: FlagWords, outputs: Collection[str] = ()
+) -> FusedStep | None:
+    """The kernel of a step, if it runs as one. outputs: buffers that on this rank are the caller's results."""
+    if not is_fused(step):
+        return None
+    if isinstance(step, Gemm):
+        return FusedGemm(step, where, device, flags, outputs)
+    assert isinstance(step, Reduce)
+    return FusedReduce(step, where, device, flags)
+
+
+def growth(schedule: Schedule, device: torch.device) -> dict[Flag, int]:
+    """By flag that a kernel counts: how far one advance of the schedule moves its word."""
+    return {
+        part.count: tiles_of(part, blocks_for(step, device))
+        for _, _, _, step in schedule
+        if isinstance(step, Gemm) and is_fused(step)
+        for part in step.parts
+        if part.count is not None
+    }
+
+
+class FlagWords(Protocol):
+    """Where a device keeps flags, for kernels."""
+
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        """The word that a step of this rank looks at."""
+        ...
+
+    def gate_need(self, wait: Wait) -> tuple[int, int]:
+        """(growth per call, value in the first call) that opens a gate."""
+        ...
+
+    def count_address(self, flag: Flag) -> int:
+        """The word that a kernel of this rank adds to."""
+        ...
+
+
+class FusedStep(ABC):
+    """One step of one rank as a kernel, ready to launch call after call."""
+
+    step: Gemm | Reduce | Lookup
+    gated_by_stream = False
+    """On GPUs, its gates have been waited for where it starts."""
+
+    def __init__(self, where: Where, device: torch.device, flags: FlagWords) -> None:
+        self._where, self._device, self._flags = where, device, flags
+        self.status = torch.zeros(2, dtype=torch.int32, device=device)
+
+    @abstractmethod
+    def runs(self, bindings: Bindings) -> bool:
+        """Whether the kernel can load this call's operands."""
+
+    @abstractmethod
+    def lay_out(self, bindings: Bindings) -> None:
+        """Make the tables that the kernel reads in a call."""
+
+    @abstractmethod
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        """Run it. silent: neither wait nor count, for a rehearsal. stream: default, torch's current one."""
+
+    def raise_if_late(self, where: str, describe: Callable[[Flag], str]) -> None:
+        """Raise WaitTimeout if a gate of the last launch did not open in time."""
+        gate, seen = self.status.tolist()
+        if gate:
+            self.status.zero_()
+            wait = waits(self.step)[gate - 1]
+            raise WaitTimeout(f"{where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
+
+    def _gate_address(self, flag: Flag) -> int:
+        return self._flags.gate_address(flag, self._where)
+
+
+def _address(bindings: Bindings, region: Region) -> int:
+    return bindings.view(region).data_ptr()
+
+
+def _moved(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
+    """Where the buffers of regions lie now: tables of addresses into them are made anew when that changes."""
+    buffers = dict.fromkeys((region.buffer, region.rank) for region in regions)
+    return tuple(bindings.tensors[key][0][0].data_ptr() for key in buffers)
+
+
+class Plans(Generic[T]):
+    """Tables of addresses into the buffers of some regions, made anew where those lie elsewhere."""
+
+    def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
+        self._regions, self._make = regions, make
+        self._kept: tuple[tuple[int, ...], T] | None = None
+
+    def of(self, bindings: Bindings) -> T:
+        moved = _moved(bindings, self._regions)
+        if self._kept is None or self._kept[0] != moved:
+            self._kept = moved, self._make(bindings)
+        return self._kept[1]
+
+
+class FusedGemm(FusedStep):
+    """A GEMM with gates, counts, adds, or parts that are stored at peers.
+
+    The launch's `out` is the caller's result, whose address may be another one each call, or else the last part's buffer;
+    parts of other buffers, and at peers, are stored by address.
+    """
+
+    def __init__(self, step: Gemm, where: Where, device: torch.device, flags: FlagWords, outputs: Collection[str] = ()) -> None:
+        super().__init__(where, device, flags)
+        self.step: Gemm = step
+        self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
+        stored = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts[::-1]))
+        given = [key for key in stored if key[0] in outputs and key[1] == where.rank]
+        self._out = (given or stored)[0]
+        self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
+        self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
+        pitched = all(pitch(part) is not None for part in step.parts if part.adds)
+        plain = whole_slices(step, blocks_for(step, device)) and not step.accumulate and len(given) <= 1
+        self._regular = plain and pitched and in_order(step)
+        self._counts = any(part.count for part in step.parts)
+        self._plans = Plans(self._elsewhere, self._laid_out)
+        self._launcher = gemm_kernel.launcher()
+        self._fits: dict[tuple[int, ...], bool] = {}
+
+    def runs(self, bindings: Bindings) -> bool:
+        if not self._regular:
+            return False
+        sources = [self._whole(bindings, key) for key in self._buffers]
+        bs = [b for b, _ in bindings.pieces(self.step.b)]
+        adds = [self._whole(bindings, key) for key in self._adds]
+        outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
+        key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))
+        if key not in self._fits:
+            loads = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs) and self._spans_columns(bindings)
+            # Tiles of several b would be counted by launches, each of its own number of columns.
+            counts = len(bs) == 1 or not self._counts
+            self._fits[key] = loads and counts and self._adds_fit(adds, bs) and self._outs_fit(outs, bs)
+        return self._fits[key]
+
+    def _spans_columns(self, bindings: Bindings) -> bool:
+        """Whether parts read all columns of a and of what they add, and write all of `out`: the kernel begins at the first."""
+        regions = [region for part in self.step.parts for region in (part.a, part.out, *part.adds)]
+        elsewhere = {(out.buffer, out.rank) for out in self._elsewhere}
+        keys = dict.fromkeys((region.buffer, region.rank) for region in regions)
+        widths = {key: bindings.tensors[key][-1][1][1] for key in keys if key not in elsewhere}
+        return all(region.cols == (0, widths[key]) for region in regions if (key := (region.buffer, region.rank)) in widths)
+
+    def _out_keys(self) -> list[tuple[str, int]]:
+        return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
+
+    def _adds_fit(self, adds: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
+        """Sources of one buffer, beside one b."""
+        return not adds or (len(adds) == len(bs) == 1 and fits(adds[0], bs[0]) and adds[0].dtype == bs[0].dtype)
+
+    def _outs_fit(self, outs: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
+        """Results of one dtype and row stride, where some are stored by address."""
+        alike = len({(out.dtype, out.stride()) for out in outs}) == 1
+        return not self._elsewhere or (len(bs) == 1 and alike)
+
+    def lay_out(self, bindings: Bindings) -> None:
+        self._plans.of(bindings)
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        plan = self._plans.of(bindings)
+        sources = tuple(self._whole(bindings, key) for key in self._buffers)
+        adds = self._whole(bindings, self._adds[0]) if self._adds else None
+        outs = [out for out, _ in bindings.tensors[self._out] if out.shape[1]]
+        for (b, _), out in zip(bindings.pieces(self.step.b), outs, strict=True):
+            gemm(
+                sources,
+                b,
+                out,
+                plan,
+                self.status,
+                epoch=epoch,
+                silent=silent,
+                tries=tries,
+                sms=sms,
+                adds=adds,
+                launched_by=self._launcher,
+                stream=stream,
+            )
+
+    def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
+        ((matrix, _),) = bindings.tensors[key]
+        return matrix
+
+    def _laid_out(self, bindings: Bindings) -> Tables:
+        def stored_at(part: Part, row: int) -> torch.Tensor | None:
+            return None if (part.out.buffer, part.out.rank) == self._out else bindings.view(part.out)[row:]
+
+        return tables(
+            self.step,
+            device=self._device,
+            source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
+            gate_address=self._gate_address,
+            count_address=self._flags.count_address,
+            stored_at=stored_at if self._elsewhere else None,
+            need=self._flags.gate_need,
+        )
+
+
+class FusedReduce(FusedStep):
+    """A reduction, gated or not, from any addresses."""
+
+    gated_by_stream = True
+
+    def __init__(self, step: Reduce, where: Where, device: torch.device, flags: FlagWords) -> None:
+        super().__init__(where, device, flags)
+        self.step: Reduce = step
+        self._sources = [src for part in step.parts for src in part.srcs]
+        self._plans = Plans(self._sources, self._laid_out)
+        self._launcher = reduce_kernel.launcher()
+
+    def runs(self, bindings: Bindings) -> bool:
+        """One result, and sources of one dtype, row stride and of the result's rows, as many for each part."""
+        if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
+            return False
+        if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
+            return False
+        (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
+        out, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
+        alike = all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors)
+        return alike and not (more or others) and len({len(part.srcs) for part in self.step.parts}) == 1 and out[0].numel() > 0
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        plan = self._plans.of(bindings)
+        ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
+        reduce(
+            like,
+            out,
+            plan,
+            self.status,
+            divide_by=self.step.divide_by,
+            epoch=epoch,
+            silent=silent,
+            tries=tries,
+            sms=sms,
+            launched_by=self._launcher,
+            stream=stream,
+        )
+
+    def lay_out(self, bindings: Bindings) -> None:
+        self._plans.of(bindings)
+
+    def _laid_out(self, bindings: Bindings) -> ReduceTables:
+        return reduce_tables(
+            self.step,
+            device=self._device,
+            address=lambda region: _address(bindings, region),
+            gate_address=self._gate_address,
+            need=self._flags.gate_need,
+            itemsize=bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0].element_size(),
+        )

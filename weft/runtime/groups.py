@@ -1,0 +1,499 @@
+"""What weft keeps for each process group: its team, its programs by problem, and the schedules chosen.
+
+State of a group lives from its first call to `close`. GROUPS is the one registry: torch's custom operators name a group by
+a string, so the way from that string to the state has to be global.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from weft import schedules
+from weft.checker import check
+from weft.comm.memory import free_symmetric
+from weft.comm.team import Team
+from weft.compat.comm_streams import comm_stream, give_back
+from weft.core import codec
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.runtime import unscheduled
+from weft.runtime.bound import BoundProgram, Closes, MayBeHeld
+from weft.runtime.calls import Call, MatmulCall, Site
+from weft.runtime.choose import CHOSEN_HERE, choose, contenders, effort, fans_out, predicted
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.host import HostProgram, HostSpace
+from weft.runtime.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved, agree
+from weft.runtime.plain import PLAIN
+from weft.runtime.ragged_programs import RaggedPrograms
+from weft.runtime.reach import Reach, Reachable
+from weft.runtime.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
+from weft.runtime.widened import Widened, narrowed, widened
+
+if TYPE_CHECKING:
+    from weft.runtime.ragged import Arrived, RaggedCall
+
+
+A = TypeVar("A", bound=Closes)
+Held = TypeVar("Held", bound=MayBeHeld)
+T = TypeVar("T")
+_SIDE_PRIORITY = -2
+PROGRAMS_PER_GROUP = 128
+"""Kept beside those in graphs; the least recently used goes first. Each holds some KiB of flags; on GPUs data, too."""
+SITES_PER_GROUP = 2048
+"""Calls that are known without a meeting. Fewer than the texts that a team remembers, so that each can be told of."""
+_TOLD_AT_ONCE = 48  # programs that a rank tells the others of in one number
+
+
+Key = tuple[Problem, str, torch.device]
+"""What a program is for: the problem, what the caller asked for, and where."""
+
+
+class GroupState:
+    """One group's team, space and programs on this rank, and what "auto" stands for."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.team = Team(group)
+        self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
+        self.lock = threading.Lock()
+        self._sites: dict[Hashable, Site] = {}
+        self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
+        self._choices: dict[tuple[Problem, torch.device], Choice] = {}
+        self._earlier = KeptPlans(self.team)
+        self._unproved, self._widened = Unproved(), Widened(self._choices, self._earlier.around)
+        self._attached: dict[type, Any] = {}
+        self._ragged = RaggedPrograms(self.team, self._in_graphs)
+        self._side: dict[torch.device, torch.cuda.Stream] = {}
+        self.reachable = Reachable(self.team.rank)
+
+    def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
+        """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
+        scratch outlives the mode."""
+        with self.lock, PLAIN:
+            # CPU ranks meet in every call: their buffers are shared by all programs (weft.runtime.host).
+            on_gpu, known_by = call.device.type == "cuda", call.key
+            site = self._sites.get(known_by) if on_gpu else None
+            capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+            stays = site is not None and site.wide and not capturing and not self._widened.may(known_by)
+            if site is None or stays:
+                site = self._meet(call, kept)
+            elif capturing:
+                self.team.check_usable()
+            else:
+                self.team.repeat(site.number)
+            asked, call = call, self._as_bound(call, site)
+            if site.wide and not capturing:
+                assert isinstance(asked, MatmulCall)
+                self._widened.used(known_by, asked.but_rows)
+            if not capturing and call.tried and self._unproved.due(site.program):
+                site = self._proved(call, site)
+            if not capturing:
+                # What one rank captures, others may not: the order must stay that of all.
+                self._programs.move_to_end(site.program)
+            try:  # peers wait for this rank: whatever ends its call must end theirs, with the reason
+                found = site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
+            except BaseException as error:
+                raise self.team.fail(error) from error.__cause__
+            if site.wide:
+                assert isinstance(asked, MatmulCall)
+                found = narrowed(found, asked, self.team.rank, self.team.world_size)
+            return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if site.empty else found
+
+    def _as_bound(self, call: Call, site: Site) -> Call:
+        """The call as the site's program is for it. Peers are in the call: what is raised on the way ends theirs."""
+        try:
+            call = call.filled(self.team.world_size) if site.empty else call
+            if not site.wide:
+                return call
+            assert isinstance(call, MatmulCall)
+            return widened(call, site.wide, self.team.rank, self.team.world_size)
+        except BaseException as error:
+            raise self.team.fail(error) from error.__cause__
+
+    def run_ragged(self, call: RaggedCall) -> Arrived:
+        """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
+        with self.lock, torch.inference_mode(False), torch.no_grad():
+            return self._ragged.run(call)
+
+    def _meet(self, call: Call, kept: dict[str, Schedule]) -> Site:
+        """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
+        if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
+        if (found := self._widened.served(call)) is not None:  # ranks have nothing to tell each other
+            text, site = found
+            return self._known_by(call.key, replace(site, number=self.team.begin(text)))
+        sizes = self.team.enter(call.describe(), call.share)
+        empty = call.sums_nothing(sizes)
+        as_bound = call.filled(len(sizes)) if empty else call
+        problem = as_bound.problem(sizes)
+        problem = replace(problem, nodes=self.team.nodes) if self.team.nodes else problem
+        key = (problem, call.schedule, call.device)
+        program, wide = self._bound(key), 0
+        if program is None and self._widened.may(call.key) and (more := self._widened.wider(call, problem)):
+            wide, key = more.m, (more, call.schedule, call.device)
+            program = self._bound(key)
+        try:
+            program = program or self._made(as_bound, key, kept)
+        except Exception:
+            raise  # of what ranks have agreed on, and so on all; what is one rank's alone has ended the team
+        except BaseException as interrupt:
+            raise self.team.fail(interrupt) from interrupt.__cause__
+        site = Site(number=0, program=program, empty=empty, wide=wide)
+        if call.device.type == "cuda":
+            site = self._known_by(call.key, replace(site, number=self.team.remember(call.agreed(sizes))))
+            if self._widened.met(call, sizes) and wide:
+                self._widened.learn(call, problem, sizes, site)
+        return site
+
+    def _known_by(self, key: Hashable, site: Site) -> Site:
+        """From here on, calls of this key are the site's; the oldest of too many are met in anew, if they come again. As many
+        calls are made on all ranks, so that they are the same."""
+        self._sites.pop(key, None)
+        self._sites[key] = site
+        if len(self._sites) > SITES_PER_GROUP:
+            del self._sites[next(iter(self._sites))]
+        return site
+
+    def _bound(self, key: Key) -> BoundProgram | None:
+        rows = key[0].m  # told apart at once: there may be a hundred
+        return next((program for program, known in self._programs.items() if known[0].m == rows and known == key), None)
+
+    def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
+        """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
+        problem, spec, device = key
+        if spec in CHOSEN_HERE:
+            agree(self.team, device)
+        # Of agreed values: an error is the same on all ranks, and leaves the team whole. Profiles may differ.
+        timer = timer_for(device) if spec in CHOSEN_HERE and call.tried and effort() != "none" else None
+        specs = self._specs(key, timer)
+        schedule = _checked(problem, specs[0], device, kept)
+        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(device).blocks
+        lanes = "one for each peer" if fans_out(device) else "one"
+        self.team.enter(f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}")
+        trials: tuple[Trial, ...] = ()
+        try:
+            if timer is None or len(specs) == 1:
+                program = self._keep(schedule, key)
+                known = self._choices.get((problem, device)) if spec == "auto" else None
+                program.times_products = effort() != "none" and not (known and known.like)
+            else:
+                program, trials = self._contest(call, key, timer).fastest(specs)
+            self._drop_oldest()
+        except BaseException as error:
+            raise self.team.fail(error) from error.__cause__
+        if spec == "auto" and (problem, device) not in self._choices:
+            chosen = program.schedule
+            choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
+            self._choices[problem, device] = choice
+            self._earlier.keep(choice, device)
+        elif timer is not None and spec == "auto" and self._choices[problem, device].taken_over:
+            self._unproved.add(program, key, PROVED_AFTER)
+        elif timer is not None and spec != "auto" and program.schedule.name != BASE:
+            self._unproved.add(program, key, PREDICTED_AFTER)
+        return program
+
+    def _proved(self, call: Call, site: Site) -> Site:
+        """Hold a choice that was not measured here against the sequential program; if it does not win, put that back, aloud.
+
+        The program that lost stays bound, as what its own name stands for: a graph of the caller's may be replaying it.
+        """
+        problem, asked, device = key = self._programs[site.program]
+        schedule, timer = site.program.schedule, timer_for(device)
+        spec = schedules.spec(schedule.name, schedule.chunks)
+        assert timer is not None, "only where calls are timed are choices proved"
+        try:
+            program, trials = self._contest(call, key, timer).fastest((BASE, spec))
+        except BaseException as error:
+            raise self.team.fail(error) from error.__cause__
+        self._unproved.verdicts[key] = BASE if program.schedule.name == BASE else asked
+        if program.schedule.name != BASE:
+            self._drop(program)
+            return site
+        choice = Choice(problem=problem, spec=BASE, trials=trials)
+        whence = "taken over" if asked == "auto" else f"chosen by {asked!r}"
+        warnings.warn(f"{choice}: {spec} was {whence}, but is no faster here; sequential is put back", stacklevel=2)
+        self._programs[site.program] = (problem, spec, device)
+        if asked == "auto":
+            self._choices[problem, device] = choice
+            self._earlier.keep(choice, device)
+        moved = {k: replace(s, program=program) for k, s in self._sites.items() if s.program is site.program}
+        self._sites |= moved
+        return replace(site, program=program)
+
+    def _specs(self, key: Key, timer: Timer | None) -> tuple[str, ...]:
+        """What could run a call: one spec, unless it is to be measured, as a problem is once."""
+        problem, spec, device = key
+        if spec != "auto":
+            return (self._unproved.verdicts.get(key, spec),)
+        if timer is None and (problem, device) not in self._choices:
+            return (predicted(problem, device),)
+        known = self._choices.get((problem, device)) or self._earlier.find(problem, device)
+        if known is None:
+            return contenders(problem, device)
+        self._choices[problem, device] = known
+        return (known.spec,)
+
+    def _contest(self, call: Call, key: Key, timer: Timer) -> Contest[BoundProgram]:
+        """Programs under trial are kept like others: if it fails, `close` gives them back."""
+        problem, _, device = key
+        return Contest(
+            bind=lambda spec: self._keep(_checked(problem, spec, device, {}), key),
+            drop=self._drop,
+            call=lambda program: program.run(call.inputs),
+            timer=timer,
+            queued=queued_timer_for(device),
+            meet=self.team.enter,
+        )
+
+    def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
+        program = self._bind(schedule, key[2])
+        self._widened.unlearn()
+        self._programs[program] = key
+        return program
+
+    def _drop(self, program: BoundProgram) -> None:
+        self._widened.unlearn()
+        del self._programs[program]
+        self._unproved.forget(program)
+        program.close()
+
+    def _drop_oldest(self) -> None:
+        """Give back the programs, but for the last one, that were not used for the longest, where there are too many of those
+        that no graph holds. Collective."""
+        if len(self._programs) <= PROGRAMS_PER_GROUP:
+            return
+        *older, _ = self._programs
+        held = self._in_graphs(older)
+        free = [program for program in older if program not in held]
+        for program in free[: max(0, len(self._programs) - len(held) - PROGRAMS_PER_GROUP)]:
+            self._forget(program)
+
+    def _in_graphs(self, programs: Sequence[Held]) -> set[Held]:
+        """Those that any rank has captured: its graphs go on using them, and all ranks keep theirs. Collective."""
+        held: set[Held] = set()
+        for first in range(0, len(programs), _TOLD_AT_ONCE):
+            some = programs[first : first + _TOLD_AT_ONCE]
+            mine = sum(1 << at for at, program in enumerate(some) if program.captured)
+            told = self.team.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in told)}
+        return held
+
+    def _forget(self, program: BoundProgram) -> None:
+        self._sites = {key: site for key, site in self._sites.items() if site.program is not program}
+        problem, _, device = self._programs[program]
+        if (choice := self._choices.get((problem, device))) and choice.like:
+            del self._choices[problem, device]  # the program of more rows serves such calls until they stay again
+        self._drop(program)
+
+    def programs(self) -> set[BoundProgram]:
+        """What is bound now."""
+        return set(self._programs)
+
+    def forget(self, programs: Collection[BoundProgram]) -> None:
+        """Give programs back, with their memory, but for those in graphs. Collective: the same on every rank."""
+        with self.lock:
+            mine = [program for program in self._programs if program in programs]
+            held = self._in_graphs(mine)
+            for program in mine:
+                if program not in held:
+                    self._forget(program)
+
+    def _space(self, device: torch.device) -> HostSpace | CudaSpace:
+        if device not in self._spaces:
+            self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
+        return self._spaces[device]
+
+    def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
+        if self.team.nodes:
+            raise ValueError(
+                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
+                "pass a group within one"
+            )
+        with self.lock, PLAIN:
+            self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            return self.reachable.take(self._space(device), nbytes)
+
+    def numbers(self, what: str, mine: int) -> tuple[int, ...]:
+        """What each rank gives, by rank. Collective: hosts meet."""
+        with self.lock:
+            return self.team.enter(what, mine)
+
+    def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
+        """As weft.runtime.unscheduled.watched."""
+        with self.lock:
+            return unscheduled.watched(self.team, self._spaces.get(device), what, alike, work)
+
+    def wait(self, work: dist.Work, device: torch.device) -> None:
+        """As weft.runtime.unscheduled.wait."""
+        unscheduled.wait(self.team, self._spaces.get(device), work)
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
+        that callers have without asking for one."""
+        if device not in self._side:
+            self._side[device] = comm_stream(priority=_SIDE_PRIORITY, device=device)
+        return self._side[device]
+
+    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+        space = self._space(device)
+        return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
+
+    def schedules(self) -> list[Schedule]:
+        """What has been chosen so far, oldest use first."""
+        return [program.schedule for program in list(self._programs)]
+
+    def asked(self) -> list[tuple[Schedule, str]]:
+        """As `schedules`, each with what the callers asked for that run it."""
+        return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
+
+    def runs(self, asked: str) -> Schedule:
+        """What calls that asked for `asked` run, for the problem called last by it. KeyError if there was none."""
+        for program, (_, spec, _) in reversed(list(self._programs.items())):
+            if spec == asked:
+                return program.schedule
+        raise KeyError(asked)
+
+    def attached(self, kind: type[A], make: Callable[[], A]) -> A:
+        """What another module keeps for this group, made when first asked for, and closed with it."""
+        with self.lock:
+            if kind not in self._attached:
+                self._attached[kind] = make()
+            found: A = self._attached[kind]
+            return found
+
+    def choices(self) -> list[Choice]:
+        """What "auto" has stood for so far, a problem each."""
+        return list(self._choices.values())
+
+    def close(self) -> None:
+        """Give everything back, whatever is raised on the way. Raises what cut a call of this thread's short meanwhile."""
+        spaces = [space.close for space in self._spaces.values()]
+        first = [closes.close for closes in (*self._attached.values(), *self._programs)]
+        with ExitStack() as rest:
+            if any(isinstance(space, CudaSpace) for space in self._spaces.values()):
+                # What closed programs and their closures hold of each other holds symmetric memory, too.
+                rest.callback(free_symmetric)
+                rest.callback(gc.collect)
+            for close in reversed(
+                (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self.team.close)
+            ):
+                rest.callback(close)
+        for space in self._spaces.values():
+            if isinstance(space, CudaSpace) and space.cut_short is not None:
+                raise space.cut_short
+
+    def _close_side_streams(self) -> None:
+        while self._side:
+            give_back(self._side.popitem()[1])
+
+
+class Groups:
+    """Every group's state, by the group's name."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
+        self._kept: dict[str, Schedule] = {}
+        self._making: dict[str, threading.Lock] = {}
+        # No process group may be held until the interpreter ends: its threads would still run (docs/log.md).
+        atexit.register(self.close_all)
+
+    def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
+        grad = torch.is_grad_enabled()
+        try:
+            return self.state(name).run(call, self._kept)
+        finally:
+            # Once more: what another thread raises in this one may cut short what puts modes back.
+            torch._C._set_grad_enabled(grad)
+
+    def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
+        return self.state(name).run_ragged(call)
+
+    def state(self, name: str) -> GroupState:
+        """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""
+        if (group := _living(name)) is None:
+            raise ValueError("group: its process group was destroyed, or never was in this process; use one that lives")
+        with self._making.setdefault(name, threading.Lock()):
+            known = self._states.get(name)
+            if known is None or known[0] is not group:
+                # What is held of groups that were destroyed, one of which may have had this name, is of no use any more.
+                for other in [other for other, (held, _) in list(self._states.items()) if _living(other) is not held]:
+                    self.close(other)
+                known = self._states[name] = (group, GroupState(group))
+            return known[1]
+
+    def known(self, name: str) -> GroupState | None:
+        """The group's state, if it has been used. Not collective."""
+        return self._states[name][1] if name in self._states else None
+
+    def watched(self, name: str, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
+        """As GroupState.watched; as it is in a group that has been closed."""
+        return known.watched(what, alike, device, work) if (known := self.known(name)) else work()
+
+    def wait(self, name: str, work: dist.Work, device: torch.device) -> None:
+        """As GroupState.wait; as it is in a group that has been closed."""
+        if known := self.known(name):
+            known.wait(work, device)
+        else:
+            work.wait()
+
+    def failed(self, name: str, error: BaseException) -> BaseException:
+        """What a rank raises that the others, which may wait for it, are to be told."""
+        return known.team.fail(error) if (known := self.known(name)) else error
+
+    def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
+        """Where a tensor lies in a group's symmetric memory; None if nowhere."""
+        return known.reachable.find(tensor) if (known := self.known(name)) else None
+
+    def choices(self, name: str) -> list[Choice]:
+        """What "auto" has stood for in a group; nothing where it has made no call."""
+        return known.choices() if (known := self.known(name)) else []
+
+    def keep(self, schedule: Schedule) -> str:
+        """Remember a Schedule value; the string that names it in calls, the same on every rank."""
+        digest = hashlib.sha256(codec.dumps(schedule).encode()).hexdigest()[:16]
+        spec = f"value:{schedule.name}:{digest}"
+        self._kept[spec] = schedule
+        return spec
+
+    def close_all(self) -> None:
+        with ExitStack() as all_of_them:
+            for name in reversed(self._states):
+                all_of_them.callback(self.close, name)
+
+    def close(self, name: str) -> None:
+        known = self.known(name)
+        if known and not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
+            # From here on no failure is raised in this thread: nothing is left half closed.
+            known.team.closing()
+            self._states.pop(name, None)
+            known.close()
+
+
+def _living(name: str) -> dist.ProcessGroup | None:
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
+
+
+def _checked(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
+    schedule = choose(problem, spec, device, kept)
+    check(schedule)
+    return schedule
+
+
+GROUPS = Groups()

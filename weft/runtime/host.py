@@ -1,0 +1,398 @@
+"""The host executor: a Schedule on CPUs, one process a rank.
+
+Symmetric buffers are POSIX shared memory that every rank maps; a peer's region is a tensor over the peer's segment. Flags
+are words in the same memory, stored with release and loaded with acquire. The compute lane runs on the caller's thread;
+every other lane is a thread, so that a copy lane really runs beside the matmuls (torch lets go of the interpreter lock).
+
+    caller's thread (compute)       thread (copy)
+    steps ...                       steps ...
+    signal made  ---------------->  wait made
+    join  <-----------------------  end                 a call returns when all lanes of the rank have ended
+
+On several nodes, shared memory is that of a rank's own node; messages and collectives go through the process group's backend
+for CPUs (weft.runtime.host_wire).
+
+Memory, by rank: one data segment for all schedules of the team, grown when one needs more; one segment of flags a schedule.
+Schedules share the data segment: `Team.enter` of a call shows that every peer has ended the call before, so no peer still
+reads what another schedule put there.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+import torch
+
+from weft.comm.memory import Segment
+from weft.comm.team import Team
+from weft.core.errors import PeerLost, WaitTimeout
+from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, advances, waits
+from weft.core.span import Span
+from weft.core.work import span
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
+from weft.runtime.host_wire import HostWire
+from weft.runtime.interpret import Device, Program
+
+_LOOKS_PER_S = 3_000
+"""At most: how often an interpreted kernel looks at a flag in a second."""
+_INTERPRETED_BLOCKS = 4
+
+
+@cache
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has matmuls of its own for `dtype`; if not, torch's are a hundred times slower than float32's."""
+    if dtype == torch.float32:
+        return True
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
+    return bool(getattr(torch.ops.mkldnn, name)())
+
+
+class LaneThread:
+    """A thread that runs one lane's steps, call after call."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"weft-{name}", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        torch.set_grad_enabled(False)  # a mode of the thread; the caller's is set by GroupState.run
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:
+                self._results.put(error)
+            else:
+                self._results.put(None)
+
+    def start(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def join(self) -> BaseException | None:
+        """Wait for the started task; the exception that it raised, if any."""
+        return self._results.get()
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+
+class HostSpace:
+    """What the schedules of one team share on this rank: the data segments, scratch, and lane threads."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self.data: dict[int, Segment] = {}
+        self.wire: HostWire | None = None
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._threads: dict[str, LaneThread] = {}
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul."""
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
+
+    def fuses(self, dtype: torch.dtype) -> bool:
+        return self.runs_kernels(dtype)
+
+    @property
+    def blocks(self) -> int:
+        return _INTERPRETED_BLOCKS
+
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        """Nothing is multiplied as a matrix, so the interpreter has float32, too."""
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
+
+    def reserve(self, nbytes: int) -> None:
+        """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
+        if not self.data or self.data[self.team.rank].nbytes < nbytes:
+            grown = dict(zip(self.team.near, self.team.allocate(nbytes), strict=True))
+            for segment in self.data.values():
+                segment.close()
+            self.data = grown
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local matrix that keeps its memory from call to call."""
+        nbytes = rows * cols * dtype.itemsize
+        if name not in self._scratch or self._scratch[name].numel() < nbytes:
+            self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
+
+    def thread(self, lane: str) -> LaneThread:
+        if lane not in self._threads:
+            self._threads[lane] = LaneThread(f"{lane}-{self.team.rank}")
+        return self._threads[lane]
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+        for segment in self.data.values():
+            segment.close()
+        if self.wire:
+            self.wire.close()
+        self._threads, self.data, self._scratch, self.wire = {}, {}, {}, None
+
+
+class HostProgram(BoundProgram, Device):
+    """A schedule on one CPU rank. Words of its segment: the flags, then one for meetings in collectives."""
+
+    def __init__(self, space: HostSpace, schedule: Schedule) -> None:
+        self._mailboxes: list[Segment] = []
+        super().__init__(space, schedule)
+        self.space = space
+        self._program = Program(schedule, self, self.growth_of)
+        self._keep_pushes_that_need_no_lane_of_this_call()
+        self._segments = dict(zip(self.team.near, self.team.allocate(8 * (self.words_needed + 1)), strict=True))
+        self._words = {rank: segment.words(0, self.words_needed + 1) for rank, segment in self._segments.items()}
+        self._meetings = 0
+        self._waiting: dict[str, Callable[[], str]] = {}
+        if self.team.nodes and space.wire is None:
+            space.wire = HostWire(self.team)
+
+    def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
+        """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
+        that waits for this call's compute lane cannot: its copies are made step by step."""
+        late = {
+            lane.name
+            for lane in self.schedule.ranks[self.rank]
+            if lane.kind == "blocks" and any(wait.at_least for step in lane.steps for wait in waits(step))
+        }
+        self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
+
+    def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name != "b" and (self.pushes or self.exchanges or self.team.nodes):
+            return tensor.contiguous()
+        if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
+            return tensor.float()
+        return tensor
+
+    def close(self) -> None:
+        for segment in (*self._segments.values(), *self._mailboxes):
+            segment.close()
+
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
+        segments = self.team.allocate(nbytes)
+        self._mailboxes += segments
+        own = segments[self.team.rank - self.team.near.start]
+        return [segment.address for segment in segments], own.matrix(0, 1, nbytes, torch.uint8)[0]
+
+    def wait(self, flag: Flag, value: int, where: Where) -> None:
+        """Bounded. What is told names what the other lanes wait for, too: this one may wait for one of them."""
+        words, slot = self._words[flag.rank], self.slots[flag]
+
+        def missing() -> str:
+            return f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self.raiser(flag)}"
+
+        def explain() -> str:
+            others = [other() for lane, other in tuple(self._waiting.items()) if lane != where.lane]
+            return "\n".join((missing(), *others))
+
+        self._waiting[where.lane] = missing
+        try:
+            self.team.until(lambda: words.load(slot) >= value, explain)
+        finally:
+            del self._waiting[where.lane]
+
+    def raiser(self, flag: Flag) -> str:
+        """Who advances a flag, and what that lane waits for itself, from rank to rank: the last one named is late."""
+        told, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
+        while behind is not None and behind not in seen:
+            told += f", which waits for {behind}; {super().raiser(behind)}"
+            seen.add(behind)
+            behind = self._behind(behind)
+        return told
+
+    def _behind(self, flag: Flag) -> Flag | None:
+        """The flag that the lane which advances this one waits for in this call; None where it has all that it needs."""
+        for lane in (lane for lanes in self.schedule.ranks for lane in lanes):
+            signals = [at for at, step in enumerate(lane.steps) if flag in advances(step)]
+            for wait in (wait for step in lane.steps[: max(signals, default=-1) + 1] for wait in waits(step)):
+                needed = self._program.absolute(self.epoch, wait)
+                if self._words[wait.flag.rank].load(self.slots[wait.flag]) < needed:
+                    return wait.flag
+        return None
+
+    def signal(self, flag: Flag, value: int) -> None:
+        self._words[flag.rank].store(self.slots[flag], value)
+
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        return self._segments[flag.rank].address + 8 * self.slots[flag]
+
+    def count_address(self, flag: Flag) -> int:
+        return self._segments[flag.rank].address + 8 * self.slots[flag]
+
+    def gate_need(self, wait: Wait) -> tuple[int, int]:
+        first = self._program.absolute(0, wait)
+        return self._program.absolute(1, wait) - first, first
+
+    def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.space.data[rank].matrix(offset, rows, cols, dtype)
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.space.scratch(name, rows, cols, dtype)
+
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        outputs: Outputs | None = None,
+        reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        spans: list[Span] | None = None,
+    ) -> Outputs:
+        self.space.reserve(self.layout.nbytes)
+        return super().run(inputs, outputs=outputs, reached=reached, spans=spans)
+
+    def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        self._program.run(self.epoch, self.bind(inputs, outputs))
+
+    def fused(self, step: Gemm | Reduce | Lookup, bindings: Bindings, epoch: int, where: Where) -> bool:
+        kernel = self.kernels.get(id(step))
+        if kernel is None or not kernel.runs(bindings):
+            return False
+        kernel.launch(bindings, epoch, silent=False, tries=self._tries, sms=_INTERPRETED_BLOCKS)
+        try:
+            kernel.raise_if_late(str(where), self.raiser)
+        except WaitTimeout:
+            self.team.check_peers()
+            raise
+        return True
+
+    @property
+    def _tries(self) -> int:
+        return int(self.team.timeout_s * _LOOKS_PER_S)
+
+    def pushed(self, where: Where, bindings: Bindings) -> bool:
+        exchange = self.exchanges.get((where.lane, where.position))
+        if exchange is not None:
+            exchange.launch(bindings, silent=False, tries=self._tries)
+            exchange.raise_if_late(self.team.check_peers)
+            return True
+        push = self.pushes.get((where.lane, where.position))
+        if push is not None:
+            push.launch(bindings, silent=False, sms=_INTERPRETED_BLOCKS)
+        return push is not None
+
+    def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
+        # What is kept in float32 is not rounded to the operands' dtype on the way.
+        wide = torch.promote_types(b.dtype, out.dtype)
+        a, b = a.to(wide), b.to(wide)
+        if out.dtype == a.dtype and not accumulate:
+            torch.mm(a, b, out=out)
+        elif accumulate:
+            out += torch.mm(a, b)
+        else:
+            out.copy_(torch.mm(a, b))
+
+    def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
+        """Every rank stages its source in shared memory, meets the others, reads theirs, and meets them again. On several nodes
+        it sends its source to all."""
+        wire = self.space.wire
+        if wire:
+            staged = [torch.empty(self._staged_shape(step, rank), dtype=self.dtype) for rank in range(self.team.world_size)]
+            wire.share(src, staged, where)
+        else:
+            staged = [self._staged(step, rank) for rank in range(self.team.world_size)]
+            staged[self.rank].copy_(src)
+            self._meet(where)
+        mine = self.schedule.problem.shards
+        if step.op == "all_to_all_columns":
+            for cols, pooled in zip(self.schedule.problem.blocks, staged, strict=True):
+                dst[:, slice(*cols)].copy_(pooled[slice(*mine[self.rank])])
+        elif step.op == "all_gather":
+            for (low, high), shard in zip(mine, staged, strict=True):
+                dst[low:high].copy_(shard)
+        elif step.op == "all_to_all":
+            for src_rank, source in enumerate(staged):
+                low, high = self.schedule.problem.arrivals(src_rank, self.rank)
+                dst[low:high].copy_(source[slice(*mine[self.rank])])
+        else:
+            rows = slice(*mine[self.rank]) if step.op == "reduce_scatter" else slice(None)
+            total = staged[0][rows].to(torch.float32, copy=True)
+            for partial in staged[1:]:
+                total += partial[rows]
+            dst.copy_(total / step.divide_by if step.divide_by != 1 else total)
+        if not wire:
+            self._meet(where)
+
+    def send_receive(self, step: SendReceive, bindings: Bindings, where: Where) -> None:
+        assert self.space.wire, f"{where} on one node"
+        sends = [(bindings.view(send.src), send.to) for send in step.sends]
+        self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives], where)
+
+    def _staged(self, step: Collective, rank: int) -> torch.Tensor:
+        """Where a rank puts its source."""
+        return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank), self.dtype)
+
+    def _staged_shape(self, step: Collective, rank: int) -> tuple[int, int]:
+        """Of a rank's source: its own shard's rows for an all-gather, else all rows."""
+        problem = self.schedule.problem
+        low, high = problem.shards[rank]
+        rows = high - low if step.op == "all_gather" else step.src.shape[0]
+        left, right = problem.blocks[rank] if step.op == "all_to_all_columns" else step.src.cols
+        return rows, right - left
+
+    def _meet(self, where: Where) -> None:
+        """Wait until every rank is here: a barrier on a word of each."""
+        self._meetings += 1
+        last = self._words[self.rank].count - 1
+        self._words[self.rank].store(last, self._meetings)
+        for rank, words in self._words.items():
+            self.team.until(
+                lambda w=words: w.load(last) >= self._meetings,  # type: ignore[misc]
+                lambda r=rank, w=words: (  # type: ignore[misc]
+                    f"{where}: meet[0]@{r}: expected {self._meetings}, seen {w.load(last)}; rank {r} raises it"
+                ),
+            )
+
+    def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
+        """The compute lane here, the others on their threads; returns when all have ended, raises the first error.
+
+        Lanes of blocks that are interpreted kernels run here too, before the others.
+        """
+        pushed = {name for name, _ in self.pushes}
+        first = [item for item in lanes if item[0].kind == "blocks" and item[0].name in pushed]
+        for _, work in first:
+            self._guarded(work)()
+        lanes = sorted((item for item in lanes if item not in first), key=lambda item: item[0].kind != "compute")
+        started = [self.space.thread(lane.name) for lane, _ in lanes[1:]]
+        for thread, (_, work) in zip(started, lanes[1:], strict=True):
+            thread.start(self._guarded(work))
+        errors: list[BaseException | None] = []
+        try:
+            for _, work in lanes[:1]:
+                self._guarded(work)()
+        except BaseException as error:
+            errors.append(error)
+        errors += [thread.join() for thread in started]
+        raised = [error for error in errors if error is not None]
+        if raised:
+            # A lane that stopped because another one failed only repeats the reason: raise the reason itself.
+            raise next((e for e in raised if e is self.team.broken), raised[0])
+
+    def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except PeerLost:
+                raise
+            except BaseException as error:
+                raise self.team.fail(error) from None
+
+        return run
+
+    def record(self, where: Where, work: Callable[[], None]) -> None:
+        if self.spans is None:
+            work()
+            return
+        start = time.perf_counter_ns()
+        work()
+        end = time.perf_counter_ns()
+        self.spans.append(span(self.schedule, self.rank, where.lane, where.step, start / 1e3, end / 1e3))

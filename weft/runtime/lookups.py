@@ -1,0 +1,120 @@
+"""Lookup steps as kernels.
+
+The schedule's input `bags` is what looking up would give; the caller's tensors that stand for it are no matrices of the
+schedule, and go by names of their own: `tables` (one or several), `indices`, `offsets` and, if there are any, `weights`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.core.problem import LookupProblem
+from weft.core.schedule import Flag, Lookup, Region, Schedule
+from weft.kernels.lookup import LookupTables, Target, launcher, lookup, lookup_tables, tiles_of_bags, variant
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.fused import FlagWords, FusedStep
+
+
+def lookup_growth(schedule: Schedule) -> dict[Flag, int]:
+    """By flag that a lookup counts: how far one advance of the schedule moves its word."""
+    problem = schedule.problem
+    return {
+        part.count: tiles_of_bags(part, problem.table_columns(rank))
+        for rank, _, _, step in schedule
+        if isinstance(step, Lookup) and isinstance(problem, LookupProblem)
+        for part in step.parts
+        if part.count is not None
+    }
+
+
+class FusedLookup(FusedStep):
+    """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call."""
+
+    def __init__(self, step: Lookup, where: Where, device: torch.device, flags: FlagWords, problem: LookupProblem) -> None:
+        super().__init__(where, device, flags)
+        self.step: Lookup = step
+        self._problem = problem
+        self._columns = problem.table_columns(where.rank)
+        self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
+        self._launcher = launcher()
+        self._plans: dict[tuple[int, ...], LookupTables] = {}
+        self._loaded: set[tuple[object, ...]] = set()
+
+    def runs(self, bindings: Bindings) -> bool:
+        """Always. Asked before any of a call is enqueued, so it makes ready what may wait for all streams: tables of addresses,
+        and the kernel for other types of indices than before."""
+        if self._columns:
+            plan, loose = self._plan(bindings), bindings.loose
+            weights = loose["weights"][0] if "weights" in loose else None
+            mean = self._problem.mode == "mean"
+            key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
+            if key not in self._loaded:
+                if self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                    # What was enqueued before may wait for a peer: in the driver, where kernels are loaded, nobody watches.
+                    torch.cuda.synchronize(self._device)
+                self._launch(plan, bindings, load_only=True)
+                self._loaded.add(key)
+        return True
+
+    def lay_out(self, bindings: Bindings) -> None:
+        if self._columns:
+            self._plan(bindings)
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        if self._columns:
+            self._launch(self._plan(bindings), bindings, silent=silent, sms=sms, stream=stream)
+
+    def _launch(
+        self,
+        plan: LookupTables,
+        bindings: Bindings,
+        *,
+        silent: bool = True,
+        load_only: bool = False,
+        sms: int = 1,
+        stream: int | None = None,
+    ) -> None:
+        lookup(
+            plan,
+            bindings.loose["indices"][0],
+            bindings.loose["offsets"][0],
+            bindings.loose["weights"][0] if "weights" in bindings.loose else None,
+            mean=self._problem.mode == "mean",
+            dtype=bindings.loose["tables"][0].dtype,
+            out=self._out(bindings),
+            silent=silent,
+            load_only=load_only,
+            sms=sms,
+            launched_by=self._launcher,
+            stream=stream,
+        )
+
+    def _out(self, bindings: Bindings) -> torch.Tensor | None:
+        """The caller's result, which lies elsewhere each call; None for a rank that gives none to itself."""
+        return next((bindings.tensors[key][0][0] for key in self._targets if key[0] == "out"), None)
+
+    def _plan(self, bindings: Bindings) -> LookupTables:
+        tables = bindings.loose["tables"]
+        fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
+        key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
+        if key not in self._plans:
+            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ValueError("tables lie where no call has found them: call once with these before capturing a graph")
+            self._plans[key] = self._lay_out(bindings)
+        return self._plans[key]
+
+    def _lay_out(self, bindings: Bindings) -> LookupTables:
+        def target(region: Region) -> Target:
+            view, (whole, _) = bindings.view(region), bindings.tensors[region.buffer, region.rank][0]
+            relative = region.buffer == "out"
+            return Target(view.data_ptr() - relative * whole.data_ptr(), whole.stride(0) * whole.element_size(), relative)
+
+        return lookup_tables(
+            self.step,
+            bindings.loose["tables"],
+            columns=self._columns,
+            batch=self._problem.m,
+            device=self._device,
+            target=target,
+            count_address=self._flags.count_address,
+        )

@@ -1,0 +1,85 @@
+"""What GPUs of different nodes exchange: the vendor's sends and receives, on a communicator of their own.
+
+WEFT_NODE_TRANSPORT says by what: nccl (default), which is this; or nvshmem, which is weft.runtime.nvshmem_wire.
+
+The communicator is not the caller's: its kernels take at most `sms_for(team)` SMs, which kernels of the same schedule leave
+free, so that a slice leaves while the rest is computed. They are not launched in clusters: the SMs that a kernel leaves free
+are spread over the GPU, and a cluster of several blocks finds no room among them until that kernel ends. Its stream shares no
+hardware queue with the caller's; and it can be aborted without taking the caller's group along, which is how a message that
+never comes ends.
+
+It is made with a store of the team's own and is in none of torch's lists: torch names groups that only some ranks make by their
+ranks and by how many groups a rank has, so that ranks could differ in a name, of such a group or of the caller's next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.team import Team
+from weft.runtime.vendor import Abort
+
+_SMS_OF_LINKS, _SMS_OF_ADAPTERS = 32, 16
+"""Between nodes of one host 32 of the vendor's blocks move 64 MiB both ways at 260 GB/s (2 x H200), 16 at 155. That 16 keep an
+adapter of 50 GB/s busy is assumed, not measured."""
+
+Messages = Sequence[tuple[torch.Tensor, int]]
+"""Contiguous tensors, each with the rank at its other end."""
+
+
+def transport_from_environment() -> str:
+    """WEFT_NODE_TRANSPORT, or nccl. Raises ValueError if it is neither nccl nor nvshmem."""
+    name = os.environ.get("WEFT_NODE_TRANSPORT", "nccl")
+    if name not in ("nccl", "nvshmem"):
+        raise ValueError(f"WEFT_NODE_TRANSPORT is {name!r}; use nccl or nvshmem")
+    return name
+
+
+def sms_for(team: Team) -> int:
+    """SMs that messages between this team's nodes get."""
+    return _SMS_OF_LINKS if team.one_host else _SMS_OF_ADAPTERS
+
+
+class CudaWire:
+    """Messages between the ranks of a team. Collective."""
+
+    def __init__(self, team: Team, device: torch.device) -> None:
+        team.enter("messages between nodes: nccl")
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        options.config.max_ctas = sms_for(team)
+        options.config.cga_cluster_size = 1
+        options.global_ranks_in_group = dist.get_process_group_ranks(team.group)
+        options.group_name = f"weft-{team.topic}"
+        made: Any = dist.ProcessGroupNCCL(team.store("wire"), team.rank, team.world_size, options)
+        self._backend: Any = made
+        self._abort: Abort | None = None
+        self._backend._set_sequence_number_for_group()
+        # The communicator is made by all ranks at once, whoever exchanges what with whom later.
+        self._backend.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+
+    def exchange(self, sends: Messages, receives: Messages) -> None:
+        """Enqueue one group of sends and receives on torch's current stream."""
+        self._backend._start_coalescing()
+        for sent, to in sends:
+            self._backend.send([sent], to, 0)
+        for got, source in receives:
+            self._backend.recv([got], source, 0)
+        self._backend._end_coalescing().wait()
+
+    def abort(self) -> None:
+        """End what waits for messages that will not come. For the end of a team: nothing can be exchanged after it."""
+        self._abort = self._abort or Abort(self._backend.abort, "wire")
+
+    def close(self) -> None:
+        if self._abort is None or self._abort.ended():
+            with suppress(RuntimeError):  # aborted
+                self._backend.shutdown()
+        self._backend = None

@@ -1,0 +1,80 @@
+"""Runs of copies as kernels: what a lane that runs on SMs sends, by stores.
+
+Which steps run so, weft.schedules.together says. Such a run is one kernel (weft.kernels.push), whose copies each add to the
+flag of their Signal, tile by tile.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.core.schedule import Flag, Region, Schedule
+from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.fused import FlagWords
+from weft.schedules.together import Run, runs
+
+
+def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict[Flag, int]:
+    """By flag that a push raises: how far one advance of the schedule moves its word."""
+    return {
+        flag: tiles_of_copy(copy.dst, itemsize=itemsize, device=device)
+        for lanes in schedule.ranks
+        for lane in lanes
+        for run in runs(lane)
+        for copy, flag in run.copies
+    }
+
+
+class FusedPush:
+    """One run of one rank as a kernel, ready to launch call after call."""
+
+    def __init__(self, run: Run, where: Where, device: torch.device, flags: FlagWords) -> None:
+        self.where, self.length = where, run.last - run.first
+        self._run, self._device, self._flags = run, device, flags
+        self._source = (run.copies[0][0].src.buffer, run.copies[0][0].src.rank)
+        assert all((copy.src.buffer, copy.src.rank) == self._source for copy, _ in run.copies), "a run has one source"
+        self._launcher = launcher()
+        self._tables: dict[tuple[int, ...], PushTables] = {}
+
+    def launch(self, bindings: Bindings, *, silent: bool, sms: int, stream: int | None = None) -> None:
+        """Send. silent: do not count, for a rehearsal. sms: blocks."""
+        base, plan = self.laid_out(bindings)
+        push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
+
+    def laid_out(self, bindings: Bindings) -> tuple[int, PushTables]:
+        """What source addresses count from, and the tables. Makes them where a call's rows lie otherwise than before."""
+        ((source, _),) = bindings.tensors[self._source]
+        base = source.data_ptr() & ~15
+        # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
+        targets = dict.fromkeys((copy.dst.buffer, copy.dst.rank) for copy, _ in self._run.copies)
+        pitches = (stride if rows > 1 else 0 for rows, stride in zip(source.shape, source.stride(), strict=True))
+        key = (source.data_ptr() & 15, *pitches, *(bindings.tensors[t][0][0].data_ptr() for t in targets))
+        if key not in self._tables:
+            if source.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    f"{self.where}: its rows lie otherwise than in the calls before; call the operator once with tensors that "
+                    "lie so before capturing a graph"
+                )
+            # Kept as long as the program: a graph may hold any of them.
+            self._tables[key] = self._lay_out(bindings, base)
+        return base, self._tables[key]
+
+    def _lay_out(self, bindings: Bindings, base: int) -> PushTables:
+        def address(region: Region) -> int:
+            found = bindings.view(region).data_ptr()
+            return found - base if (region.buffer, region.rank) == self._source else found
+
+        def stride(region: Region) -> int:
+            view = bindings.view(region)
+            return view.stride(0) * view.element_size()
+
+        ((source, _),) = bindings.tensors[self._source]
+        return push_tables(
+            [(copy.src, copy.dst, flag) for copy, flag in self._run.copies],
+            device=self._device,
+            itemsize=source.element_size(),
+            address=address,
+            stride=stride,
+            count_address=self._flags.count_address,
+        )

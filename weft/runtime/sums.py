@@ -1,0 +1,79 @@
+"""Sums of collectives as kernels: a Reduce on communication blocks, of contiguous pieces, one of them the caller's."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Reduce, Region, Schedule
+from weft.kernels.launch import Launcher
+from weft.kernels.runs import RunTable, load, run_table, sum_runs
+from weft.runtime.bindings import Bindings, Where
+from weft.runtime.fused import FlagWords, FusedStep
+
+
+def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
+    """Whether it is one sum of contiguous pieces of one length, one of them the caller's, that neither waits nor counts: what
+    the kernel does. All other sums go step by step."""
+    if len(step.parts) != 1:
+        return False
+    part, buffers = step.parts[0], schedule.buffer
+    others = [buffers[src.buffer] for src in part.srcs if src.buffer != "a"]
+    # The table keeps the addresses of all but the caller's, which may be others in each call.
+    fixed = len(part.srcs) == len(others) + 1 and all(buffer.kind in ("symmetric", "local") for buffer in others)
+    narrow = schedule.problem.dtype == "float32" or not any(buffer.float32 for buffer in (*others, buffers[part.out.buffer]))
+    columns = {width for region in (*part.srcs, part.out) for width in buffers[region.buffer].cols}
+    plain = not part.gates and part.count is None and all(src.shape == part.out.shape for src in part.srcs)
+    return fixed and narrow and columns == {1} and plain
+
+
+class FusedSum(FusedStep):
+    """One Reduce of one part. Pieces of peers lie where they lie; the caller's tensors may be elsewhere in each call.
+
+    launched_by: one for all of a program's, since their kernels are the same.
+    """
+
+    def __init__(
+        self, step: Reduce, where: Where, device: torch.device, flags: FlagWords, problem: CollectiveProblem, by: Launcher
+    ) -> None:
+        super().__init__(where, device, flags)
+        self.step: Reduce = step
+        (self._part,) = step.parts
+        self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), by
+        self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
+        self._table: tuple[tuple[int, ...], RunTable] | None = None
+
+    def runs(self, bindings: Bindings) -> bool:
+        """Always. Asked before any of a call is enqueued, so it makes ready what may wait for all streams."""
+        self._laid_out(bindings)
+        return True
+
+    def lay_out(self, bindings: Bindings) -> None:
+        self._laid_out(bindings)
+
+    def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        """silent: add nothing up, for a rehearsal: the result may lie on what is to be summed."""
+        if silent:
+            return
+        own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
+        elements = self._part.out.shape[0]
+        plan = self._laid_out(bindings)
+        sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self._launcher, stream=stream)
+
+    def _laid_out(self, bindings: Bindings) -> RunTable:
+        """The table. Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the table is made anew."""
+        if self._table is not None and self._device.type == "cuda":
+            return self._table[1]
+        srcs = [0 if number == self._own else _address(bindings, src) for number, src in enumerate(self._part.srcs)]
+        if self._table is None or self._table[0] != tuple(srcs):
+            by = self.step.divide_by
+            plan = run_table(srcs, own=self._own, dtype=self._dtype, divide_by=by, device=self._device)
+            self._table = tuple(srcs), plan
+            load(plan, launched_by=self._launcher, address=_address(bindings, self._part.out))
+        return self._table[1]
+
+
+def _address(bindings: Bindings, region: Region) -> int:
+    """Of a region's first element; its buffer has one column."""
+    ((whole, _),) = bindings.tensors[region.buffer, region.rank]
+    return whole.data_ptr() + region.rows[0] * whole.element_size()

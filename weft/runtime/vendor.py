@@ -1,0 +1,170 @@
+"""The vendor's collectives on CUDA: NCCL's, on plain buffers.
+
+NCCL has kernels of less latency for buffers that all ranks have registered with its communicator ("symmetric windows"). They
+are not used: one whose peers do not come never ends. It does not look whether its communicator has been aborted (2.28.9), so
+nothing could bound the wait. Where they are faster than plain ones, so is `sequential_stores`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+
+from weft.core.problem import Problem
+from weft.core.schedule import Collective
+
+
+def _gather_options() -> Any:
+    options = AllgatherOptions()
+    options.asyncOp = False
+    return options
+
+
+_GATHER = _gather_options()
+
+
+def _in_order(work: Any) -> None:
+    """The current stream goes on after a collective; a backend that has seen to that itself gives nothing to wait for."""
+    if work is not None:
+        work.wait()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What runs a group's collectives on a device."""
+    return group._get_backend(device)
+
+
+class Abort:
+    """The end of a communicator in which this rank waits for others in vain, on a thread of its own: kernels end at once, but
+    while a CUDA graph holds collectives of it, NCCL does not return."""
+
+    _WAITS_S = 5.0
+
+    def __init__(self, abort: Callable[[], object], name: str) -> None:
+        self._abort, self._ended = abort, False
+        self._thread = threading.Thread(target=self._run, name=f"weft-abort-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._abort()
+            self._ended = True
+        except Exception as error:  # of torch's and NCCL's
+            with suppress(OSError, ValueError):  # nobody may be there to read it
+                said = str(error).splitlines()[0]
+                print(f"weft: the process group cannot be aborted ({said}): end this process", file=sys.stderr, flush=True)
+
+    def ended(self) -> bool:
+        """Whether NCCL is through with it, after a while."""
+        self._thread.join(self._WAITS_S)
+        return self._ended
+
+
+class Vendor:
+    """One collective step of one program."""
+
+    def __init__(self, group: dist.ProcessGroup, step: Collective, problem: Problem) -> None:
+        self._group, self._step, self._problem = group, step, problem
+        self._shards = shards = problem.shards
+        self._longest = shards[0][1] - shards[0][0]
+        self._even = all(high - low == self._longest for low, high in shards)
+        self._op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
+        self._options = ReduceScatterOptions()
+        self._options.reduceOp = self._op  # type: ignore[assignment]
+        self._options.asyncOp = False
+        self._all_options = AllreduceOptions()
+        self._all_options.reduceOp = self._op  # type: ignore[assignment]
+        self._all_options.asyncOp = False
+
+    def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Enqueue it on torch's current stream."""
+        if self._step.op == "all_to_all":
+            self._exchange(src, dst)
+        elif self._step.op == "all_to_all_columns":
+            self._exchange_columns(src, dst)
+        else:
+            self._plain(src, dst)
+
+    def rehearse(self, device: torch.device) -> None:
+        """The same collective of one element a rank: NCCL makes a communicator, and connections for each kind of collective, at
+        first use, which takes a second and more where many processes do. Collective."""
+        one, many = torch.zeros(1, device=device), torch.zeros(len(self._shards), device=device)
+        if self._step.op == "all_reduce":
+            _in_order(self._group.allreduce([one], self._all_options))
+        elif self._step.op == "all_gather":
+            self._gather(many, one)
+        elif self._step.op == "reduce_scatter":
+            self._scatter(one, many)
+        else:
+            dist.all_to_all_single(torch.empty_like(many), many, group=self._group)
+
+    def _gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """As dist.all_gather_into_tensor, without what that checks and logs, which is most of its host time."""
+        _in_order(self._group._allgather_base(dst, src, _GATHER))
+
+    def _scatter(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """As dist.reduce_scatter_tensor."""
+        _in_order(self._group._reduce_scatter_base(dst, src, self._options))
+
+    def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """On equal parts; unequal shards are padded to the longest on the way."""
+        if self._step.op == "all_reduce":
+            if src.data_ptr() != dst.data_ptr():
+                dst.copy_(src)
+            _in_order(self._group.allreduce([dst], self._all_options))
+        elif self._step.op == "all_gather":
+            if self._even:
+                self._gather(dst, src.contiguous())
+            else:
+                self._gather_uneven(src, dst)
+        elif self._even:
+            self._scatter(dst, src.contiguous())
+        else:
+            self._scatter_uneven(src, dst)
+
+    def _exchange(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        if self._even:
+            # Without lists of sizes, which torch would check and NCCL take apart.
+            dist.all_to_all_single(dst, src.contiguous(), group=self._group)
+            return
+        low, high = self._shards[self._group.rank()]
+        sent, received = [last - first for first, last in self._shards], [high - low] * len(self._shards)
+        dist.all_to_all_single(dst, src.contiguous(), received, sent, group=self._group)
+
+    def _exchange_columns(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """What comes from each rank is a block of its columns, laid side by side."""
+        columns = [right - left for left, right in self._problem.blocks]
+        gives = [(high - low) * src.shape[1] for low, high in self._shards]
+        takes = [dst.shape[0] * width for width in columns]
+        landed = src.new_empty(sum(takes))
+        if self._even and len(set(columns)) == 1:
+            dist.all_to_all_single(landed, src.contiguous().view(-1), group=self._group)
+        else:
+            dist.all_to_all_single(landed, src.contiguous().view(-1), takes, gives, group=self._group)
+        blocks = zip(torch.split(landed, takes), columns, strict=True)
+        torch.cat([block.view(dst.shape[0], width) for block, width in blocks], 1, out=dst)
+
+    def _gather_uneven(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        longest = self._longest
+        padded = src.new_zeros(longest, src.shape[1])
+        padded[: src.shape[0]].copy_(src)
+        gathered = src.new_empty(len(self._shards) * longest, src.shape[1])
+        self._gather(gathered, padded)
+        for rank, (low, high) in enumerate(self._shards):
+            dst[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
+
+    def _scatter_uneven(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        longest = self._longest
+        spread = src.new_zeros(len(self._shards) * longest, src.shape[1])
+        for rank, (low, high) in enumerate(self._shards):
+            spread[rank * longest : rank * longest + high - low].copy_(src[low:high])
+        reduced = src.new_empty(longest, src.shape[1])
+        self._scatter(reduced, spread)
+        dst.copy_(reduced[: dst.shape[0]])

@@ -1,0 +1,115 @@
+"""A schedule as text: time downward, a column for each lane, the way a person would draw it.
+
+    -->  a flag from one lane to another of the same rank        ~>  a flag from rank to rank
+
+Rows are topological levels of one call: a step stands below all that it waits for, and a wait beside the signal that it
+waits for where there is room. Rows are no measure of time. Lines of a kernel's parts are indented; the parts run beside
+each other. The last column says what goes to, and comes from, ranks that have no column of their own; a wait for the
+calls before (at_least=0) has nothing to stand beside.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+from weft.core.errors import require
+from weft.core.schedule import Schedule
+from weft.schedules.timelines.lines import Column, Line, Placer, owners, words
+
+_GAP = 4
+
+
+def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 100) -> str:
+    """The schedule drawn for `ranks`, no line longer than `width`.
+
+    A schedule that deadlocks is drawn up to where it stops, then the lines that never run. Raises ValueError for a rank
+    that the schedule lacks, and for less than 40 columns of width, or than the ranks' lanes need.
+    """
+    require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    require("ranks", ranks, Sequence, "use a row of ranks, such as (0, 1)")
+    require("width", width, int, "use a whole number of columns, at least 40")
+    wrong = [r for r in ranks if not (isinstance(r, int) and 0 <= r < len(schedule.ranks))]
+    if wrong or not ranks:
+        raise ValueError(f"ranks is {tuple(ranks)}; use some of 0 to {len(schedule.ranks) - 1}")
+    if width < 40:
+        raise ValueError(f"width is {width}; a timeline needs at least 40")
+    order = ("compute", "copy", "blocks", "network")
+    columns = [(r, lane.name) for r in ranks for lane in sorted(schedule.ranks[r], key=lambda lane: order.index(lane.kind))]
+    lines, never = Placer(schedule, frozenset(ranks)).run()
+    shown = [line for line in lines if line.column in columns]
+    drawn = _Drawing(schedule, columns, shown).text(width)
+    late = [f"never: rank {n.column[0]}, {n.column[1]}: {n.text.strip()}"[:width] for n in never if n.column in columns]
+    return "\n".join([*_title(schedule, width), *drawn, *late])
+
+
+def _title(schedule: Schedule, width: int) -> list[str]:
+    return [f"{schedule.name}, chunks={schedule.chunks}: {schedule.problem}"[:width], ""]
+
+
+class _Drawing:
+    """Placed lines as a grid of cells, with arrows in the gaps."""
+
+    def __init__(self, schedule: Schedule, columns: list[Column], lines: list[Line]) -> None:
+        self.columns, self.owners = columns, owners(schedule)
+        self.cells: dict[int, list[str]] = defaultdict(lambda: [""] * (len(columns) + 1))
+        self.arrows: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+        senders = {(flag, line.row): line.column for line in lines for flag in line.signals}
+        for line in lines:
+            at = columns.index(line.column)
+            self.cells[line.row][at] = line.text
+            self._note_peers(line, at)
+            for wait in line.waits:
+                sender = senders.get((wait.flag, line.row))
+                if sender is not None and sender != line.column:
+                    self.arrows[line.row].append((columns.index(sender), at, "-" if sender[0] == line.column[0] else "~"))
+
+    def _note_peers(self, line: Line, at: int) -> None:
+        """The last column: who is listened to, and who is told."""
+        shown = {rank for rank, _ in self.columns}
+        sources = [(self.owners[w.flag][0], w) for w in line.waits if w.flag in self.owners]
+        heard = [f"rank {rank} {words(wait)}" for rank, wait in sources if rank not in shown]
+        what = "" if line.text.startswith("signal") else " {0.name}[{0.index}]"
+        told = [f"~> rank {flag.rank}{what.format(flag)}" for flag in line.signals if flag.rank not in shown]
+        self.cells[line.row][-1] += ", ".join([*(["<~ " + ", ".join(heard)] if heard else []), *told])
+        if bool(heard) != bool(told):
+            self.arrows[line.row].append((len(self.columns), at, "~") if heard else (at, len(self.columns), "~"))
+
+    def text(self, width: int) -> list[str]:
+        """All rows, under a heading."""
+        heads = [f"rank {rank}, {lane}" for rank, lane in self.columns]
+        last = any(cells[-1] for cells in self.cells.values())
+        table = [[*heads, "other ranks" if last else ""], *(self.cells[row] for row in sorted(self.cells))]
+        widths = _fit([max(len(cells[i]) for cells in table) for i in range(len(table[0]))], width)
+        starts = list(accumulate(widths, lambda left, right: left + right + _GAP, initial=0))
+        if (needed := starts[-1] - _GAP) > width:
+            raise ValueError(f"width is {width}; {len(heads)} lanes need at least {needed}: use that, or fewer ranks")
+        rows = [_overlay(table[0], starts, widths, [])]
+        rows += [_overlay(self.cells[row], starts, widths, self.arrows[row]) for row in sorted(self.cells)]
+        return rows
+
+
+def _fit(widths: list[int], width: int) -> list[int]:
+    """Column widths that fit, taken from the widest."""
+    widths = list(widths)
+    while sum(widths) + _GAP * (len(widths) - 1) > width and max(widths) > 4:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _overlay(cells: list[str], starts: list[int], widths: list[int], arrows: list[tuple[int, int, str]]) -> str:
+    """One row of text: cells cut to their widths, arrows where nothing stands between their ends."""
+    line = [" "] * (starts[len(cells) - 1] + widths[-1])
+    for text, start, wide in zip(cells, starts, widths, strict=False):
+        short = text if len(text) <= wide else text[: wide - 2] + ".."
+        line[start : start + len(short)] = short
+    for source, target, dash in arrows:
+        left, right = min(source, target), max(source, target)
+        if any(cells[left + 1 : right]):
+            continue
+        low, high = starts[left] + min(len(cells[left]), widths[left]) + 1, starts[right] - 1
+        high += 3 * (right == len(cells) - 1)
+        line[low:high] = dash * (high - low)
+        line[high - 1 if target > source else low] = ">" if target > source else "<"
+    return "".join(line).rstrip()

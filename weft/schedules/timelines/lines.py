@@ -1,0 +1,255 @@
+"""The lines of a timeline and the rows they stand in: every step of every rank as text, in an order that could run.
+
+A row is a topological level of one call. A kernel of several parts has a line for itself and, in any order, one for each
+part. Used by `weft.timeline`, which draws the lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from weft.core.schedule import (
+    Bags,
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lookup,
+    Part,
+    Reduce,
+    Region,
+    Schedule,
+    SendReceive,
+    Signal,
+    Step,
+    Sum,
+    Wait,
+    advances,
+)
+
+Column = tuple[int, str]
+"""Rank and lane."""
+End = tuple[int, int, bool, int]
+"""One end of a message: from rank, to rank, whether it is the sender's, and which of theirs in the call."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of a column. meeting: the number of a collective. ends: of messages. part: of a kernel, beside its others. row:
+    once placed."""
+
+    column: Column
+    text: str
+    waits: tuple[Wait, ...] = ()
+    signals: tuple[Flag, ...] = ()
+    meeting: int = -1
+    ends: tuple[End, ...] = ()
+    part: bool = False
+    row: int = -1
+
+
+@dataclass(slots=True)
+class OpenLane:
+    """Lines still to be placed, and the first row that is free."""
+
+    lines: list[Line]
+    next_row: int = 0
+    open: list[Line] = field(default_factory=list)
+
+    def candidates(self) -> list[Line]:
+        """What may be placed next: any part of the kernel under way, or the next line."""
+        if not self.open and self.lines:
+            self.open = [self.lines.pop(0)]
+            while self.open[0].part and self.lines and self.lines[0].part:
+                self.open.append(self.lines.pop(0))
+        return self.open
+
+
+class Placer:
+    """Gives every line of every rank its row, in an order in which the steps could run. shown: ranks with columns."""
+
+    def __init__(self, schedule: Schedule, shown: frozenset[int]) -> None:
+        self.shown, self.size = shown, len(schedule.ranks)
+        self.owners = owners(schedule)
+        self.lanes = [
+            OpenLane(_lines(schedule, rank, lane.name, lane.steps))
+            for rank, lanes in enumerate(schedule.ranks)
+            for lane in lanes
+        ]
+        self.signalled: dict[Flag, list[int]] = defaultdict(list)
+        self.met: dict[int, list[int]] = defaultdict(list)
+        self.foreign_rows: set[int] = set()
+        self.begun: dict[End, int] = {}
+
+    def run(self) -> tuple[list[Line], list[Line]]:
+        """Placed lines, and those that wait in vain."""
+        placed = []
+        ready = [list(self._ready(lane)) for lane in self.lanes]
+        while found := [(row, i, line) for i, some in enumerate(ready) for line, row in some]:
+            row, number, line = min(found, key=lambda f: f[:2])
+            self._place(self.lanes[number], line, row)
+            placed.append(line)
+            for at, lane in enumerate(self.lanes):
+                if at == number or self._hears(lane, line):
+                    ready[at] = list(self._ready(lane))
+        return placed, [line for lane in self.lanes for line in (*lane.open, *lane.lines)]
+
+    def _hears(self, lane: OpenLane, placed: Line) -> bool:
+        """Whether what comes next in a lane may now stand elsewhere: a line of another one has been placed."""
+        told, foreign = set(placed.signals), self._is_foreign(placed)
+        return any(
+            line.meeting >= 0
+            or line.ends
+            or (foreign and self._is_foreign(line))
+            or (told and any(wait.flag in told for wait in line.waits))
+            for line in lane.candidates()
+        )
+
+    def _ready(self, lane: OpenLane) -> Iterable[tuple[Line, int]]:
+        for line in lane.candidates():
+            rows = [lane.next_row]
+            for wait in line.waits:
+                if wait.at_least > 0:
+                    reached = self.signalled[wait.flag][wait.at_least - 1 : wait.at_least]
+                    rows += reached or [-1]
+            if line.meeting >= 0:
+                rows += self._meet(line)
+            rows += [self._other_end(end) for end in line.ends]
+            if min(rows) >= 0:
+                yield line, self._free_row(max(rows), line)
+
+    def _meet(self, line: Line) -> list[int]:
+        """The row of a collective: that of the last rank to come to it; -1 if one has not come."""
+        if line.meeting in self.met:
+            return self.met[line.meeting]
+        here = [lane.next_row for lane in self.lanes if any(c.meeting == line.meeting for c in lane.candidates())]
+        return here if len(here) == self.size else [-1]
+
+    def _other_end(self, end: End) -> int:
+        """The first row in which the other end of a message can stand; -1 if its lane has not come to it."""
+        src, dst, sent, number = end
+        other = (src, dst, not sent, number)
+        here = [lane.next_row for lane in self.lanes if any(other in line.ends for line in lane.candidates())]
+        return self.begun[other] if other in self.begun else here[0] if here else -1
+
+    def _free_row(self, row: int, line: Line) -> int:
+        """The first row from `row` on where the last column is free, if the line needs it."""
+        while self._is_foreign(line) and row in self.foreign_rows:
+            row += 1
+        return row
+
+    def _conditions(self, line: Line) -> str:
+        """Of a part: gates and count between ranks that have columns; the others go to the last column."""
+        gates = [f"wait {words(wait)}" for wait in line.waits if self.owners.get(wait.flag, (-1,))[0] in self.shown]
+        counts = [f"count {flag.name}[{flag.index}]" for flag in line.signals if flag.rank in self.shown]
+        return ", ".join([*gates, *counts]) + ": " * bool(gates or counts)
+
+    def _is_foreign(self, line: Line) -> bool:
+        if line.column[0] not in self.shown:
+            return False
+        sources = {self.owners[w.flag][0] for w in line.waits if w.flag in self.owners}
+        return not sources | {f.rank for f in line.signals} <= self.shown
+
+    def _place(self, lane: OpenLane, line: Line, row: int) -> None:
+        line.row, lane.next_row = row, row + 1
+        if line.text.split()[0] not in ("wait", "signal"):
+            line.text = f"{'  ' * line.part}{self._conditions(line)}{line.text.strip()}"
+        lane.open.remove(line)
+        if self._is_foreign(line):
+            self.foreign_rows.add(row)
+        for flag in line.signals:
+            self.signalled[flag].append(row)
+        if line.meeting >= 0:
+            self.met[line.meeting] = [row]
+        self.begun.update(dict.fromkeys(line.ends, row))
+
+
+def owners(schedule: Schedule) -> dict[Flag, Column]:
+    """Which lane advances each flag."""
+    found: dict[Flag, Column] = {}
+    for rank, lane, _, step in schedule:
+        found.update(dict.fromkeys(advances(step), (rank, lane.name)))
+    return found
+
+
+def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> list[Line]:
+    found: list[Line] = []
+    column, meetings, sent = (rank, lane), 0, Counter[tuple[int, int]]()
+    for step in steps:
+        if isinstance(step, Wait):
+            found.append(Line(column, f"wait {words(step)}", waits=(step,)))
+        elif isinstance(step, Signal):
+            found.append(Line(column, f"signal {step.flag.name}[{step.flag.index}]", signals=(step.flag,)))
+        elif isinstance(step, Copy):
+            found.append(Line(column, f"copy {_move(schedule, rank, step.src, step.dst)}"))
+        elif isinstance(step, Collective):
+            found.append(Line(column, f"{step.op} {_move(schedule, rank, step.src, step.dst)}", meeting=meetings))
+            meetings += 1
+        elif isinstance(step, SendReceive):
+            found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
+        else:
+            found += _kernel(schedule, column, step)
+    return found
+
+
+def _ends(rank: int, step: SendReceive, seen: Counter[tuple[int, int]]) -> tuple[End, ...]:
+    """Its ends of messages. seen: by pair of ranks, those of earlier steps."""
+    found: list[End] = []
+    for src, dst, sent in [*((rank, s.to, True) for s in step.sends), *((r.source, rank, False) for r in step.receives)]:
+        found.append((src, dst, sent, seen[src, dst]))
+        seen[src, dst] += 1
+    return tuple(found)
+
+
+def _messages(schedule: Schedule, rank: int, step: SendReceive) -> str:
+    """What goes to whom, and what comes from whom."""
+    sent = [(_region(schedule, rank, send.src), f"to {send.to}") for send in step.sends]
+    received = [(_region(schedule, rank, receive.dst), f"from {receive.source}") for receive in step.receives]
+    ways = (("send", sent), ("receive", received))
+    return "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in ways if ends)
+
+
+def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce | Lookup) -> list[Line]:
+    """A line for a kernel of one part; else a heading, and a line for each part."""
+    parts = [
+        _part(schedule, column[0], part, "=" if isinstance(step, Gemm) and step.accumulate else "-") for part in step.parts
+    ]
+    name = type(step).__name__.lower()
+    if len(parts) == 1:
+        text, waits, signals = parts[0]
+        return [Line(column, f"{name} {text}", waits, signals)]
+    lines = [Line(column, f"  {text}", waits, signals, part=True) for text, waits, signals in parts]
+    return [Line(column, str(step)), *lines]
+
+
+def _part(schedule: Schedule, rank: int, part: Part | Sum | Bags, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+    counts = (part.count,) if part.count else ()
+    if isinstance(part, Bags):
+        return f"{_region(schedule, rank, part.bags)} {dash}> {_region(schedule, rank, part.out)}", (), counts
+    alone = (part.a,) if isinstance(part, Part) else part.srcs if len(part.srcs) == 1 else ()
+    summed = part.adds if isinstance(part, Part) else () if alone else part.srcs
+    names = dict.fromkeys(f"{s.buffer}{'' if s.rank == rank else f'@{s.rank}'}" for s in summed)
+    inner = tuple(column for column, _ in part.inner) if isinstance(part, Part) else ()
+    src = " + ".join([*(_region(schedule, rank, region, inner) for region in alone), *names])
+    text = f"{src} {dash}> {_region(schedule, rank, part.out)}"
+    return text, part.waits, counts
+
+
+def words(wait: Wait) -> str:
+    """A wait's flag; its value unless that is one."""
+    return f"{wait.flag.name}[{wait.flag.index}]{'' if wait.at_least == 1 else f'>={wait.at_least}'}"
+
+
+def _move(schedule: Schedule, rank: int, src: Region, dst: Region) -> str:
+    return f"{_region(schedule, rank, src)} -> {_region(schedule, rank, dst)}"
+
+
+def _region(schedule: Schedule, rank: int, region: Region, inner: tuple[int, ...] = ()) -> str:
+    """Short: the rank if it is another, the columns if they are not all, or cut where there are inner gates."""
+    name = region.buffer if region.rank == rank else f"{region.buffer}@{region.rank}"
+    low, high = region.cols
+    whole = not inner and region.cols == (0, schedule.buffer[region.buffer].cols[region.rank])
+    cols = ":".join(map(str, (low, *(low + column for column in inner), high)))
+    return f"{name}[{region.rows[0]}:{region.rows[1]}{'' if whole else f', {cols}'}]"

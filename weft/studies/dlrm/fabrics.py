@@ -1,0 +1,48 @@
+"""Fabrics of so many nodes, by the study's names for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from weft.studies.dlrm.system import System, Topology
+from weft.studies.fabric import Alike, FatTree, Torus
+
+DIMENSIONS = {"torus_2d": 2, "torus_3d": 3}
+
+
+def fabric(system: System, topology: Topology, nodes: int) -> Alike:
+    """The fabric of a topology. Raises ValueError if there is none of so many nodes."""
+    if topology == "fat_tree":
+        leaf = system.tree.leaf
+        if nodes < 2 or (nodes > leaf and nodes % leaf):
+            raise ValueError(f"nodes is {nodes}; a fat tree has 2 to {leaf} (tree.leaf), or a multiple of {leaf}")
+        return FatTree(
+            ranks=nodes, leaf=leaf, taper=system.tree.taper, gbps=system.link.gbps, latency_ns=system.link.latency_ns
+        )
+    dims = torus_dims(nodes, DIMENSIONS[topology])
+    return Torus(dims=dims, gbps=system.link.gbps, latency_ns=system.link.latency_ns)
+
+
+def torus_dims(nodes: int, dimensions: int) -> tuple[int, ...]:
+    """The most even dimensions of a torus, rising. Raises ValueError if there are none.
+
+    >>> torus_dims(128, 2), torus_dims(128, 3)
+    ((8, 16), (4, 4, 8))
+    """
+    found = list(_factors(nodes, dimensions, 2))
+    if not found:
+        raise ValueError(f"nodes is {nodes}; a {dimensions}D torus needs a product of {dimensions} numbers, each at least 2")
+    return min(found, key=lambda dims: dims[::-1])
+
+
+def _factors(nodes: int, count: int, least: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `nodes` as a product of `count` numbers that do not fall, the first at least `least`."""
+    if count == 1:
+        if nodes >= least:
+            yield (nodes,)
+        return
+    for first in range(least, math.isqrt(max(nodes, 0)) + 1):
+        if nodes % first == 0:
+            for others in _factors(nodes // first, count - 1, first):
+                yield (first, *others)

@@ -1,0 +1,235 @@
+"""Iteration: one node's training iterations of a DLRM, kernel by kernel, with embedding and all-to-all fused or not.
+
+    unfused   compute     | lookup | bottom forward | ~~ wait ~~ | repack, interaction, top forward | top backward ..
+              all-to-all           | all-to-all ............. ->|
+
+    fused     compute     | slice 1 | slice 2 | .. | own samples | bottom forward | interaction, top forward | top backward ..
+              all-to-all            | slice 1 .... ->|
+                                              | slice 2 .... ->|
+
+    both      compute     .. top backward | interaction backward, repack | bottom backward, sort | ~~ wait ~~ | update |
+              all-to-all                                                 | gradients ................... ->|
+              all-reduce     | bucket | bucket | (waits: gradients are urgent)                              | bucket | ..
+
+The fused kernel looks up what others wait for first, `slices` slices of it, each for all of them, and its own samples last. It
+puts a slice where it belongs, so nothing is repacked. It is resident on the GPU until its last row is looked up; arrivals are
+waited for by the interaction. Backward is the same in both ways. The optimizer's step and the forward pass of an MLP wait for
+the all-reduces of its own gradients of the iteration before. All nodes do the same: one stands for all
+(weft.studies.fabric.symmetry). Indices are there when an iteration begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import simpy
+
+from weft.core.span import Kind, Span
+from weft.perf.fluid import Resource, Usage
+from weft.studies.dlrm import kernels
+from weft.studies.dlrm.network import Network, Process
+from weft.studies.dlrm.system import System
+from weft.studies.fabric import Alike
+from weft.studies.fabric.symmetry import Symmetric
+
+Way = Literal["unfused", "fused"]
+WAYS: tuple[Way, ...] = get_args(Way)
+ITERATIONS = 3
+"""Simulated; the last one's time counts, in which all-reduces of the one before may still be under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """ns: of an iteration, from one's end to the next one's. spans: of the last one, from 0 on, of a node on all of which the
+    same happens. waits_ns: how long its GPU had nothing to do. log: every event of all iterations.
+    usage: of a link of each kind, over all iterations."""
+
+    way: Way
+    nodes: int
+    ns: int
+    spans: tuple[Span, ...]
+    log: tuple[str, ...]
+    usage: dict[Resource, Usage]
+
+    @property
+    def waits_ns(self) -> int:
+        return round(1e3 * sum(span.duration_us for span in self.spans if span.kind == "wait"))
+
+
+def run(system: System, fabric: Alike, way: Way, iterations: int = ITERATIONS) -> Run:
+    """Simulate so many iterations, at least 2."""
+    node, links = _one_node(system, fabric, kernels.bags(system, fabric.world_size), way)
+    node.env.process(node.train(iterations))
+    node.env.run()
+    return node.result(links.usage)
+
+
+def operator_ns(system: System, fabric: Alike, bags: kernels.Bags, way: Way) -> int:
+    """Embedding and all-to-all alone, until a node has all that its samples need."""
+    node, _ = _one_node(system, fabric, bags, way)
+
+    def call() -> Process:
+        yield from node.take((yield from node.pool()))
+
+    node.env.run(until=node.env.process(call()))
+    return int(node.env.now)
+
+
+def _one_node(system: System, fabric: Alike, bags: kernels.Bags, way: Way) -> tuple[Node, Symmetric]:
+    links = Symmetric(simpy.Environment(), fabric)
+    return Node(Network(links.env, links, fabric.axes, fabric.world_size - 1, system), bags, way), links
+
+
+class Node:
+    """One node's program. All times are the simulation's, in ns."""
+
+    def __init__(self, network: Network, bags: kernels.Bags, way: Way) -> None:
+        self.network, self.env, self.system = network, network.env, network.system
+        self.bags, self.way = bags, way
+        self.ends: list[int] = []
+        self._spans: list[Span] = []
+        self._lane_ends: dict[str, int] = {}
+
+    def train(self, iterations: int) -> Process:
+        """So many iterations."""
+        reduced: dict[str, list[simpy.Event]] = {"bottom": [], "top": []}
+        for _ in range(iterations):
+            yield from self._ahead(reduced)
+            yield from self._back(reduced)
+            self.ends.append(int(self.env.now))
+
+    def _ahead(self, reduced: dict[str, list[simpy.Event]]) -> Process:
+        """Forward. reduced: by MLP, the all-reduces that its step waits for."""
+        pooled = yield from self.pool()
+        yield from self._forward("bottom", reduced)
+        yield from self.take(pooled)
+        yield from self.kernel("gemm", "interaction", kernels.interaction_ns(self.system, 1))
+        yield from self._forward("top", reduced)
+
+    def _back(self, reduced: dict[str, list[simpy.Event]]) -> Process:
+        """Backward, the other way round; then the tables' update."""
+        yield from self._backward("top", reduced)
+        yield from self.kernel("gemm", "interaction backward", kernels.interaction_ns(self.system, 2))
+        yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
+        gradients = self._traced("all-to-all", "gradients", self._vendor("gradients"))
+        yield from self._backward("bottom", reduced)
+        yield from self.kernel("reduce", "sort", kernels.sort_ns(self.system, self.bags))
+        yield from self._wait("gradients", gradients)
+        yield from self.kernel("reduce", "update", kernels.update_ns(self.system, self.bags))
+
+    def result(self, usage: dict[Resource, Usage]) -> Run:
+        """What came of it, once it is over."""
+        start, end = self.ends[-2:]
+        spans = [_moved(span, start / 1e3) for span in self._spans if round(span.start_us * 1e3) >= start]
+        return Run(
+            way=self.way,
+            nodes=self.bags.nodes,
+            ns=end - start,
+            spans=tuple(spans),
+            log=tuple(self.network.log),
+            usage=usage,
+        )
+
+    def pool(self) -> Process:
+        """Look up what all nodes' samples need; the result is the event of the exchange, which may still be under way."""
+        return (yield from (self._fused() if self.way == "fused" else self._unfused()))
+
+    def take(self, pooled: simpy.Event) -> Process:
+        """Have what others looked up for this node's samples, by sample."""
+        yield from self._wait("pooled rows", pooled)
+        if self.way == "unfused":
+            yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
+
+    def _unfused(self) -> Process:
+        """Look up, then exchange; the result is the exchange's event."""
+        system = self.system
+        launch = round(1e3 * system.launch_us)
+        yield from self.kernel("lookup", "lookup", launch + round(1e3 * kernels.lookup_us(system, self.bags)))
+        return self._traced("all-to-all", "all-to-all", self._vendor("all-to-all"))
+
+    def _vendor(self, name: str) -> simpy.Event:
+        return self.network.all_to_all(name, self.bags.message(self.system.itemsize))
+
+    def _fused(self) -> Process:
+        """Look up what others wait for, slice by slice, each put at once; then what this node's samples need."""
+        system, nodes, slices = self.system, self.bags.nodes, self.system.fused.slices
+        whole_ns = 1e3 * kernels.lookup_us(system, self.bags, system.fused.occupancy)
+        launch = round(1e3 * system.launch_us)
+        size = self.bags.message(system.itemsize) / slices
+        start, puts, done = int(self.env.now), [], 0
+        for number in range(1, slices + 1):
+            ends = round(whole_ns * (nodes - 1) / nodes * number / slices)
+            yield from self.kernel("lookup", f"lookup {number}", ends - done + (0 if done else launch))
+            puts.append(self.network.put(f"slice {number}", size))
+            done = ends
+        arrived = self._traced("all-to-all", "slices", self.env.all_of(puts), start + launch + done // slices)
+        yield from self.kernel("lookup", "lookup own", round(whole_ns) - done)
+        return arrived
+
+    def _forward(self, mlp: str, reduced: dict[str, list[simpy.Event]]) -> Process:
+        layers = self._layers(mlp)
+        if reduced[mlp]:
+            yield from self._wait(f"{mlp} gradients", self.env.all_of(reduced[mlp]))
+            yield from self.kernel("reduce", f"{mlp} step", kernels.step_ns(self.system, layers))
+        yield from self.kernel("gemm", f"{mlp} forward", layers * kernels.layer_ns(self.system))
+
+    def _backward(self, mlp: str, reduced: dict[str, list[simpy.Event]]) -> Process:
+        """Layer by layer, from the last; a bucket is reduced once its last gradient is there."""
+        reduced[mlp] = []
+        for bucket, layers in enumerate(buckets(self.system, self._layers(mlp)), 1):
+            each = kernels.layer_ns(self.system) + kernels.weight_gradient_ns(self.system)
+            yield from self.kernel("gemm", f"{mlp} backward {bucket}", layers * each)
+            name = f"{mlp} bucket {bucket}"
+            event = self.network.all_reduce(name, layers * kernels.layer_bytes(self.system))
+            reduced[mlp].append(self._traced("all-reduce", name, event))
+
+    def _layers(self, mlp: str) -> int:
+        return self.system.model.bottom_layers if mlp == "bottom" else self.system.model.top_layers
+
+    def kernel(self, kind: Kind, name: str, ns: int) -> Process:
+        """Keep the GPU busy."""
+        start = int(self.env.now)
+        self.network.note(name)
+        yield self.env.timeout(ns)
+        self._span("compute", kind, name, start)
+
+    def _wait(self, name: str, event: simpy.Event) -> Process:
+        start = int(self.env.now)
+        yield event
+        if self.env.now > start:
+            self._span("compute", "wait", f"wait for {name}", start)
+
+    def _traced(self, lane: str, name: str, event: simpy.Event, start: int | None = None) -> simpy.Event:
+        """Have the time until `event` recorded; returns it. start: default now. What waits for others of its lane starts after
+        them."""
+        asked = int(self.env.now) if start is None else start
+
+        def over(_: simpy.Event) -> None:
+            self._span(lane, "collective", name, max(asked, self._lane_ends.get(lane, 0)))
+            self._lane_ends[lane] = int(self.env.now)
+
+        assert event.callbacks is not None, f"{name} is over before it was recorded"
+        event.callbacks.append(over)
+        return event
+
+    def _span(self, lane: str, kind: Kind, name: str, start: int) -> None:
+        end_us = int(self.env.now) / 1e3
+        self._spans.append(Span(rank=0, lane=lane, kind=kind, name=name, start_us=start / 1e3, end_us=end_us))
+
+
+def buckets(system: System, layers: int) -> Sequence[int]:
+    """How many layers' gradients each bucket has: as many as reach bucket_bytes; the last one has the rest.
+
+    >>> from weft.studies.dlrm.system import load
+    >>> buckets(load(), 29)
+    [15, 14]
+    """
+    each = -(-system.vendor.bucket_bytes // kernels.layer_bytes(system))
+    return [min(each, layers - first) for first in range(0, layers, each)]
+
+
+def _moved(span: Span, by_us: float) -> Span:
+    start, end = round(span.start_us - by_us, 3), round(span.end_us - by_us, 3)
+    return Span(rank=span.rank, lane=span.lane, kind=span.kind, name=span.name, start_us=start, end_us=end)

@@ -1,0 +1,140 @@
+"""Study: a DLRM's training iteration, fused and not, on every node count and topology of a System, as one value.
+
+Contract: `run(system)` is a pure function: the same system gives the same Study, to the nanosecond. It takes some ten seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from weft.studies.dlrm import iteration, kernels
+from weft.studies.dlrm.fabrics import fabric
+from weft.studies.dlrm.iteration import Run, operator_ns
+from weft.studies.dlrm.kernels import Bags
+from weft.studies.dlrm.system import System, Topology
+from weft.studies.fabric import Torus
+from weft.studies.profile import Progress
+
+PUBLISHED: tuple[Topology, int] = ("torus_2d", 128)
+"""The case that was published."""
+SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Unfused and fused, in ns."""
+
+    unfused_ns: int
+    fused_ns: int
+
+    @property
+    def saved(self) -> float:
+        """Share of the unfused time."""
+        return 1 - self.fused_ns / self.unfused_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Times):
+    """An iteration. axes: of the fabric. waits: how long the GPU had nothing to do."""
+
+    topology: Topology
+    nodes: int
+    axes: tuple[int, ...]
+    unfused_waits_ns: int
+    fused_waits_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator(Times):
+    """Embedding and all-to-all alone on two nodes. batch: of both; tables: of each."""
+
+    batch: int
+    tables: int
+    pooling: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced:
+    """The published case with another number of slices."""
+
+    slices: int
+    ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """unfused, fused: the published case in full."""
+
+    system: System
+    unfused: Run
+    fused: Run
+    cases: tuple[Case, ...]
+    operators: tuple[Operator, ...]
+    sliced: tuple[Sliced, ...]
+
+    @property
+    def saved(self) -> float:
+        """By fusing, of an iteration of the published case."""
+        return 1 - self.fused.ns / self.unfused.ns
+
+
+def run(system: System, progress: Progress = lambda text, done, total: None) -> Study:
+    """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
+
+    Raises ValueError where a topology has no fabric of so many nodes, or the tables no columns for them, before anything is
+    simulated.
+    """
+    wanted = list(itertools.product(system.topologies, system.nodes))
+    for topology, nodes in (PUBLISHED, *wanted):
+        fabric(system, topology, nodes)
+        kernels.require_columns(system, nodes)
+    total = len(wanted) + 3
+    cases = []
+    for done, (topology, nodes) in enumerate(wanted):
+        progress(f"{topology} of {nodes}", done, total)
+        cases.append(case(system, topology, nodes))
+    progress("the published case", total - 3, total)
+    unfused, fused = runs(system, *PUBLISHED)
+    progress("two nodes", total - 2, total)
+    operators = tuple(two_nodes(system))
+    progress("slices", total - 1, total)
+    sliced = tuple(Sliced(slices=slices, ns=_sliced_ns(system, slices)) for slices in SLICES)
+    progress("done", total, total)
+    return Study(system=system, unfused=unfused, fused=fused, cases=tuple(cases), operators=operators, sliced=sliced)
+
+
+def runs(system: System, topology: Topology, nodes: int) -> tuple[Run, Run]:
+    """Iterations, unfused and fused."""
+    made = fabric(system, topology, nodes)
+    return iteration.run(system, made, "unfused"), iteration.run(system, made, "fused")
+
+
+def case(system: System, topology: Topology, nodes: int) -> Case:
+    """The same, in short."""
+    unfused, fused = runs(system, topology, nodes)
+    return Case(
+        topology=topology,
+        nodes=nodes,
+        axes=fabric(system, topology, nodes).axes,
+        unfused_ns=unfused.ns,
+        fused_ns=fused.ns,
+        unfused_waits_ns=unfused.waits_ns,
+        fused_waits_ns=fused.waits_ns,
+    )
+
+
+def two_nodes(system: System) -> Iterator[Operator]:
+    """The operator alone, in all of the System's combinations."""
+    pair = system.pair
+    link = Torus(dims=(2,), gbps=pair.gbps, latency_ns=system.link.latency_ns)
+    for batch, tables, pooling in itertools.product(pair.batches, pair.tables, pair.poolings):
+        bags = Bags(nodes=2, batch=batch, tables=tables, width=pair.dim, pooling=pooling)
+        unfused, fused = (operator_ns(system, link, bags, way) for way in iteration.WAYS)
+        yield Operator(batch=batch, tables=tables, pooling=pooling, unfused_ns=unfused, fused_ns=fused)
+
+
+def _sliced_ns(system: System, slices: int) -> int:
+    cut = replace(system, fused=replace(system.fused, slices=slices))
+    return iteration.run(cut, fabric(cut, *PUBLISHED), "fused").ns

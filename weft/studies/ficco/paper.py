@@ -1,0 +1,140 @@
+"""Paper: the figures that FiCCO publishes, and the same ones of a Study, side by side.
+
+What counts as reproduced is a range around each, set before the comparison. No constant of the machine was set for a scenario.
+Source of all published values: FiCCO, arXiv 2512.10236: abstract, and for what peer to peer and a wrong choice lose, its
+evaluation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weft.core.machine import Machine
+from weft.perf.rules import choice, estimates
+from weft.schedules import FAMILIES, spec
+from weft.studies.ficco.study import CHOSEN_FROM, Scenario, Study, chosen_exactly, wrong_costs
+
+Unit = Literal["times", "percent"]
+NEAR = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A published number and ours. low, high: what is accepted, both included. percent: all are shares of 1."""
+
+    name: str
+    published: float
+    ours: float
+    low: float
+    high: float
+    unit: Unit
+
+    @property
+    def ok(self) -> bool:
+        return self.low <= self.ours <= self.high
+
+    def text(self, value: float) -> str:
+        """A value in the figure's unit.
+
+        >>> Figure(name="x", published=1.6, ours=1.55, low=1.45, high=1.7, unit="times").text(1.55)
+        '1.55x'
+        """
+        return f"{100 * value:.1f} %" if self.unit == "percent" else f"{value:.2f}x"
+
+
+def figures(study: Study) -> tuple[Figure, ...]:
+    """Every published number that the Study has, too. Maxima are over all scenarios, or are none of FiCCO's."""
+    mesh = study.mesh
+    maxima = (
+        _times("peer to peer, slower than sequential, max", 3.9, max(one.p2p_loss for one in mesh), 3.0, 4.5),
+        _times("ideal, speed-up, max", 1.7, max(one.ideal for one in mesh), 1.6, 1.8),
+        _times("best of FiCCO's four, speed-up, max", 1.6, max(one.speedup(one.bespoke) for one in mesh), 1.45, 1.7),
+    )
+    return (
+        *(maxima if study.whole else ()),
+        _percent("heuristic chooses the best of unseen scenarios", 0.81, chosen_exactly(study.unseen), 0.81, 1.0),
+        _percent("a wrong choice costs", 0.14, wrong_costs(study.unseen), 0.0, 0.14),
+    )
+
+
+def _times(name: str, published: float, ours: float, low: float, high: float) -> Figure:
+    return Figure(name=name, published=published, ours=ours, low=low, high=high, unit="times")
+
+
+def _percent(name: str, published: float, ours: float, low: float, high: float) -> Figure:
+    return Figure(name=name, published=published, ours=ours, low=low, high=high, unit="percent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What a topology does: geometric means and maxima over scenarios. p2p_loss: times sequential's. bespoke: speed-up of the
+    best of FiCCO's four; over_p2p: its speed-up over peer to peer, and of what sequential takes more than the ideal, realised:
+    the share that the best of FiCCO's four saves."""
+
+    name: str
+    p2p_loss: tuple[float, float]
+    bespoke: tuple[float, float]
+    over_p2p: tuple[float, float]
+    realised: float
+
+
+def topologies(study: Study) -> Iterator[Topology]:
+    """The mesh, and the same behind a switch."""
+    for name, found in (("full mesh", study.mesh), ("switch", study.switch)):
+        yield Topology(
+            name=name,
+            p2p_loss=_mean_and_most([one.p2p_loss for one in found]),
+            bespoke=_mean_and_most([one.speedup(one.bespoke) for one in found]),
+            over_p2p=_mean_and_most([one.us["shard_p2p"] / one.us[one.bespoke] for one in found]),
+            realised=statistics.fmean(map(_realised, found)),
+        )
+
+
+def _mean_and_most(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.geometric_mean(values), max(values)
+
+
+def _realised(one: Scenario) -> float:
+    return (one.speedup(one.bespoke) - 1) / (one.ideal - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chooser:
+    """A way to choose among sequential and FiCCO's four, over unseen scenarios. exact: share with the best; near: within NEAR
+    of it. costs: what a choice that is not the best loses on average; most: at most."""
+
+    name: str
+    exact: float
+    near: float
+    costs: float
+    most: float
+
+
+def choosers(study: Study) -> Iterator[Chooser]:
+    """This study's closed forms; the weights that `weft.planner.heuristic` goes by; and always the same schedule."""
+    yield _chooser("closed forms (this study)", study.unseen)
+    by_weights = [replace(one, scored=_by_weights(one, study.machine)) for one in study.unseen]
+    yield _chooser("weights (weft.planner.heuristic)", by_weights)
+    fixed = {name: [replace(one, scored=name) for one in study.unseen] for name in CHOSEN_FROM}
+    best = min(fixed, key=lambda name: sum(one.wrong_by for one in fixed[name]))
+    yield _chooser(f"always {best}", fixed[best])
+
+
+def _chooser(name: str, found: Sequence[Scenario]) -> Chooser:
+    return Chooser(
+        name=name,
+        exact=chosen_exactly(found),
+        near=statistics.fmean(one.wrong_by <= NEAR for one in found),
+        costs=wrong_costs(found),
+        most=max(one.wrong_by for one in found),
+    )
+
+
+def _by_weights(one: Scenario, machine: Machine) -> str:
+    """The least estimate among the same schedules, with a chunk a rank and shard."""
+    problem = one.case.problem(machine.world_size)
+    us = estimates(machine.links.topology).us(problem, machine)
+    return choice({name: us[spec(name, machine.world_size if FAMILIES[name].chunked else 1)] for name in CHOSEN_FROM})

@@ -1,0 +1,59 @@
+"""Scenarios that FiCCO's heuristic has not seen: GEMMs drawn from weft's models, none of them one of the paper's sixteen.
+
+Three of four are a forward pass: M tokens before a matmul that is sharded by columns. One of four is of the kind of the paper's
+g1, g3, g5 and g7, whose K is tokens: a weight's gradient. Tokens are log-uniform in the range that the paper's have, whole
+multiples of 2048.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from weft.planner.models import Model, load_model, preset_names, sites
+from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
+
+SEED = 2512
+COUNT = 96
+GRADIENTS = 0.25
+FORWARD_TOKENS, GRADIENT_TOKENS = (8192, 1607680), (65536, 524288)
+_MULTIPLE = 2048
+
+
+def unseen(count: int = COUNT) -> tuple[GemmCase, ...]:
+    """So many different scenarios, always the same; u1 is the first."""
+    return drawn([model for model in map(load_model, preset_names()) if model.hidden], count, SEED)
+
+
+def drawn(models: Sequence[Model], count: int, seed: int) -> tuple[GemmCase, ...]:
+    """So many different scenarios of these models; u1 is the first."""
+    known = {(case.m, case.n, case.k) for case in FICCO_GEMMS}
+    return tuple(islice(_new(known, models, random.Random(seed)), count))
+
+
+def _new(known: set[tuple[int, int, int]], models: Sequence[Model], draw: random.Random) -> Iterator[GemmCase]:
+    serial = 0
+    while True:
+        model = draw.choice(models)
+        if draw.random() < GRADIENTS:
+            m, n, k = (
+                draw.choice((model.hidden, model.intermediate or model.hidden)),
+                model.hidden,
+                _tokens(draw, GRADIENT_TOKENS),
+            )
+            use = f"{model.name} gradient"
+        else:
+            site = draw.choice([site for site in sites(model) if site.op == "all_gather_matmul"])
+            m, n, k = _tokens(draw, FORWARD_TOKENS), site.n, site.k
+            use = f"{model.name} {site.name}"
+        if (m, n, k) not in known:
+            known.add((m, n, k))
+            serial += 1
+            yield GemmCase(name=f"u{serial}", m=m, n=n, k=k, use=use)
+
+
+def _tokens(draw: random.Random, bounds: tuple[int, int]) -> int:
+    drawn = math.exp(draw.uniform(*map(math.log, bounds)))
+    return max(1, round(drawn / _MULTIPLE)) * _MULTIPLE

@@ -1,0 +1,163 @@
+"""Configurations: the five ways in which T3's evaluation runs a GEMM and its all-reduce, made of kernels and a fused run.
+
+| configuration | time |
+| --- | --- |
+| sequential | GEMM, then reduce-scatter, then all-gather, each a kernel on all units |
+| t3 | fused GEMM and reduce-scatter, round-robin arbitration; then the all-gather |
+| t3_mca | the same, compute first |
+| ideal | the longer of GEMM and reduce-scatter, each as if alone; then the all-gather |
+| ideal_nmc | the same, with the reduce-scatter that near-memory reduction makes faster |
+
+Source: T3, arXiv 2401.16677, section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import simpy
+
+from weft.studies.t3 import collectives, gemm
+from weft.studies.t3.fused import Fused
+from weft.studies.t3.gemm import Process
+from weft.studies.t3.grid import Chunks, Grid
+from weft.studies.t3.mapping import Collective, mapping
+from weft.studies.t3.memory import Memory, Policy
+from weft.studies.t3.system import System
+from weft.studies.t3.work import Gemm, SubLayer
+
+Configuration = Literal["sequential", "t3", "t3_mca", "ideal", "ideal_nmc"]
+CONFIGURATIONS: tuple[Configuration, ...] = get_args(Configuration)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A kernel, run alone. traffic: bytes of memory by class; peak: the highest share of the memory's time."""
+
+    ns: int
+    traffic: Mapping[str, int]
+    peak: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.traffic.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlapped(Part):
+    """A fused GEMM. gemm_ns: when its units were done. threshold: that the arbiter set, None for none. entries: of the tracker
+    that lived at a time; spilled: those that it had no room for. log: every event, as text, if it was asked for."""
+
+    gemm_ns: int
+    threshold: int | None
+    entries: int
+    spilled: int
+    log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubLayerRun:
+    """A sub-layer in all configurations. The kernels are those of `sequential`; reduce_scatter_nmc is the ideal's."""
+
+    name: str
+    world_size: int
+    gemm: Part
+    reduce_scatter: Part
+    reduce_scatter_nmc: Part
+    all_gather: Part
+    t3: Overlapped
+    t3_mca: Overlapped
+
+    def ns(self, configuration: Configuration) -> int:
+        """Until the all-gather ends."""
+        gemm, scatter = self.gemm.ns, self.reduce_scatter.ns
+        before: dict[Configuration, int] = {
+            "sequential": gemm + scatter,
+            "t3": self.t3.ns,
+            "t3_mca": self.t3_mca.ns,
+            "ideal": max(gemm, scatter),
+            "ideal_nmc": max(gemm, self.reduce_scatter_nmc.ns),
+        }
+        return before[configuration] + self.all_gather.ns
+
+    def speedup(self, configuration: Configuration) -> float:
+        """Over sequential."""
+        return self.ns("sequential") / self.ns(configuration)
+
+    def traffic(self, configuration: Literal["sequential", "t3", "t3_mca"]) -> dict[str, int]:
+        """Bytes of memory by class."""
+        kernels = {"sequential": (self.gemm, self.reduce_scatter), "t3": (self.t3,), "t3_mca": (self.t3_mca,)}
+        return {name: size for part in (*kernels[configuration], self.all_gather) for name, size in part.traffic.items()}
+
+
+def alone(system: System, body: Callable[[Memory], Process]) -> Part:
+    """Run one kernel on an idle GPU."""
+    memory = Memory(simpy.Environment(), system)
+    memory.env.run(until=memory.env.process(body(memory)))
+    return Part(ns=int(memory.env.now), traffic=dict(memory.traffic), peak=memory.peak)
+
+
+def gemm_alone(system: System, work: Gemm, *, units: int | None = None) -> Part:
+    """The GEMM as a kernel; units: how many it has (default: all)."""
+    return alone(system, lambda memory: gemm.cached(memory, Grid(work, system), units or system.units))
+
+
+def reduce_scatter(system: System, work: Gemm, world_size: int, *, units: int | None = None, near_memory: bool = False) -> Part:
+    """A ring reduce-scatter of the GEMM's output as a kernel on so many units (default: all)."""
+    chunk = Chunks(Grid(work, system).tiles, work.out_bytes, world_size).bytes
+    kernel = collectives.reduce_scatter_near_memory if near_memory else collectives.reduce_scatter
+    return alone(system, lambda memory: kernel(memory, chunk, world_size, units or system.units))
+
+
+def all_gather(system: System, work: Gemm, world_size: int, *, units: int | None = None) -> Part:
+    """A ring all-gather of the GEMM's reduced output as a kernel on so many units (default: all)."""
+    chunk = Chunks(Grid(work, system).tiles, work.out_bytes, world_size).bytes
+    return alone(system, lambda memory: collectives.all_gather(memory, chunk, world_size, units or system.units))
+
+
+def fused(
+    system: System,
+    work: Gemm,
+    world_size: int,
+    policy: Policy,
+    *,
+    collective: Collective = "ring_reduce_scatter",
+    log: bool = False,
+) -> Overlapped:
+    """The GEMM and a collective of its output, tracked and triggered.
+
+    Raises ValueError where the output's tiles do not divide among world_size.
+    """
+    memory = Memory(simpy.Environment(), system, policy)
+    run = Fused(memory, Grid(work, system), mapping(collective, world_size))
+    memory.env.process(run.run())
+    memory.env.run()
+    assert not run.tracker.live, f"{run.tracker.live} entries of the tracker were never complete"
+    spills = 2 * run.tracker.spilled * system.tracker.spill_bytes
+    return Overlapped(
+        ns=max(run.gemm_ns, run.events[-1].ns),
+        traffic=dict(memory.traffic) | {"tracker": spills},
+        peak=memory.peak,
+        gemm_ns=run.gemm_ns,
+        threshold=memory.threshold if policy == "compute_first" else None,
+        entries=run.tracker.most,
+        spilled=run.tracker.spilled,
+        log=tuple(map(str, run.events)) if log else (),
+    )
+
+
+def run_sublayer(system: System, sublayer: SubLayer) -> SubLayerRun:
+    """A sub-layer in all configurations."""
+    work, world_size = sublayer.gemm, sublayer.world_size
+    return SubLayerRun(
+        name=sublayer.name,
+        world_size=world_size,
+        gemm=gemm_alone(system, work),
+        reduce_scatter=reduce_scatter(system, work, world_size),
+        reduce_scatter_nmc=reduce_scatter(system, work, world_size, near_memory=True),
+        all_gather=all_gather(system, work, world_size),
+        t3=fused(system, work, world_size, "round_robin"),
+        t3_mca=fused(system, work, world_size, "compute_first"),
+    )

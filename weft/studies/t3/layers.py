@@ -1,0 +1,66 @@
+"""Layers: all that a transformer layer does beside the sub-layers that T3 fuses, for the end-to-end figures.
+
+With T tokens, hidden size H, sequences of L tokens, A heads and N ranks, a rank's layer has, each GEMM on all units,
+
+| | forward | backward |
+| --- | --- | --- |
+| GEMMs | T x 3H/N x H, T x 4H/N x H | the inputs of OP and FC2: T x H/N x H, T x 4H/N x H; four weights, K = T |
+| attention, T A / N rows | rows x L x H/A, rows x H/A x L | one of the first kind, three of the second |
+| passes over T x H | 10 (two norms, two biases with dropout and residual) | 16 |
+| passes over T x 4H/N (GeLU) | 2 | 3 |
+| passes over T A / N x L (softmax, dropout) | 4 | 5 |
+| optimizer | | 28 bytes for each of 12 H H / N weights (Adam, mixed precision) |
+
+A pass reads or writes its elements once at the memory's rate. Sources: Megatron-LM, arXiv 1909.08053, for the layer; passes
+are counted for unfused kernels, each input read once and each output written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from weft.studies.t3.configurations import gemm_alone
+from weft.studies.t3.system import System
+from weft.studies.t3.work import ITEMSIZE, Gemm, Layer, Model
+
+Phase = Literal["forward", "backward"]
+PHASE: dict[Layer, Phase] = {"OP": "forward", "FC2": "forward", "FC1": "backward", "IP": "backward"}
+HIDDEN_PASSES: dict[Phase, int] = {"forward": 10, "backward": 16}
+GELU_PASSES: dict[Phase, int] = {"forward": 2, "backward": 3}
+SCORE_PASSES: dict[Phase, int] = {"forward": 4, "backward": 5}
+OPTIMIZER_BYTES = 28
+
+
+def other_ns(system: System, model: Model, world_size: int, phase: Phase) -> int:
+    """One layer's time for one batch, without its four sub-layers that end in an all-reduce; backward with the optimizer."""
+    gemms = sum(gemm_alone(system, gemm).ns for gemm in _gemms(model, world_size, phase))
+    return gemms + round(_moved(model, world_size, phase) / system.hbm.gbps)
+
+
+def _gemms(model: Model, world_size: int, phase: Phase) -> Iterator[Gemm]:
+    tokens, hidden, rows = model.tokens, model.hidden, model.tokens * model.heads // world_size
+    head = hidden // model.heads
+    wide, narrow = 4 * hidden // world_size, hidden // world_size
+    scores = Gemm(name="scores", m=rows, n=model.sequence, k=head)
+    values = Gemm(name="values", m=rows, n=head, k=model.sequence)
+    if phase == "forward":
+        yield Gemm(name="IP", m=tokens, n=3 * hidden // world_size, k=hidden)
+        yield Gemm(name="FC1", m=tokens, n=wide, k=hidden)
+        yield from (scores, values)
+        return
+    yield Gemm(name="OP input", m=tokens, n=narrow, k=hidden)
+    yield Gemm(name="FC2 input", m=tokens, n=wide, k=hidden)
+    for name, cols in (("IP", 3 * hidden // world_size), ("OP", narrow), ("FC1", wide), ("FC2", wide)):
+        yield Gemm(name=f"{name} weight", m=hidden, n=cols, k=tokens)
+    yield from (scores, values, values, values)
+
+
+def _moved(model: Model, world_size: int, phase: Phase) -> int:
+    """Bytes that elementwise kernels and the optimizer read and write."""
+    tokens, hidden = model.tokens, model.hidden
+    passes = HIDDEN_PASSES[phase] * tokens * hidden
+    passes += GELU_PASSES[phase] * tokens * 4 * hidden // world_size
+    passes += SCORE_PASSES[phase] * tokens * model.heads * model.sequence // world_size
+    weights = 12 * hidden * hidden // world_size if phase == "backward" else 0
+    return passes * ITEMSIZE + weights * OPTIMIZER_BYTES

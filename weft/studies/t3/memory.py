@@ -1,0 +1,164 @@
+"""Memory: one GPU's HBM as a fluid that two streams share, and the arbiter that stands before it.
+
+Every activity of the GPU is a Flow: so many units (slices of a wave, bytes of a transfer), each of which takes memory time, at
+a pace that something else bounds (multipliers, a link, requests under way). The memory's time is never given out twice. Where
+the flows ask for more of it than there is, the arbiter decides:
+
+    round_robin      both streams get the same share; what one does not use, the other has          (T3)
+    compute_first    compute has what it asks for, communication what is left, but never less than one request
+                     in `starvation` + 1                                                            (T3-MCA)
+
+Flows of a stream share what it gets in proportion to what they ask for.
+
+The arbiter also sets how long a read waits. While communication has work it keeps its part of every channel's queue full: all
+of it under round_robin; under compute_first `threshold` entries, by the memory intensity of the GEMM's first stage, since a
+communication access enters only while fewer are in the queue. Those entries are served before a read that comes after them:
+
+    latency = unloaded latency + entries of communication * time of an entry * mean cost of what communication does
+
+Source: T3, arXiv 2401.16677, section 4.5 (memory-controller arbitration). Time is whole nanoseconds: a flow ends at the first
+at which its last unit is through; rates are set once for all that starts and ends within a nanosecond.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import simpy
+
+from weft.perf.fluid import DONE, Settled
+from weft.studies.t3.system import System
+
+Stream = Literal["compute", "communication"]
+Policy = Literal["round_robin", "compute_first"]
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """An activity under way. left: units; pace: units a nanosecond when memory does not bind; cost: memory ns of a unit.
+
+    weight: mean cost of its accesses, relative to a read. posted: stores that nobody waits for; a stream's other flows
+    come first.
+    """
+
+    stream: Stream
+    left: float
+    pace: Callable[[], float]
+    cost: float
+    weight: float
+    posted: bool
+    done: simpy.Event
+    rate: float = 0.0
+
+    @property
+    def asks(self) -> float:
+        """Share of the memory's time at full pace."""
+        return self.pace() * self.cost
+
+
+@dataclass
+class Memory(Settled):
+    """The memory of one simulated GPU. threshold: entries of a queue that communication may hold; None: all.
+
+    traffic: bytes moved so far, by class; peak: the highest share of the memory's time that was ever given out.
+    """
+
+    system: System
+    policy: Policy = "round_robin"
+    threshold: int | None = None
+    traffic: Counter[str] = field(default_factory=Counter)
+    peak: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._flows: list[Flow] = []
+
+    def flow(
+        self,
+        stream: Stream,
+        units: float,
+        pace: Callable[[], float],
+        traffic: Mapping[str, int],
+        *,
+        update: frozenset[str] = frozenset(),
+        posted: bool = False,
+    ) -> simpy.Event:
+        """Start an activity that moves `traffic` bytes by class over its units; the event is its end.
+
+        update: the classes that are near-memory updates. posted: see Flow.
+        """
+        done = self.env.event()
+        self.traffic.update(traffic)
+        if units <= 0:
+            return done.succeed()
+        hbm = self.system.hbm
+        size = sum(traffic.values())
+        charged = sum(part * (hbm.update_cost if name in update else 1.0) for name, part in traffic.items())
+        self.advance()
+        weight = charged / size if size else 1.0
+        self._flows.append(Flow(stream, float(units), pace, charged / hbm.gbps / units, weight, posted, done))
+        self.touch()
+        return done
+
+    def latency_ns(self) -> float:
+        """Of a read now."""
+        sharing = [flow for flow in self._flows if flow.stream == "communication" and flow.cost]
+        if not sharing:
+            return self.system.hbm.latency_ns
+        queue = self.system.hbm.queue_entries
+        entries = queue if self.policy == "round_robin" or self.threshold is None else min(queue, self.threshold)
+        weight = sum(flow.weight for flow in sharing) / len(sharing)
+        return self.system.hbm.latency_ns + entries * self.system.entry_ns * weight
+
+    def observe(self, moved: int, ns: int) -> None:
+        """Set the threshold by the memory intensity of a stage that moved so many bytes in so long."""
+        intensity = moved / self.system.hbm.gbps / max(1, ns)
+        limits = zip(self.system.arbiter.intensities, self.system.arbiter.thresholds, strict=True)
+        passed = [threshold for least, threshold in limits if intensity >= least]
+        self.threshold = passed[-1] if passed else None
+
+    def move(self, elapsed: int) -> None:
+        """See Settled."""
+        for flow in self._flows:
+            flow.left -= flow.rate * elapsed
+
+    def next_end(self) -> float | None:
+        """See Settled."""
+        return min(((flow.left - DONE) / flow.rate for flow in self._flows if flow.rate), default=None)
+
+    def finish(self) -> None:
+        """See Settled."""
+        for flow in self._flows:
+            if flow.left <= DONE:
+                flow.done.succeed()
+        self._flows = [flow for flow in self._flows if flow.left > DONE]
+
+    def settle(self) -> None:
+        """Divide the memory's time between the streams, and within each give reads theirs before posted stores."""
+        asked: dict[Stream, float] = {"compute": 0.0, "communication": 0.0}
+        for flow in self._flows:
+            asked[flow.stream] += flow.asks
+        given = self._given(asked["compute"], asked["communication"])
+        for posted in (False, True):
+            for stream, left in given.items():
+                flows = [flow for flow in self._flows if flow.stream == stream and flow.posted == posted]
+                wanted = sum(flow.asks for flow in flows)
+                part = min(1.0, left / wanted) if wanted else 1.0
+                given[stream] = max(0.0, left - part * wanted)
+                for flow in flows:
+                    flow.rate = flow.pace() * (part if flow.cost else 1.0)
+        self.peak = max(self.peak, sum(flow.rate * flow.cost for flow in self._flows))
+
+    def _given(self, compute: float, communication: float) -> dict[Stream, float]:
+        """The memory's time by stream."""
+        if compute + communication <= 1:
+            return {"compute": compute, "communication": communication}
+        if self.policy == "round_robin":
+            least = min(communication, 0.5)
+        else:
+            least = min(communication, 1 / (self.system.arbiter.starvation + 1))
+        first = min(compute, 1 - least)
+        return {"compute": first, "communication": min(communication, 1 - first)}

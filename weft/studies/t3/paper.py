@@ -1,0 +1,107 @@
+"""Paper: the figures that T3 publishes, and the same ones of a Study, side by side.
+
+A figure is reproduced if ours is within `tolerance` of theirs; what is not is reported as it is. No constant of a System was
+set for a configuration or a sub-layer. Source of all published values: T3, arXiv 2401.16677, sections 3, 6 and 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from weft.studies.published import Figure, geomean, percent, ratio
+from weft.studies.t3.configurations import Configuration, SubLayerRun
+from weft.studies.t3.study import Pass, Study
+
+TITLES: dict[Configuration, str] = {
+    "sequential": "Sequential",
+    "t3": "T3",
+    "t3_mca": "T3-MCA",
+    "ideal": "Ideal-GEMM-RS-Overlap",
+    "ideal_nmc": "Ideal-RS+NMC",
+}
+
+
+def figures(study: Study) -> tuple[Figure, ...]:
+    """Every published number that the Study has, too."""
+    return (*_speedups(study), *_near_memory(study), *_traffic(study), *_wider(study), *_concurrent(study))
+
+
+def _gains(runs: Sequence[SubLayerRun], configuration: Configuration) -> tuple[float, float]:
+    """Geometric mean and maximum of the speedups over sequential, less 1."""
+    speedups = [run.speedup(configuration) for run in runs]
+    return geomean(speedups) - 1, max(speedups) - 1
+
+
+def _speedups(study: Study) -> Iterator[Figure]:
+    published: tuple[tuple[Configuration, tuple[float, float], tuple[float, float]], ...] = (
+        ("ideal", (0.35, 0.50), (0.03, 0.04)),
+        ("t3", (0.20, 0.39), (0.04, 0.06)),
+        ("t3_mca", (0.30, 0.47), (0.03, 0.05)),
+    )
+    for configuration, theirs, tolerances in published:
+        ours = _gains(study.sublayers, configuration)
+        for kind, *row in zip(("geomean", "max"), theirs, ours, tolerances, strict=True):
+            yield percent(f"{TITLES[configuration]}, speed-up, {kind}", *row)
+    gains = [run.t3.ns / run.t3_mca.ns for run in study.sublayers]
+    yield percent("T3-MCA over T3 before the all-gather, speed-up, geomean", 0.13, geomean(gains) - 1, 0.03)
+    yield percent("T3-MCA over T3 before the all-gather, speed-up, max", 0.29, max(gains) - 1, 0.05)
+
+
+def _near_memory(study: Study) -> Iterator[Figure]:
+    for world_size, published in ((8, 0.07), (16, 0.03)):
+        runs = [run for run in study.sublayers if run.world_size == world_size]
+        gain = 1 - geomean(run.reduce_scatter_nmc.ns / run.reduce_scatter.ns for run in runs)
+        yield percent(f"reduce-scatter with near-memory reduction, time saved, TP{world_size}", published, gain, 0.015)
+    more = max(run.speedup("ideal_nmc") / run.speedup("ideal") for run in study.sublayers) - 1
+    yield percent("Ideal-RS+NMC over Ideal-GEMM-RS-Overlap, speed-up, max", 0.04, more, 0.015)
+
+
+def _traffic(study: Study) -> Iterator[Figure]:
+    pairs = [(run.traffic("sequential"), run.traffic("t3_mca")) for run in study.sublayers]
+    left = [sum(after.values()) / sum(before.values()) for before, after in pairs]
+    yield percent("memory traffic saved, geomean", 0.22, 1 - geomean(left), 0.03)
+    yield percent("memory traffic saved, max", 0.36, 1 - min(left), 0.05)
+    for name, words, published, tolerance in (
+        ("rs_read", "reads of the reduce-scatter, sequential over T3", 2.4, 0.15),
+        ("gemm_read", "reads of the GEMM, sequential over T3", 1.56, 0.2),
+    ):
+        yield ratio(words, published, geomean(before[name] / after[name] for before, after in pairs), tolerance)
+    writes = [_writes(after) / _writes(before) for before, after in pairs]
+    yield percent("writes of GEMM and reduce-scatter saved, geomean", 0.10, 1 - geomean(writes), 0.02)
+
+
+def _writes(traffic: dict[str, int]) -> int:
+    return traffic["gemm_write"] + traffic["rs_write"]
+
+
+def _wider(study: Study) -> Iterator[Figure]:
+    for kind, theirs, ours, tolerance in zip(
+        ("geomean", "max"), (0.29, 0.35), _gains(study.large, "t3_mca"), (0.04, 0.05), strict=True
+    ):
+        yield percent(f"large models at TP32, T3-MCA, speed-up, {kind}", theirs, ours, tolerance)
+    published: tuple[tuple[Pass, dict[str, tuple[float, float]], float], ...] = (
+        ("training", {"T3": (0.07, 0.09), "T3-MCA": (0.10, 0.12)}, 0.12),
+        ("prompt", {"T3": (0.09, 0.12), "T3-MCA": (0.12, 0.15)}, 0.14),
+    )
+    for name, by_title, large in published:
+        runs = [run for run in study.end_to_end if run.kind == name]
+        for title, (mean, most) in by_title.items():
+            speedups = [run.speedup if title == "T3-MCA" else run.speedup_t3 for run in runs]
+            yield percent(f"{name} end to end, {title}, speed-up, geomean", mean, geomean(speedups) - 1, 0.03)
+            yield percent(f"{name} end to end, {title}, speed-up, max", most, max(speedups) - 1, 0.03)
+        gain = max(run.speedup for run in study.large_end_to_end if run.kind == name) - 1
+        yield percent(f"large models at TP32, {name} end to end, T3-MCA, speed-up, max", large, gain, 0.03)
+
+
+def _concurrent(study: Study) -> Iterator[Figure]:
+    published: dict[int | None, tuple[str, float]] = {
+        None: ("GEMM beside all-reduce, each on all units, speed-up", 1.67),
+        8: ("GEMM beside all-reduce, 8 units for it, speed-up", 1.18),
+        16: ("GEMM beside all-reduce, 16 units for it, speed-up", 1.49),
+    }
+    for run in study.concurrent:
+        name, speedup = published[run.units]
+        yield ratio(name, speedup, geomean(run.speedups), 0.1)
+    shared = next(run for run in study.concurrent if run.units == 16)
+    yield percent("the all-reduce on these 16 units, slower by", 0.07, geomean(shared.all_reduce_slowdowns) - 1, 0.02)
+    yield percent("the GEMM on the other 64, slower by", 0.21, geomean(shared.gemm_slowdowns) - 1, 0.02)

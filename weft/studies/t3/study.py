@@ -1,0 +1,183 @@
+"""Study: everything that T3's evaluation reports, simulated on one System, as one value.
+
+Contract: `run(system)` is a pure function: the same system gives the same Study, to the nanosecond. It takes a few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from weft.studies.profile import Progress
+from weft.studies.t3.configurations import (
+    Overlapped,
+    SubLayerRun,
+    all_gather,
+    fused,
+    gemm_alone,
+    reduce_scatter,
+    run_sublayer,
+)
+from weft.studies.t3.layers import PHASE, Phase, other_ns
+from weft.studies.t3.mapping import Collective, mapping
+from weft.studies.t3.system import System
+from weft.studies.t3.work import LARGE_SUBLAYERS, MODELS, SUBLAYERS, Gemm, Layer, Model, SubLayer
+
+Pass = Literal["training", "prompt"]
+PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
+CONCURRENT_UNITS = (8, 16)
+MAPPED = SubLayer(model=MODELS[1], layer="FC2", world_size=8)
+"""The sub-layer whose GEMM the other mappings are shown with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndToEnd:
+    """A whole model. share: of sequential's time that the four sub-layers take; speedup: with T3-MCA in their place;
+    speedup_t3: with T3."""
+
+    name: str
+    kind: Pass
+    share: float
+    speedup: float
+    speedup_t3: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concurrent:
+    """A GEMM beside the all-reduce of another one's output, on units of their own, memory contention left out.
+
+    Of which sub-layers the paper has this (section 3.2) is not known here; these are the 16 of its other figures.
+
+    units: of the all-reduce; the GEMM has the others. None: both have all, which cannot be, and is what there is to gain.
+    Slowdowns and speedup are by sub-layer: over alone on all units, and over one after the other.
+    """
+
+    units: int | None
+    gemm_slowdowns: tuple[float, ...]
+    all_reduce_slowdowns: tuple[float, ...]
+    speedups: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """Another collective of the same GEMM, over a link to each peer. communication_ns: its transfers alone."""
+
+    collective: Collective
+    gemm_ns: int
+    communication_ns: int
+    fused: Overlapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """The whole evaluation. large: the sub-layers of the large models; large_end_to_end: these models."""
+
+    system: System
+    sublayers: tuple[SubLayerRun, ...]
+    large: tuple[SubLayerRun, ...]
+    end_to_end: tuple[EndToEnd, ...]
+    large_end_to_end: tuple[EndToEnd, ...]
+    concurrent: tuple[Concurrent, ...]
+    mapped: tuple[Mapped, ...]
+
+
+def run(system: System, progress: Progress = lambda text, done, total: None) -> Study:
+    """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
+
+    Raises ValueError where the tiles of an output do not divide among its ranks, or the units are too few to share.
+    """
+    if system.units <= max(CONCURRENT_UNITS):
+        raise ValueError(f"units is {system.units}; sharing them needs more than {max(CONCURRENT_UNITS)}")
+    total = len(SUBLAYERS) + len(LARGE_SUBLAYERS) + 3
+    sublayers = tuple(run_sublayers(system, SUBLAYERS, lambda text, done: progress(text, done, total)))
+    large = tuple(run_sublayers(system, LARGE_SUBLAYERS, lambda text, done: progress(text, len(SUBLAYERS) + done, total)))
+    progress("end to end", total - 3, total)
+    whole = tuple(_end_to_end(system, SUBLAYERS, sublayers))
+    whole_large = tuple(_end_to_end(system, LARGE_SUBLAYERS, large))
+    progress("naive concurrency", total - 2, total)
+    beside = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
+    progress("other mappings", total - 1, total)
+    others: tuple[Collective, ...] = ("direct_reduce_scatter", "all_to_all", "all_gather")
+    mapped = tuple(_mapped(system, collective) for collective in others)
+    progress("done", total, total)
+    return Study(
+        system=system,
+        sublayers=sublayers,
+        large=large,
+        end_to_end=whole,
+        large_end_to_end=whole_large,
+        concurrent=beside,
+        mapped=mapped,
+    )
+
+
+def run_sublayers(
+    system: System, sublayers: Sequence[SubLayer], progress: Callable[[str, int], None] = lambda text, done: None
+) -> Iterator[SubLayerRun]:
+    """Each sub-layer in all configurations. Those with the same GEMM are simulated once."""
+    known: dict[Gemm, SubLayerRun] = {}
+    for done, sublayer in enumerate(sublayers):
+        progress(sublayer.name, done)
+        same = replace(sublayer.gemm, name=f"{sublayer.world_size} ranks")
+        if same not in known:
+            known[same] = run_sublayer(system, sublayer)
+        yield replace(known[same], name=sublayer.name)
+
+
+def _end_to_end(system: System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
+    """The models that have these sub-layers, which ran so."""
+    parts: dict[tuple[Model, int], dict[Layer, SubLayerRun]] = {}
+    for sublayer, run in zip(sublayers, runs, strict=True):
+        parts.setdefault((sublayer.model, sublayer.world_size), {})[sublayer.layer] = run
+    for (model, world_size), own in parts.items():
+        others = {phase: other_ns(system, model, world_size, phase) for phase in PHASES["training"]}
+        for kind, phases in PHASES.items():
+            rest = sum(others[phase] for phase in phases)
+            ran = [run for layer, run in own.items() if PHASE[layer] in phases]
+            yield _whole(f"{model.name} TP{world_size}", kind, rest, ran)
+
+
+def _whole(name: str, kind: Pass, rest: int, runs: Sequence[SubLayerRun]) -> EndToEnd:
+    """A model that takes `rest` ns beside these sub-layers."""
+    before, t3, t3_mca = (rest + sum(run.ns(each) for run in runs) for each in ("sequential", "t3", "t3_mca"))
+    share, speedup, speedup_t3 = 1 - rest / before, before / t3_mca, before / t3
+    return EndToEnd(name=name, kind=kind, share=share, speedup=speedup, speedup_t3=speedup_t3)
+
+
+def concurrent(system: System, units: int | None) -> Concurrent:
+    """All sub-layers, with `units` for the all-reduce. Raises ValueError if none are left."""
+    if units is not None and not 0 < units < system.units:
+        raise ValueError(f"units is {units}; of {system.units} each side needs at least 1")
+    rest = None if units is None else system.units - units
+    pairs = list(zip(_kernels_ns(system, None, None), _kernels_ns(system, rest, units), strict=True))
+    return Concurrent(
+        units=units,
+        gemm_slowdowns=tuple(slow[0] / fast[0] for fast, slow in pairs),
+        all_reduce_slowdowns=tuple(slow[1] / fast[1] for fast, slow in pairs),
+        speedups=tuple(sum(fast) / max(slow) for fast, slow in pairs),
+    )
+
+
+def _kernels_ns(system: System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
+    """Every sub-layer's GEMM on `rest` units and its all-reduce on `units` (None: all), each alone. Equal ones are run once."""
+    known: dict[tuple[Gemm, int], tuple[int, int]] = {}
+    for sublayer in SUBLAYERS:
+        gemm, world_size = replace(sublayer.gemm, name="GEMM"), sublayer.world_size
+        if (gemm, world_size) not in known:
+            parts = (collective(system, gemm, world_size, units=units) for collective in (reduce_scatter, all_gather))
+            known[gemm, world_size] = gemm_alone(system, gemm, units=rest).ns, sum(part.ns for part in parts)
+        yield known[gemm, world_size]
+
+
+def _mapped(system: System, collective: Collective) -> Mapped:
+    gemm, world_size = MAPPED.gemm, MAPPED.world_size
+    done = fused(system, gemm, world_size, "compute_first", collective=collective)
+    chunks = sum(0 in route.links for route in mapping(collective, world_size).routes)
+    moved = chunks * gemm.out_bytes / world_size / system.link.gbps
+    return Mapped(
+        collective=collective,
+        gemm_ns=gemm_alone(system, gemm).ns,
+        communication_ns=round(moved) + system.link.latency_ns,
+        fused=done,
+    )

@@ -1,0 +1,57 @@
+"""What no probe measures: of GPUs the nearest shipped profile, of a CPU how the host executor is modelled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+
+from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, load, numbers
+from weft.core.problem import ITEMSIZE
+from weft.runtime.choose import machine_for
+
+_TILE = 64
+
+
+def base(device: str, ranks: int) -> Machine:
+    """A complete profile to put measured numbers into. device: "cpu" or "cuda"."""
+    return _host(ranks) if device == "cpu" else _gpu()
+
+
+def _gpu() -> Machine:
+    nearest = load(machine_for(torch.device("cuda", 0)))
+    found = torch.cuda.get_device_properties(0)
+    gpu = dataclasses.replace(nearest.gpu, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
+    reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes"), "the device's own report")
+    return dataclasses.replace(nearest, gpu=gpu, sources={**nearest.sources, **reported})
+
+
+def _host(ranks: int) -> Machine:
+    """A rank's share of the cores as SMs that take small square tiles; all copies share the host's memory. Every 1 stands for
+    a number that is measured, or that no schedule of the host executor pays."""
+    threads = max(2, (os.cpu_count() or 1) // ranks)
+    gpu = Gpu(
+        sms=threads,
+        tflops=dict.fromkeys(ITEMSIZE, 1e-3),
+        tiles=(Tile(rows=_TILE, cols=_TILE, efficiency=1.0),),
+        tile_us=1.0,
+        flag_efficiency=1.0,
+        hbm_gbps=1.0,
+        l2_bytes=1,
+    )
+    values: dict[str, Any] = {
+        "name": "host executor",
+        "words": "modelled",
+        "world_size": ranks,
+        "gpu": gpu,
+        "copies": CopyEngines(copy_us=1.0, gbps=1.0, several_gbps=1.0, engines=1),
+        "stores": Stores(gbps=((1, 1.0), (threads, 1.0)), sms=1, stall=1.0),
+        "links": Links(topology="pcie", gbps=1.0, latency_us=1.0, host_gbps=1.0),
+        "launch_us": 1.0,
+        "flag_us": 1.0,
+        "collectives": {op: AlphaBeta(fixed_us=1.0, step_us=1.0, gbps=1.0) for op in ("all_gather", "reduce_scatter")},
+    }
+    paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
+    return Machine(**values, sources=dict.fromkeys(paths, "assumed, a placeholder of the model"))

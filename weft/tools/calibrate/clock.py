@@ -1,0 +1,103 @@
+"""Times of a piece of work on all ranks together: the slowest rank's, round by round.
+
+On a GPU a work's calls are captured in a CUDA graph and replayed between two events, so that neither Python nor a launch from
+the host is in the time. On a CPU they are called between two readings of the clock. Ranks meet at a barrier before each round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from weft.compat.comm_streams import comm_stream, give_back
+from weft.runtime.replay import Captures
+from weft.tools.calibrate.samples import Sample
+
+ROUNDS = 7
+Work = Callable[[], object]
+
+
+class Clock:
+    """device: "cpu" or "cuda"; this rank's, for the latter the current one."""
+
+    def __init__(self, device: str, rounds: int = ROUNDS) -> None:
+        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self._rounds = rounds
+
+    def sample(self, what: str, key: tuple[int, ...], work: Work, *, repeat: int = 1, per: int = 1) -> Sample:
+        """The time of one of `per` equal parts of a work. Collective. repeat: calls in a round."""
+        work()
+        run = self._captured(work, repeat) if self.device.type == "cuda" else _repeated(work, repeat)
+        run()
+        times = [self._once(run) for _ in range(self._rounds)]
+        return self.slowest(what, key, [us / repeat / per for us in times])
+
+    def beside(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> Sample:
+        """The time of `work` while `other`, which is begun `others` times before it, runs on a stream of its own. Collective.
+
+        On GPUs alone. The others must last until the work has ended, and the work be enqueued before they end.
+        """
+        assert self.device.type == "cuda", "on a CPU there is no stream"
+        side = comm_stream(priority="normal", device=self.device)
+        work()
+        other()
+        times: list[float] = []
+        for _ in range(self._rounds):
+            self.meet()
+            with torch.cuda.stream(side):
+                for _ in range(others):
+                    other()
+            times.append(self._events(lambda: [work() for _ in range(repeat)]) / repeat)
+            torch.cuda.synchronize(self.device)
+        give_back(side)
+        return self.slowest(what, (), times)
+
+    def slowest(self, what: str, key: tuple[int, ...], mine_us: list[float]) -> Sample:
+        """A sample of the slowest rank's times, from this rank's. Collective."""
+        times = torch.tensor(mine_us, dtype=torch.float64)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return Sample(what=what, key=key, us=tuple(times.tolist()))
+
+    def meet(self) -> None:
+        """All ranks are here, and their devices are idle."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier()
+
+    def _once(self, run: Work) -> float:
+        self.meet()
+        if self.device.type == "cuda":
+            return self._events(run)
+        begun_ns = time.perf_counter_ns()
+        run()
+        return (time.perf_counter_ns() - begun_ns) / 1e3
+
+    def _events(self, run: Work) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+
+    def _captured(self, work: Work, repeat: int) -> Work:
+        torch.cuda.synchronize(self.device)
+        return _captures(self.device).record(_repeated(work, repeat)).replay
+
+
+@cache
+def _captures(device: torch.device) -> Captures:
+    """For all measurements, which run one after the other."""
+    return Captures(device)
+
+
+def _repeated(work: Work, repeat: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(repeat):
+            work()
+
+    return run

@@ -1,0 +1,113 @@
+"""Probes of the host executor: what its steps, flags and copies through shared memory cost this CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.team import Team
+from weft.tools.calibrate.clock import Clock
+from weft.tools.calibrate.samples import Sample
+
+COPY_BYTES = tuple(1 << power for power in (14, 16, 18, 20, 22))
+_MANY = 64
+_BESIDE = 384
+
+
+def launches(device: str) -> list[Sample]:
+    """A matmul of one element: what a step costs whatever its size."""
+    clock = Clock(device)
+    one, out = torch.ones(1, 1), torch.empty(1, 1)
+    return [clock.sample("launch", (_MANY,), lambda: [torch.mm(one, one, out=out) for _ in range(_MANY)], per=_MANY)]
+
+
+def _with_team(probe: Callable[[Clock, Team], list[Sample]], device: str) -> list[Sample]:
+    group = dist.group.WORLD
+    assert group is not None
+    team = Team(group)
+    try:
+        return probe(Clock(device), team)
+    finally:
+        dist.barrier()
+        team.close()
+
+
+def flags(device: str) -> list[Sample]:
+    """A store and a load of a word; the time is of one."""
+
+    def probe(clock: Clock, team: Team) -> list[Sample]:
+        words = team.allocate(8 * _MANY)[team.rank].words()
+
+        def work() -> None:
+            for index in range(_MANY):
+                words.store(index, 1)
+                words.load(index)
+
+        return [clock.sample("flag", (_MANY,), work, per=2 * _MANY)]
+
+    return _with_team(probe, device)
+
+
+def hops(device: str) -> list[Sample]:
+    """A word raised at the next rank, and the wait for the one before; the time is of one round."""
+
+    def probe(clock: Clock, team: Team) -> list[Sample]:
+        segments = team.allocate(8)
+        theirs = segments[(team.rank + 1) % team.world_size].words()
+        mine = segments[team.rank].words()
+        rounds = [0]
+
+        def work() -> None:
+            for _ in range(_MANY):
+                rounds[0] += 1
+                theirs.store(0, rounds[0])
+                team.until(lambda: mine.load(0) >= rounds[0], lambda: f"round {rounds[0]} of the probe hop")
+
+        return [clock.sample("hop", (_MANY,), work, per=_MANY)]
+
+    return _with_team(probe, device)
+
+
+def copies(device: str) -> list[Sample]:
+    """Into the next rank's memory, all ranks at once; key: bytes, copies."""
+
+    def probe(clock: Clock, team: Team) -> list[Sample]:
+        segments = team.allocate(COPY_BYTES[-1])
+        peer = segments[(team.rank + 1) % team.world_size]
+        found = []
+        for nbytes in COPY_BYTES:
+            src, dst = torch.ones(1, nbytes // 4), peer.matrix(0, 1, nbytes // 4, torch.float32)
+            work: Callable[[], object] = lambda dst=dst, src=src: dst.copy_(src)  # type: ignore[misc]  # noqa: E731
+            found.append(clock.sample("copy push", (nbytes, 1), work, repeat=4))
+        return found
+
+    return _with_team(probe, device)
+
+
+def beside(device: str) -> list[Sample]:
+    """A matmul while a thread copies, and copies while a thread multiplies, each beside its time alone."""
+    clock = Clock(device)
+    a = torch.randn(_BESIDE, _BESIDE)
+    src, product = torch.ones(1 << 20), torch.empty(_BESIDE, _BESIDE)
+    dst = torch.empty_like(src)
+    works: dict[str, Callable[[], object]] = {
+        "gemm": lambda: torch.mm(a, a, out=product),
+        "copy": lambda: dst.copy_(src),
+    }
+    found = [clock.sample(f"{name} alone", (), work, repeat=4) for name, work in works.items()]
+    for name, other in (("gemm", "copy"), ("copy", "gemm")):
+        stop = threading.Event()
+        thread = threading.Thread(target=_until_stopped, args=(works[other], stop), daemon=True)
+        thread.start()
+        found.append(clock.sample(f"{name} beside {other}", (), works[name], repeat=4))
+        stop.set()
+        thread.join()
+    return found
+
+
+def _until_stopped(work: Callable[[], object], stop: threading.Event) -> None:
+    while not stop.is_set():
+        work()

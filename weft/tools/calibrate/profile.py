@@ -1,0 +1,250 @@
+"""From samples to a Machine: each number with what it was measured by, and by how much that varied.
+
+Fits are of relative errors, so that small sizes count as much as large ones. What no probe measures is taken from a base
+profile, whose name stands before its source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.core.machine import CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, numbers
+from weft.perf.cost import gemm_us
+from weft.tools.calibrate.samples import Sample, of, typical_spread
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+PAIRS = ("gemm beside copy", "copy beside gemm", "gemm beside all_gather", "all_gather beside gemm")
+_LEAST_US = 0.05
+_SCALES = np.linspace(0.4, 1.3, 37)
+_TILE_US = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+_ENOUGH = 0.85
+"""Of the rate that all SMs reach: what communication blocks should reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """us = fixed_us + bytes / (gbps * 1e3)."""
+
+    fixed_us: float
+    gbps: float
+
+
+def line(points: Iterable[tuple[float, float]]) -> Line:
+    """Through (bytes, us), with the least relative errors.
+
+    >>> line([(1000, 3.0), (3000, 5.0), (5000, 7.0)])
+    Line(fixed_us=2.0, gbps=1.0)
+    """
+    pairs = list(points)
+    weighted = np.array([[1 / us, nbytes / us] for nbytes, us in pairs])
+    (fixed, slope), *_ = np.linalg.lstsq(weighted, np.ones(len(pairs)), rcond=None)
+    if slope <= 0:  # no size was large enough to show a rate
+        slope = min(us / nbytes for nbytes, us in pairs)
+    return Line(fixed_us=round(max(_LEAST_US, float(fixed)), 3), gbps=round(1e-3 / float(slope), 3))
+
+
+class Profile:
+    """A machine in the making. when: the date, and on what."""
+
+    def __init__(self, base: Machine, samples: Sequence[Sample], *, world_size: int, when: str) -> None:
+        self.base, self.samples, self.world_size, self._when = base, samples, world_size, when
+        self._sources: dict[str, str] = {"world_size": f"measured {when}"}
+        self._spreads: dict[str, float] = {}
+
+    def machine(self, name: str, words: str, *, device: str = "") -> Machine:
+        """`base` with what was measured in its place. device: as a Machine has it. Raises ValueError if a probe is missing."""
+        values: dict[str, Any] = {
+            "name": name,
+            "words": words,
+            "world_size": self.world_size,
+            "gpu": self._gpu(),
+            "copies": self._copies(),
+            "stores": self._stores(),
+            "links": self._links(),
+            "launch_us": self._single("launch_us", "launch"),
+            "flag_us": self._single("flag_us", "flag"),
+            "fork_us": self.base.fork_us,
+            "collectives": {op: self._collective(op) for op in COLLECTIVES},
+            "contention": self._contention(),
+            "network": self.base.network,
+            "wake_us": self._wake_us(),
+            "stages": self.base.stages,
+            "device": device,
+        }
+        paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
+        sources = {path: self._sources.get(path) or f"{self.base.name}: {self.base.sources[path]}" for path in paths}
+        return Machine(**values, sources=sources, spreads=self._spreads)
+
+    def _say(self, path: str, what: str, samples: Sequence[Sample]) -> None:
+        self._sources[path] = f"measured {self._when}: {what}"
+        self._spreads[path] = typical_spread(samples)
+
+    def _single(self, path: str, what: str) -> float:
+        found = of(self.samples, what)
+        self._say(path, f"median of {len(found[0].us)}, {found[0].key[0]} in a row", found)
+        return round(max(_LEAST_US, found[0].median_us), 3)
+
+    def _gpu(self) -> Gpu:
+        copied = of(self.samples, "memory")
+        (nbytes,) = copied[0].key
+        self._say("gpu.hbm_gbps", f"a copy of {nbytes >> 20} MiB, read and write", copied)
+        gbps = 2e-3 * nbytes / copied[0].median_us
+        # A small copy on a machine that is full may reach less than what rounds to something.
+        gpu = dataclasses.replace(self.base.gpu, hbm_gbps=round(gbps, 1) or gbps)
+        return self._with_power(self._with_tiles(dataclasses.replace(gpu, tflops=self._tflops(gpu))))
+
+    def _with_power(self, gpu: Gpu) -> Gpu:
+        """What matmuls in a row reach of the rate of one after a pause, where the base says from when on."""
+        found = sorted((sample for sample in self.samples if sample.what == "power"), key=lambda sample: sample.key)
+        if len(found) < 2 or gpu.burst_us is None:
+            return gpu
+        one, many = found
+        more_us = (many.key[0] * many.median_us - one.median_us) / (many.key[0] - 1)
+        self._say("gpu.sustained", f"one matmul after a pause over one of {many.key[0]} in a row", found)
+        return dataclasses.replace(gpu, sustained=round(min(1.0, one.median_us / more_us), 4))
+
+    def _tflops(self, gpu: Gpu) -> dict[str, float]:
+        """The base's peak by dtype, but never less than was reached."""
+        found = dict(gpu.tflops)
+        for dtype in gpu.tflops:
+            samples = [sample for sample in self.samples if sample.what == f"gemm {dtype}"]
+            if samples:
+                reached = max(_tflops_of(sample) for sample in samples)
+                if reached > found[dtype]:
+                    found[dtype] = round(reached, 3)
+                    self._say(f"gpu.tflops.{dtype}", "the most that a matmul reached", samples)
+        return found
+
+    def _with_tiles(self, gpu: Gpu) -> Gpu:
+        """The base's tile shapes, all their efficiencies scaled alike, and a tile's fixed time, fitted to the matmuls."""
+        dtype, samples = self._matmuls(gpu)
+
+        def scaled(scale: float, tile_us: float) -> Gpu:
+            tiles = tuple(Tile(rows=t.rows, cols=t.cols, efficiency=round(t.efficiency * scale, 4)) for t in gpu.tiles)
+            return dataclasses.replace(gpu, tiles=tiles, tile_us=tile_us)
+
+        def error(candidate: Gpu) -> float:
+            machine = dataclasses.replace(self.base, gpu=candidate, launch_us=self._single("launch_us", "launch"))
+            return statistics.fmean(abs(_gemm_us(machine, s, dtype) / s.median_us - 1) for s in samples)
+
+        best = min((scaled(scale, tile_us) for scale in _SCALES for tile_us in _TILE_US), key=error)
+        what = f"fitted to {len(samples)} matmuls in {dtype}, mean error {error(best):.0%}; shapes as in {self.base.name}"
+        self._say("gpu.tiles", what, samples)
+        self._say("gpu.tile_us", what, samples)
+        return best
+
+    def _matmuls(self, gpu: Gpu) -> tuple[str, list[Sample]]:
+        """The dtype with most samples, and those."""
+        by_dtype = {dtype: [s for s in self.samples if s.what == f"gemm {dtype}"] for dtype in gpu.tflops}
+        dtype = max(by_dtype, key=lambda each: len(by_dtype[each]))
+        return dtype, of(self.samples, f"gemm {dtype}")
+
+    def _copies(self) -> CopyEngines:
+        pushes = of(self.samples, "copy push")
+        fitted = line((s.key[0] * s.key[1], s.median_us) for s in pushes if s.key[1] == 1)
+        many = [s.median_us / s.key[1] - s.key[0] / (fitted.gbps * 1e3) for s in pushes if s.key[1] > 1]
+        copy_us = round(max(_LEAST_US, statistics.median(many)), 3) if many else fitted.fixed_us
+        self._say("copies.copy_us", "of several in a row, less their bytes" if many else "fitted to copies by size", pushes)
+        self._say("copies.gbps", "fitted to copies by size, all ranks at once", pushes)
+        rates = {"copy_us": copy_us, "gbps": fitted.gbps, "several_gbps": fitted.gbps}
+        copies = dataclasses.replace(self.base.copies, **rates, engines=1)  # type: ignore[arg-type]
+        return self._with_several(copies)
+
+    def _with_several(self, copies: CopyEngines) -> CopyEngines:
+        found = [sample for sample in self.samples if sample.what == "several"]
+        if len(found) < 2:
+            self._sources["copies.several_gbps"] = self._sources["copies.gbps"]
+            self._sources["copies.engines"] = f"measured {self._when}: one stream was all there was to try"
+            return copies
+        copies = self._with_turns(copies, found)
+        one, more = sorted(found, key=lambda sample: sample.key[1])
+        self._say("copies.several_gbps", f"to every peer, on {more.key[1]} streams", [more])
+        self._say("copies.engines", "the faster of one stream and one for each peer", found)
+        several_gbps = (self.world_size - 1) * more.key[0] / more.median_us / 1e3
+        faster = more.median_us < 0.95 * one.median_us
+        return dataclasses.replace(copies, several_gbps=round(several_gbps, 2), engines=more.key[1] if faster else 1)
+
+    def _with_turns(self, copies: CopyEngines, several: Sequence[Sample]) -> CopyEngines:
+        """By how much copies to all peers in turns take longer than whole ones, less the fixed cost of there being more."""
+        turns = [sample for sample in self.samples if sample.what == "turns"]
+        if not turns:
+            return copies
+        one, (nbytes, rounds) = min(several, key=lambda sample: sample.key[1]), turns[0].key
+        pushes = self.world_size - 1
+        whole_us = one.median_us - pushes * copies.copy_us
+        longer = (turns[0].median_us - pushes * rounds * copies.copy_us) / max(_LEAST_US, whole_us) - 1
+        self._say("copies.turning", f"to every peer, {nbytes >> 20} MiB in {rounds} rounds", turns)
+        return dataclasses.replace(copies, turning=round(max(0.001, longer / (1 - 1 / rounds)), 3))
+
+    def _stores(self) -> Stores:
+        found = sorted((s for s in self.samples if s.what == "stores"), key=lambda sample: sample.key[1])
+        if not found:
+            return self.base.stores
+        rates = [(s.key[1], round((self.world_size - 1) * s.key[0] / s.median_us / 1e3, 2)) for s in found]
+        most = max(rate for _, rate in rates)
+        self._say("stores.gbps", f"to every peer, {found[0].key[0] >> 20} MiB each", found)
+        self._say("stores.sms", f"the fewest that reach {_ENOUGH:.0%} of the most", found)
+        sms = next(sms for sms, rate in rates if rate >= _ENOUGH * most)
+        return dataclasses.replace(self.base.stores, gbps=tuple(rates), sms=min(sms, self.base.gpu.sms - 1))
+
+    def _links(self) -> Links:
+        """The rate of the fastest transfer seen. A round of hops is a signal, the way, a wait and a lowering."""
+        pushes, hops = of(self.samples, "copy push"), of(self.samples, "hop")
+        self._say("links.gbps", "the fastest copy, without its fixed cost", pushes)
+        fitted = line((s.key[0], s.median_us) for s in pushes if s.key[1] == 1)
+        flag_us = of(self.samples, "flag")[0].median_us
+        latency_us = self.base.links.latency_us
+        if self.base.wake_us is None:
+            self._say("links.latency_us", "a round of signals between neighbours, less three flag operations", hops)
+            latency_us = round(max(_LEAST_US, hops[0].median_us - 3 * flag_us), 3)
+        host_gbps = self.base.links.host_gbps
+        if host_gbps is not None:
+            self._say("links.host_gbps", "all ranks' copies at once", pushes)
+            host_gbps = round(fitted.gbps * self.world_size, 2)
+        return dataclasses.replace(self.base.links, gbps=fitted.gbps, latency_us=latency_us, host_gbps=host_gbps)
+
+    def _wake_us(self) -> float | None:
+        """Of devices whose streams sleep while they wait: what a round of signals takes beyond its operations and the way."""
+        if self.base.wake_us is None:
+            return None
+        hops, flag_us = of(self.samples, "hop"), of(self.samples, "flag")[0].median_us
+        self._say("wake_us", "a round of signals between neighbours, less three flag operations and the links' latency", hops)
+        return round(max(_LEAST_US, hops[0].median_us - 3 * flag_us - self.base.links.latency_us), 3)
+
+    def _collective(self, op: str) -> Table:
+        """Times never fall with size: noise is ironed out upwards."""
+        found = sorted(of(self.samples, op), key=lambda sample: sample.key)
+        self._say(f"collectives.{op}.points", "as `sequential` runs it", found)
+        self._sources[f"collectives.{op}.world_size"] = f"measured {self._when}"
+        points, at_least = [], 0.0
+        for sample in found:
+            at_least = max(at_least, round(sample.median_us, 3))
+            points.append((sample.key[0], at_least))
+        return Table(world_size=self.world_size, points=tuple(points))
+
+    def _contention(self) -> dict[str, float]:
+        """How many times as long as alone; of pairs that were measured."""
+        found = {}
+        for pair in PAIRS:
+            beside = [sample for sample in self.samples if sample.what == pair]
+            if beside:
+                alone = of(self.samples, f"{pair.split()[0]} alone")
+                self._say(f"contention.{pair}", "the first beside the second, over its time alone", [*beside, *alone])
+                found[pair] = round(max(0.01, beside[0].median_us / alone[0].median_us), 3)
+        return found
+
+
+def _gemm_us(machine: Machine, sample: Sample, dtype: str) -> float:
+    m, n, k = sample.key
+    return gemm_us(machine, m, n, k, dtype)
+
+
+def _tflops_of(sample: Sample) -> float:
+    m, n, k = sample.key
+    return 2 * m * n * k / sample.median_us / 1e6

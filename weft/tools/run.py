@@ -1,0 +1,355 @@
+"""`weft run`: every distributed site of a model, planned, run on real ranks of this machine, checked, and timed.
+
+Each rank draws its inputs from (seed, site, rank). The reference is the sequential program in float32 over
+torch.distributed, which shares nothing with weft's executors. Every time is a median over rounds, each of its slowest rank;
+computation and communication alone are the two steps of the sequential schedule, recorded in a call of its own each round:
+
+    round 1: sequential | overlapped | sequential, recorded      round 2: sequential | overlapped | ...
+
+so that all of them see the same machine. Recording is not free on a GPU, hence no call is both timed and recorded.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from weft import schedules
+from weft.comm.nodes import cut
+from weft.core.machine import Machine
+from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem
+from weft.core.schedule import Schedule
+from weft.core.span import Span
+from weft.planner import plan
+from weft.planner.models import Model, decode_sites, sites
+from weft.planner.values import Plan
+from weft.runtime.calls import Call, MatmulCall
+from weft.runtime.choose import fans_out
+from weft.runtime.groups import GROUPS
+from weft.runtime.ranks import Ranks
+from weft.runtime.trial import Choice
+from weft.runtime.versions import versions
+from weft.tools.results import Run, SiteRun
+from weft.tools.run_lookups import LookupInputs
+
+Given = tuple[torch.Tensor, torch.Tensor] | LookupInputs
+"""One rank's inputs of a site."""
+Progress = Callable[[str, int, int], None]
+ROUNDS = {"cpu": 3, "cuda": 20}
+_BLOCK = 4096
+
+
+def run_model(
+    model: Model,
+    *,
+    ranks: int,
+    device: str,
+    tokens: int,
+    op: str | None,
+    schedule: str,
+    machine: Machine,
+    machine_ranks: int,
+    machine_tokens: int,
+    dtype: str,
+    seed: int,
+    progress: Progress,
+) -> Run:
+    """Run, check and time the sites of `model` on `ranks` processes of this machine.
+
+    device: "cpu" or "cuda". op: only sites of this operator. schedule: "auto" or as schedules.parse takes it.
+    machine, machine_ranks, machine_tokens: what is predicted beside; on the CPU also what "auto" is chosen for, and whose copy
+    lanes schedules have, so that what is predicted is what runs. GPUs choose by what they measure, and have lanes of their own.
+    progress(what, done, total) is called as work goes on.
+    Raises ValueError for what cannot be run, RankFailed if a rank is lost.
+    """
+    _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
+    element = cast(DType, dtype)
+    found = decode_sites(model) if op == "matmul_all_reduce" else sites(model)
+    chosen = [s for s in found if op in (None, s.op)]
+    for site in chosen:
+        schedules.check_op(schedule.partition(":")[0], site.op)
+    done: list[SiteRun] = []
+    with Ranks(ranks if chosen else 0, device=device) as pool:
+        for index, site in enumerate(chosen):
+            progress(f"{site.name}: planning", 2 * index, 2 * len(chosen))
+            problem = replace(site.problem(tokens, ranks, element), nodes=cut(ranks))
+            spec = _choose(problem, schedule, machine, device)
+            there = _predict(site.problem(machine_tokens, machine_ranks, element), schedule, machine)
+            progress(f"{site.name}: running {spec}", 2 * index + 1, 2 * len(chosen))
+            like = machine.fans_out if device == "cpu" else None
+            measured = pool.run(measure_site, problem, spec, seed + zlib.crc32(site.name.encode()), device, like)
+            built = schedules.build(problem, *schedules.parse(measured[0].spec))
+            done.append(_site_run(site.name, built, measured, there))
+        progress("done", 2 * len(chosen), 2 * len(chosen))
+    return Run(
+        model=model.name,
+        device=device,
+        world_size=ranks,
+        tokens=tokens,
+        dtype=dtype,
+        seed=seed,
+        machine=machine.name,
+        machine_ranks=machine_ranks,
+        machine_tokens=machine_tokens,
+        sites=tuple(done),
+        versions=versions(device),
+    )
+
+
+def _check_request(*, ranks: int, device: str, tokens: int, op: str | None, schedule: str, dtype: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; use cpu or cuda")
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1")
+    if tokens < 1:
+        raise ValueError(f"tokens is {tokens}; it must be at least 1")
+    if op is not None and op not in (*OPS, *LOOKUP_OPS):
+        raise ValueError(f"op is {op!r}; weft has {', '.join((*OPS, *LOOKUP_OPS))}")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype is {dtype!r}; weft overlaps {', '.join(ITEMSIZE)}")
+    if schedule != "auto":
+        schedules.parse(schedule)
+    gpus = torch.cuda.device_count() if device == "cuda" else ranks
+    if ranks > gpus:
+        raise ValueError(
+            f"ranks is {ranks}, but this machine has {gpus} GPUs; use --ranks {gpus} or --device cpu"
+            if gpus
+            else f"ranks is {ranks} with --device cuda, but this machine has no GPU; use --device cpu"
+        )
+
+
+def _choose(problem: Problem, schedule: str, machine: Machine, device: str) -> str:
+    """The planner's choice for this many ranks of the named machine, or what was asked for. GPUs measure what auto is."""
+    if schedule != "auto":
+        built = schedules.build(problem, *schedules.parse(schedule))
+        return schedules.spec(built.name, built.chunks)
+    if device == "cuda":
+        return "auto"
+    # CPU ranks may be more than the machine has GPUs: as if it had so many.
+    enough = replace(machine, world_size=max(machine.world_size, problem.world_size))
+    return plan(problem, enough).chosen.spec
+
+
+def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:
+    if schedule == "auto":
+        return plan(problem, machine)
+    name, chunks = schedules.parse(schedule)
+    return plan(problem, machine, only=name, chunks=chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One round on one rank: both times in us, and the steps of a sequential call."""
+
+    sequential_us: float
+    overlapped_us: float
+    sequential_spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank saw of a site. spec: the schedule that ran. spans: one call of it."""
+
+    spec: str
+    max_error: float
+    rounds: tuple[Round, ...]
+    spans: tuple[Span, ...]
+    tried: dict[str, float]
+
+
+def measure_site(problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None) -> Measured:
+    """One rank's part: draw inputs, check the result, time the schedule against the sequential one. fan_out: whether it has a
+    copy lane for each peer; default: as the device's profile has it."""
+    rank = dist.get_rank()
+    on = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    given = _inputs(problem, rank, seed, on)
+    asked = _asked(problem, spec, on, fan_out)
+    out = _run(problem, asked, given)
+    tried: dict[str, float] = {}
+    if spec == "auto":
+        choice = _stands_for(problem)
+        asked = spec = choice.spec
+        tried = choice.us
+    error = _error(problem, given, out, rank)
+    _round(problem, asked, given, on)
+    rounds = tuple(_round(problem, asked, given, on) for _ in range(ROUNDS[device]))
+    return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, asked, given), tried=tried)
+
+
+def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> str:
+    """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name."""
+    if fan_out in (None, fans_out(on)):
+        return spec
+    name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    here = replace(problem, nodes=GROUPS.state(name).team.nodes)
+    plain, built = (schedules.build(here, *schedules.parse(spec), fan_out=fan) for fan in (not fan_out, bool(fan_out)))
+    return spec if built == plain else GROUPS.keep(built)
+
+
+def _stands_for(problem: Problem) -> Choice:
+    """What auto has been found to be, after a call."""
+    found = GROUPS.choices(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    return next(choice for choice in found if choice.problem == problem)
+
+
+def _round(problem: Problem, spec: str, given: Given, on: torch.device) -> Round:
+    """Every method once. Where the schedule is the sequential one, its time is both."""
+    us: dict[str, float] = {}
+    for name in dict.fromkeys(("sequential", spec)):
+        us[name] = _timed(lambda name=name: _run(problem, name, given), on)  # type: ignore[misc]
+    spans = _spans(problem, "sequential", given)
+    return Round(sequential_us=us["sequential"], overlapped_us=us[spec], sequential_spans=spans)
+
+
+def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Given:
+    """This rank's a and b, normally distributed, b scaled so that results are of order one; or its tables and bags."""
+    if isinstance(problem, LookupProblem):
+        return LookupInputs.draw(problem, rank, seed, on)
+    generator = torch.Generator(device=on).manual_seed((seed * 1009 + rank) % 2**62)
+    dtype = getattr(torch, problem.dtype)
+    a = torch.randn(problem.a_rows(rank), problem.inner(rank), generator=generator, device=on).to(dtype)
+    b = torch.randn(problem.inner(rank), problem.columns(rank), generator=generator, device=on) * problem.k**-0.5
+    return a, b.to(dtype)
+
+
+def _run(problem: Problem, spec: str, given: Given, spans: list[Span] | None = None) -> torch.Tensor:
+    return GROUPS.run(dist.group.WORLD.group_name, _call(problem, spec, given, spans))["out"][0]  # type: ignore[union-attr]
+
+
+def _call(problem: Problem, spec: str, given: Given, spans: list[Span] | None) -> Call:
+    if isinstance(given, LookupInputs):
+        return given.call(spec, spans)
+    a, b = given
+    return MatmulCall(op=problem.op, a=a, bs=[b], rows=problem.m, row_multiple=1, schedule=spec, spans=spans)
+
+
+def _timed(work: Callable[[], object], on: torch.device) -> float:
+    """Microseconds of `work`, from a common start of all ranks. On GPUs of a second call, which the host makes while the first
+    one runs."""
+    dist.barrier()
+    if on.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        work()
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+    begin = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _spans(problem: Problem, spec: str, given: Given) -> tuple[Span, ...]:
+    found: list[Span] = []
+    dist.barrier()
+    _run(problem, spec, given, found)
+    return tuple(found)
+
+
+def _error(problem: Problem, given: Given, out: torch.Tensor, rank: int) -> float:
+    """Largest difference from the sequential program in float32, relative to the reference's largest element."""
+    if isinstance(given, LookupInputs):
+        return given.error(out, rank)
+    a, b = given
+    if problem.op == "all_gather_matmul":
+        full = _gathered(problem, a).float()
+        rows = slice(0, problem.m)
+    elif problem.op == "all_to_all_matmul":
+        full = _exchanged(problem, a.float(), rank)
+        rows = slice(0, problem.out_rows(rank))
+    else:
+        full = a.float()
+        rows = slice(*problem.shards[rank]) if problem.op == "matmul_reduce_scatter" else slice(0, problem.m)
+    worst = torch.zeros((), dtype=torch.float64)
+    largest = torch.zeros((), dtype=torch.float64)
+    for low in range(0, out.shape[1], _BLOCK):
+        expected = full @ b[:, low : low + _BLOCK].float()
+        if problem.op in REDUCTIONS:
+            expected = expected.cpu()
+            dist.all_reduce(expected)
+        if problem.op == "matmul_all_to_all":
+            expected, rows = _exchanged(problem, expected, rank), slice(0, problem.out_rows(rank))
+        expected, got = expected[rows].cpu(), out[:, low : low + _BLOCK].float().cpu()
+        if expected.numel():
+            difference = (got - expected).abs().max().double()
+            worst = torch.maximum(worst, torch.nan_to_num(difference, nan=float("inf")))
+            largest = torch.maximum(largest, expected.abs().max().double())
+    return float(worst / largest) if largest > 0 else float(worst)
+
+
+def _gathered(problem: Problem, a: torch.Tensor) -> torch.Tensor:
+    """all_gather of a over torch.distributed; shards may be uneven, so each is broadcast."""
+    pieces = []
+    for rank, (low, high) in enumerate(problem.shards):
+        piece = (
+            a.contiguous() if rank == dist.get_rank() else torch.empty(high - low, problem.k, dtype=a.dtype, device=a.device)
+        )
+        dist.broadcast(piece, src=rank)
+        pieces.append(piece)
+    return torch.cat(pieces)
+
+
+def _exchanged(problem: Problem, rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """all_to_all of rows over torch.distributed."""
+    sent = [high - low for low, high in problem.shards]
+    received = rows.new_empty(problem.out_rows(rank), rows.shape[1])
+    dist.all_to_all_single(received, rows.contiguous(), [sent[rank]] * problem.world_size, sent)
+    return received
+
+
+def tolerance(schedule: Schedule) -> float:
+    """What rounding allows, relative to the largest element: one rounding to the dtype for the result, one for each partial
+    product that is summed outside a matmul, and float32 accumulation over K within it."""
+    problem = schedule.problem
+    unit = torch.finfo(getattr(torch, problem.dtype)).eps / 2
+    partials = problem.world_size if problem.op in REDUCTIONS else 0
+    if problem.op == "all_gather_matmul" and schedule.name == "uniform_fused_2d":
+        partials = schedule.chunks
+    return float((1 + partials) * unit + 4 * problem.k**0.5 * torch.finfo(torch.float32).eps)
+
+
+def _site_run(name: str, built: Schedule, measured: list[Measured], there: Plan) -> SiteRun:
+    def median(time_us: Callable[[tuple[Round, ...]], float]) -> float:
+        """Over rounds, of a time that is taken from one round of all ranks."""
+        return statistics.median(map(time_us, zip(*(m.rounds for m in measured), strict=True)))
+
+    return SiteRun(
+        site=name,
+        problem=built.problem,
+        schedule=built.name,
+        chunks=built.chunks,
+        max_error=max(m.max_error for m in measured),
+        tolerance=tolerance(built),
+        sequential_us=median(lambda ranks: max(r.sequential_us for r in ranks)),
+        overlapped_us=median(lambda ranks: max(r.overlapped_us for r in ranks)),
+        computation_us=median(lambda ranks: _gemm_us([s for r in ranks for s in r.sequential_spans])),
+        communication_us=median(lambda ranks: _collective_us([s for r in ranks for s in r.sequential_spans])),
+        plan=there,
+        spans=_from_zero([s for m in measured for s in m.spans]),
+        tried=measured[0].tried,
+    )
+
+
+def _gemm_us(spans: list[Span]) -> float:
+    """The matmul, or the lookup, alone: the slowest rank's."""
+    return max((s.duration_us for s in spans if s.kind in ("gemm", "lookup")), default=0.0)
+
+
+def _collective_us(spans: list[Span]) -> float:
+    """The collective alone: from the moment that the last rank starts it."""
+    collectives = [s for s in spans if s.kind == "collective"]
+    return max(0.0, max(s.end_us for s in collectives) - max(s.start_us for s in collectives)) if collectives else 0.0
+
+
+def _from_zero(spans: list[Span]) -> tuple[Span, ...]:
+    """Spans of all ranks on one clock that starts with the first of them."""
+    zero = min((s.start_us for s in spans), default=0.0)
+    return tuple(replace(s, start_us=s.start_us - zero, end_us=s.end_us - zero) for s in spans)
