@@ -136,10 +136,10 @@ def targets() -> dict[str, Target]:
     """Everything that reads a file of the user's, or one that the user could have changed."""
     return {
         "config": Target(_config, (json.dumps(CONFIG), json.dumps({"text_config": {**CONFIG, "multi_query": True}}))),
-        "machine": Target(_values(Machine), _texts("machines")),
+        "machine": Target(_values(Machine), _texts("core/machines")),
         "schedule": Target(_values(Schedule, _proved), tuple(_schedules())),
         "plan": Target(_kept_plan, (codec.dumps(_entry()),)),
-        "decisions": Target(_values(Estimates), _texts("decisions")),
+        "decisions": Target(_values(Estimates), _texts("perf/decisions")),
         "model": Target(_values(Model), tuple(codec.dumps(load_model(name)) for name in preset_names()[:2])),
         "spec": Target(_spec, ('"flag_gated:4"', '"sequential"')),
     }

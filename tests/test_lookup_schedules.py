@@ -11,7 +11,8 @@ from weft.core import codec, machine
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Bags, Copy, Lookup, Schedule, Signal, Step, Wait
 from weft.perf import run
-from weft.planner import plan, shortlist
+from weft.planner import plan
+from weft.planner.shortlist import shortlist
 from weft.runtime.edges import Edges
 from weft.schedules import candidates, names
 

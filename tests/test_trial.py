@@ -19,8 +19,8 @@ import weft
 from weft.core.errors import RankMismatch, WeftError
 from weft.core.machine import load
 from weft.core.problem import OPS, Problem
-from weft.planner import Candidate, Plan, plan, shortlist
-from weft.planner.shortlist import AT_MOST, WITHIN
+from weft.planner import Candidate, Plan, plan
+from weft.planner.shortlist import AT_MOST, WITHIN, shortlist
 from weft.runtime.bound import BoundProgram
 from weft.runtime.trial import Choice, Contest, Trial, calls_of_a_run, leader
 from weft.schedules import parse, spec

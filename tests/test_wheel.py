@@ -96,14 +96,15 @@ def test_it_runs_without_the_source_tree(unpacked: Path) -> None:
 
 def test_its_data_are_found(unpacked: Path) -> None:
     code = (
-        "from weft import machine, rules, models; from typing import get_args;"
+        "from typing import get_args; from weft.core import machine;"
+        "from weft.perf import rules; from weft.planner import models;"
         "print(*[machine.load(name).name for name in machine.names()]);"
         "print(*[models.load_model(name).name for name in models.preset_names()]);"
         "print(len([rules.estimates(kind) for kind in get_args(rules.Topology)]))"
     )
     machines, presets, kinds = _run(unpacked, "-c", code).splitlines()
-    assert len(machines.split()) == len(list((ROOT / "weft" / "machines").glob("*.json")))
-    assert len(presets.split()) == len(list((ROOT / "weft" / "models").glob("*.json")))
+    assert len(machines.split()) == len(list((ROOT / "weft" / "core" / "machines").glob("*.json")))
+    assert len(presets.split()) == len(list((ROOT / "weft" / "planner" / "models").glob("*.json")))
     assert int(kinds) >= 3
 
 

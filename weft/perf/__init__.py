@@ -1,17 +1,31 @@
-"""Simulator: interprets a Schedule on a Machine, event by event, and predicts its Spans.
+"""The performance model: what steps cost on a Machine, and a simulator that runs a Schedule event by event.
 
-    engine.py  world.py  room.py                 lanes of all ranks, event by event; clock, flags, links and spans; free SMs
-    kernels.py  lookups.py  staging.py           GEMMs and sums, lookups, what vendors' libraries need done around them
-    transfers.py  messages.py                    copies and collectives; sends and receives between nodes
-    network.py  fluid.py  contention.py          links as fluids that transfers share; kernels and copies that slow each other
-    cost.py  alone.py  warm.py  rescaled.py      what a kernel or a step takes alone; with warm caches; on other links
-    graph.py                                     a schedule as nodes, for simulators of whole systems
-    profile.py  published.py                     numbers with sources that can be changed; published ones beside ours
-
-Rooms of their own: t3, ficco and dlrm, published evaluations; fabric, more GPUs than one host has.
+engine.py  world.py  room.py                 lanes of all ranks, event by event; clock, flags, links and spans; free SMs
+kernels.py  lookups.py  staging.py           GEMMs and sums; lookups; what NCCL needs done around its collectives
+transfers.py  messages.py                    copies and collectives; sends and receives between nodes
+network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
+cost.py  alone.py  warm.py  rescaled.py      what a kernel or a step takes alone; with warm caches; on other links
+rules.py  pieces.py  shapes.py               the ranking from sizes alone; tile shapes. The standard library is enough
+graph.py                                     a schedule as nodes, for simulators of whole systems
 """
 
-from weft.perf.cost import collective_us, gemm_us
-from weft.perf.engine import Outcome, run, simulate
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.perf.cost import collective_us, gemm_us
+    from weft.perf.engine import Outcome, run, simulate
+
+_HOMES = {"Outcome": "engine", "collective_us": "cost", "gemm_us": "cost", "run": "engine", "simulate": "engine"}
+
+
+def __getattr__(name: str) -> Any:
+    """The simulator needs numpy and simpy; the ranking and its users do not. So the simulator is loaded when it is named."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weft.perf' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"weft.perf.{_HOMES[name]}"), name)
+
 
 __all__ = ["Outcome", "collective_us", "gemm_us", "run", "simulate"]

@@ -82,8 +82,7 @@ def predicted(problem: Problem, device: torch.device) -> str:
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
     """The specs worth measuring, sequential first: the planner's shortlist and what sizes alone speak for, or at full effort
     every candidate. Sequential alone, with a warning, where the profile does not serve."""
-    from weft.planner import shortlist
-    from weft.planner.shortlist import joined
+    from weft.planner.shortlist import joined, shortlist
 
     found = _plan(problem, device)
     if found is None:
