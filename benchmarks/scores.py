@@ -172,8 +172,7 @@ def quick(line: Line, predicted: Mapping[str, float], machine: Machine) -> str:
 def listing(line: Line, predicted: Mapping[str, float], machine: Machine) -> tuple[str, ...]:
     """The specs that a quick tuner measures: as weft.runtime.choose has them, of the line's candidates."""
     from weft.planner import Candidate, Plan
-from weft.planner.shortlist import shortlist
-    from weft.planner.shortlist import joined
+    from weft.planner.shortlist import joined, shortlist
 
     times = {"predicted_us": 0.0, "computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
     rising = sorted((us, *parse(spec)) for spec, us in predicted.items())
