@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 benchmarks/dlrm_step.py --only step --batch 32768
 
 Protocol: measure.py's; float32. MLPerf's model: 26 tables of dim 128 with its pooling, bottom 512-256-128, top
-1024-1024-512-256-1, batch 65536; tables have a million rows each, and rows are drawn uniformly. weft.models.DLRM on every rank,
-tables in ranges of about even pooling. exchange: lookup and exchange, forward alone. step: forward, loss, backward, the
-all-reduce of the MLPs' gradients, SGD of MLPs and tables.
+1024-1024-512-256-1, batch 65536; tables have a million rows each, and rows are drawn uniformly. The model is
+examples/dlrm_model.py, tables in ranges of about even pooling. exchange: lookup and exchange, forward alone. step: forward,
+loss, backward, the all-reduce of the MLPs' gradients, SGD of MLPs and tables.
 
 Baselines of the same run: torch's embedding bags, of all of a rank's tables in one call (as one) or in a call each (by table),
 and NCCL's all_to_all_single, with sparse gradients and torch's SGD for tables; the rest of the step is the same code. rest: the
@@ -19,7 +19,9 @@ the slowest in either way.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -30,8 +32,11 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 
 import weft
-from weft.models.dlrm import DLRM
 from weft.planner.models import load_model
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from dlrm_model import DLRM
 
 ROUNDS, REPEAT, ALARM_S = 7, 2, 55
 DENSE, DIM = 13, 128

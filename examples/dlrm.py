@@ -19,12 +19,12 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dlrm_model import DLRM
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from world import join
 
 import weft
-from weft.models.dlrm import DLRM
 
 DENSE, DIM = 8, 16
 POOLING = (1, 8, 2, 1, 4, 1)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.models.dlrm import ShardedEmbeddingBags
+from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
 from weft.models.report import Called, OverlapReport, Place
 from weft.models.sites import Site

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from weft.overlap.controls import DEVICES, inductor, occupancy, raw_kernels, shape, shaping, triton_kernels
+from weft.overlap.controls import DEVICES, occupancy, raw_kernels, shape, shaping, triton_kernels
 
 REGISTERS = 64
 STREAM = 7
@@ -57,7 +57,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", made)
-    for module in (triton_kernels, inductor, raw_kernels, shaping):
+    for module in (triton_kernels, raw_kernels, shaping):
         monkeypatch.setattr(module, "this_device", lambda: DEVICES["H200"])
     yield made
     _copy_kernel.device_caches.clear()
@@ -178,127 +178,6 @@ def test_occupancy_of_a_triton_kernel(driver: Driver) -> None:
         occupancy(_copy_kernel)
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a stand-in for Inductor's run has launched, by kernel and shared memory."""
-    seen: list[str] = []
-
-    def run(kernel: Any, *args: Any, stream: int, benchmark_run: bool = False) -> None:
-        launcher = kernel._cached_launcher or kernel.launchers[0]
-        seen.append(f"{kernel.fn.__name__} {launcher.shared}")
-
-    monkeypatch.setattr(_autotuner(), "run", run)
-    return seen
-
-
-def _autotuner() -> Any:
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    return CachingAutotuner
-
-
-class Static:
-    """A kernel as torch launches it without Triton."""
-
-    def __init__(self, shared: int, registers: int = 64) -> None:
-        self.num_warps, self.n_regs, self.shared = 4, registers, shared
-        self.function: int | None = 1
-        self.cubin_path: str | None = None
-
-
-class Result:
-    def __init__(self, kernel: Any, config: str) -> None:
-        self.kernel, self.config = kernel, config
-
-    def make_launcher(self) -> Any:
-        self.kernel.function = 2
-        return SimpleNamespace(shared=self.kernel.shared, config=self.config)
-
-
-class Generated:
-    """One of Inductor's kernels: two configurations compiled, the second chosen."""
-
-    def __init__(self, name: str, kernel: Static) -> None:
-        self.fn = SimpleNamespace(__name__=name)
-        self.compile_results = [Result(Static(1), "slow"), Result(kernel, "fast")]
-        self.launchers = [self.compile_results[1].make_launcher()]
-        self._cached_launcher = self.launchers[0]
-
-    def __getstate__(self) -> None:
-        raise AssertionError("not to be pickled, nor copied")
-
-
-def test_what_torch_compiles_is_capped_while_it_is_called(driver: Driver, loads: list[str]) -> None:
-    wide, narrow = Generated("wide", Static(1024)), Generated("narrow", Static(150_000))
-    original = _autotuner().run
-
-    def function(error: Exception | None = None, **options: Any) -> None:
-        for kernel in (wide, narrow):
-            _autotuner().run(kernel, stream=0, **options)
-        if error:
-            raise error
-
-    compiled = torch.compile(function, backend="eager", fullgraph=False)
-    inductor.ShapedFunction(function, inductor.Cap(blocks_per_sm=2))()
-    assert loads == ["wide 76928", "narrow 150000"]
-    assert _autotuner().run is original
-    loads.clear()
-    shaped = shape(compiled, blocks_per_sm=3)
-    assert isinstance(shaped, inductor.ShapedFunction)
-    shaped._function = function
-    with pytest.raises(RuntimeError, match="on purpose"):
-        shaped(RuntimeError("on purpose"))
-    shaped(benchmark_run=True)
-    function()
-    assert loads == ["wide 57472", "narrow 150000", "wide 1024", "narrow 150000", "wide 1024", "narrow 150000"]
-    assert _autotuner().run is original
-    assert wide.launchers[0].shared == 1024
-    assert wide._cached_launcher is wide.launchers[0]
-
-
-def test_a_kernel_that_torch_launches_itself_is_copied_not_loaded_twice(driver: Driver) -> None:
-    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
-
-    compiled = _launch(_copy_kernel)
-    compiled._cubin_path = "copy.cubin"
-    kernel: Any = StaticallyLaunchedCudaKernel(compiled)
-    kernel.function, kernel.n_regs, kernel.cubin_path = 5, REGISTERS, None
-    padded = inductor._capped_static(kernel, inductor.Cap(blocks_per_sm=2))
-    assert (padded.shared, padded.function, padded.name, padded.arg_tys) == (76928, None, kernel.name, kernel.arg_tys)
-    assert (kernel.shared, kernel.function) == (0, 5)
-
-
-def test_caps_of_compiled_functions_nest_and_stay_in_their_thread(driver: Driver, loads: list[str]) -> None:
-    import threading
-
-    kernel, original = Generated("kernel", Static(0)), _autotuner().run
-
-    def launch() -> None:
-        _autotuner().run(kernel, stream=0)
-
-    inner = inductor.ShapedFunction(launch, inductor.Cap(blocks_per_sm=1))
-
-    def outer() -> None:
-        launch()
-        inner()
-        launch()
-        thread = threading.Thread(target=launch)
-        thread.start()
-        thread.join()
-
-    inductor.ShapedFunction(outer, inductor.Cap(blocks_per_sm=2))()
-    assert loads == ["kernel 76928", "kernel 115840", "kernel 76928", "kernel 0"]
-    assert _autotuner().run is original
-
-
-def test_a_kernel_that_is_not_tuned_yet_is_left_to_torch(driver: Driver, loads: list[str], monkeypatch: Any) -> None:
-    kernel = Generated("kernel", Static(0))
-    kernel.launchers *= 2
-    monkeypatch.setattr(_autotuner(), "run", lambda kernel, **_: loads.append(f"{len(kernel.launchers)} to choose from"))
-    inductor.ShapedFunction(lambda: _autotuner().run(kernel, stream=0), inductor.Cap(blocks_per_sm=2))()
-    assert loads == ["2 to choose from"]
-
-
 class CupyKernel:
     """A RawKernel as CuPy has it."""
 
@@ -381,6 +260,8 @@ def test_other_kernels_are_refused() -> None:
             refuse()
     with pytest.raises(ValueError, match="blocks_per_sm is 0; at least one"):
         shape(_copy_kernel, blocks_per_sm=0)
+    with pytest.raises(ValueError, match="kernel is function"):
+        shape(torch.compile(len, backend="eager"), blocks_per_sm=1)
     from triton.runtime.interpreter import InterpretedFunction
 
     with pytest.raises(ValueError, match="Triton's interpreter"):

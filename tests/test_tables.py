@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.models.dlrm import DLRM, ShardedEmbeddingBags, even_ranges
+from weft.models.embedding_bags import ShardedEmbeddingBags, even_ranges
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from dlrm_model import DLRM
 
 pytestmark = pytest.mark.ranks
 

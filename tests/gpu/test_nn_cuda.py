@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,9 +17,12 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import weft
-from weft.models.dlrm import DLRM
 from weft.models.experts import Experts
 from weft.runtime.ranks import Ranks
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from dlrm_model import DLRM
 
 pytestmark = NEEDS_TWO
 pool = ranks_on_gpus(SIZES[-1:], 20)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.compat.autograd import NO_BACKWARD, backward_pass
 from weft.models.linear import Tokens
 from weft.runtime.groups import GROUPS
 
@@ -23,7 +24,7 @@ _ALONE = "put the checkpoint around the decoder layer"
 
 def recomputes() -> bool:
     """Whether a checkpoint calls this from a backward. What is compiled cannot ask."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and backward_pass() != NO_BACKWARD
 
 
 @dataclass(kw_only=True)
@@ -64,7 +65,7 @@ class DecoderTokens(Tokens):
         """x, the input of a part of a layer: from here on `total` is what it was when the part was called first. Collective
         where the part is computed again alone. Raises ValueError, on all ranks, where that cannot be known."""
         if not self.running and recomputes():
-            self.total, self._task = self.of_part(x), torch._C._current_graph_task_id()
+            self.total, self._task = self.of_part(x), backward_pass()
         return x
 
     def of_part(self, x: torch.Tensor) -> int | None:
@@ -85,7 +86,7 @@ class DecoderTokens(Tokens):
         return None if whole else sum(lengths)
 
     def check(self) -> None:
-        if self.several and not self.running and recomputes() and self._task != torch._C._current_graph_task_id():
+        if self.several and not self.running and recomputes() and self._task != backward_pass():
             raise ValueError(
                 f"a linear is computed again by a checkpoint of its own, after calls of several lengths: {_ALONE}, or its block"
             )

@@ -26,6 +26,7 @@ from weft.checker import check
 from weft.comm.memory import free_symmetric
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
+from weft.compat.versions import warn_of_untested_versions
 from weft.core import codec
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
@@ -66,6 +67,7 @@ class GroupState:
     """One group's team, space and programs on this rank, and what "auto" stands for."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        warn_of_untested_versions()
         self.team = Team(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
         self.lock = threading.Lock()

@@ -15,7 +15,6 @@ it leaves alone is listed, with the reason.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
+from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.version import __version__
@@ -87,30 +86,23 @@ class CompilePass(CustomGraphPass):
         self.schedules = {name: named.get(name, "auto") for name in self.operators}
         self.sites: list[Site] = []
         self.graphs = 0
-        self._hits_before = _cache_hits()
+        self._hits_before = cache_hits()
 
     @cached_property
     def options(self) -> dict[str, Any]:
         """For torch.compile(..., options=...), with Inductor; a mode's go along: `torch._inductor.list_mode_options(mode)`."""
-        return {"post_grad_custom_pre_pass": self}
+        return inductor_options(self)
 
     @cached_property
     def backend(self) -> Callable[..., Any]:
         """For torch.compile(..., backend=...), without Inductor: graphs run operator by operator, as backend="aot_eager"."""
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-        found: Callable[..., Any] = aot_autograd(fw_compiler=self._eagerly, partition_fn=min_cut_rematerialization_partition)
-        return found
+        return without_inductor(self._eagerly)
 
     def _eagerly(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
-
         layout = layout_of_outputs(module.graph)
         self(module.graph)
         module.recompile()
-        found: Callable[..., Any] = make_boxed_func(lambda *given: layout.laid(module.forward(*given)))
-        return found
+        return lambda *given: layout.laid(module.forward(*given))
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite one graph in place."""
@@ -183,7 +175,7 @@ class CompilePass(CustomGraphPass):
         they were compiled first: a line says that there are some."""
         done = sum(site.overlapped for site in self.sites)
         lines = [f"overlapped {done} of {len(self.sites)} places in {self.graphs} graphs"]
-        if _cache_hits() > self._hits_before:
+        if cache_hits() > self._hits_before:
             lines.append(
                 "  graphs came from torch.compile's caches, as they were rewritten then; to have them here, compile with "
                 "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1; weft.choices() has what runs"
@@ -202,15 +194,6 @@ def _is_other(node: Node) -> bool:
 def _short(node: Node) -> str:
     """A collective's name, without its namespace and overload."""
     return str(node.target).split(".")[1]
-
-
-def _cache_hits() -> int:
-    """Graphs that torch.compile took from a cache, in this process. Loads nothing."""
-    counting = sys.modules.get("torch._dynamo.utils")
-    if counting is None:
-        return 0
-    found: int = counting.counters["inductor"]["fxgraph_cache_hit"] + counting.counters["aot_autograd"]["autograd_cache_hit"]
-    return found
 
 
 def _rank_and_size() -> tuple[int, int]:

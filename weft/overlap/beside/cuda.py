@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from weft.compat.cublas import has_carveout
 from weft.overlap import controls
 from weft.overlap.beside.collectives import Collective, SendReceive
 from weft.overlap.beside.device import Device
@@ -64,7 +65,7 @@ class CudaDevice(Device):
         return Abilities(
             priority=streams,
             ctas=streams and all(_can_be_made_anew(collective.ranks) for collective in collectives),
-            left=hasattr(torch._C, "_set_sm_carveout_experimental"),
+            left=has_carveout(),
             copy_engine=all(collective.moves and _on_one_node(collective.ranks) for collective in collectives),
             pull=all(collective.pulls for collective in collectives),
         )

@@ -13,9 +13,8 @@ is told to use fewer SMs (`sm_budget`: the library's own choice of kernel and gr
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from weft.compat import cublas
 from weft.compat.comm_streams import Priority, priority_number
 from weft.compat.cuda_driver import checked, driver_api
 
@@ -65,52 +65,28 @@ def _carved_out(sms: int) -> Iterator[None]:
     mine = object()
     with _CARVING:
         if not _CARVED:
-            _FOUND[:] = [_carveout("get")()]
-        _carveout("set")(sms)
+            _FOUND[:] = [cublas.carveout()]
+        cublas.set_carveout(sms)
         _CARVED[mine] = sms
     try:
         yield
     finally:
         with _CARVING:
             del _CARVED[mine]
-            _carveout("set")(next(reversed(_CARVED.values())) if _CARVED else _FOUND[0])
-
-
-def _carveout(verb: str) -> Callable[..., int | None]:
-    found = getattr(torch._C, f"_{verb}_sm_carveout_experimental", None)
-    if found is None:
-        raise ValueError(f"sms: torch {torch.__version__} cannot give its GEMMs fewer SMs; 2.11 can")
-    return found  # type: ignore[no-any-return]
+            cublas.set_carveout(next(reversed(_CARVED.values())) if _CARVED else _FOUND[0])
 
 
 @contextmanager
 def _cublas_target(sms: int, device: torch.device | int | None) -> Iterator[None]:
-    """The target of the cuBLAS handle that torch uses in this thread; 0 stands for all SMs."""
-    library = _cublas()
+    """The target of the cuBLAS handle that torch uses in this thread."""
     with torch.cuda.device(device):
-        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())  # type: ignore[no-untyped-call]
-    before = ctypes.c_int()
-    _ok(library.cublasGetSmCountTarget(handle, ctypes.byref(before)))
-    _ok(library.cublasSetSmCountTarget(handle, sms))
+        before = cublas.sm_target()
+        cublas.set_sm_target(sms)
     try:
         yield
     finally:
-        _ok(library.cublasSetSmCountTarget(handle, before))
-
-
-@cache
-def _cublas() -> ctypes.CDLL:
-    """The library that torch has loaded."""
-    name = f"libcublas.so.{str(torch.version.cuda).split('.')[0]}"
-    try:
-        return ctypes.CDLL(name)
-    except OSError as error:
-        raise ValueError(f"sms: {name} is not there to be told: {error}") from None
-
-
-def _ok(status: int) -> None:
-    if status:
-        raise ValueError(f"sms: cuBLAS refused the target (status {status})")
+        with torch.cuda.device(device):
+            cublas.set_sm_target(before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,28 +13,27 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from weft.overlap.controls import inductor, raw_kernels, triton_kernels
+from weft.compat.triton_kernels import is_compiled
+from weft.overlap.controls import raw_kernels, triton_kernels
 from weft.overlap.controls.device import this_device
 from weft.overlap.controls.residency import Device, Occupancy
 from weft.overlap.controls.usage import Cap, Usage
 
-_KINDS = "a Triton kernel, a CuPy RawKernel, a cuda-core Kernel, or what torch.compile returns"
+_KINDS = "a Triton kernel, a CuPy RawKernel, or a cuda-core Kernel"
 
 
 def shape(kernel: Any, *, blocks_per_sm: int) -> Any:
     """`kernel`, launched so that an SM holds at most `blocks_per_sm` of its blocks at once. `kernel` itself stays as it is.
 
     What comes back is launched as `kernel` is: `shaped[grid](...)` for Triton (also autotuned or with heuristics),
-    `shaped(...)` for what torch.compile made and for CuPy, `shaped.launch(stream, config, ...)` for cuda-core. It is a context,
-    too: closing it undoes what is left to undo. CUDA graphs may capture its launches after a first one.
+    `shaped(...)` for CuPy, `shaped.launch(stream, config, ...)` for cuda-core. It is a context, too: closing it undoes what is
+    left to undo. CUDA graphs may capture its launches after a first one.
 
-    Raises ValueError, here or at the launch, once what the kernel asks for is known: where fewer blocks fit anyway (of an
-    autotuned kernel, or one of torch.compile's many, such variants stay as they are), where no padding gives that number, and
-    for another kind of kernel.
+    Raises ValueError, here or at the launch, once what the kernel asks for is known: where fewer blocks fit anyway (such
+    variants of an autotuned kernel stay as they are), where no padding gives that number, and for another kind of kernel, such
+    as what torch.compile returns.
     """
     cap = Cap(blocks_per_sm=blocks_per_sm)
-    if inductor.is_compiled_function(kernel):
-        return inductor.ShapedFunction(kernel, cap)
     if _by_triton() and triton_kernels.is_launchable(kernel):
         return triton_kernels.ShapedKernel(kernel, cap)
     if raw_kernels.is_cupy(kernel):
@@ -54,12 +53,12 @@ def occupancy(kernel: Any, *, threads: int | None = None, dynamic_bytes: int = 0
 
 
 def _usage(kernel: Any, threads: int | None, dynamic_bytes: int) -> Usage:
-    if triton_kernels.is_compiled(kernel):
+    if is_compiled(kernel):
         return triton_kernels.usage_of(kernel)
     if _by_triton() and triton_kernels.is_launchable(kernel):
         return triton_kernels.usage_of(triton_kernels.only_compiled(kernel))
     if not (raw_kernels.is_cupy(kernel) or raw_kernels.is_cuda_core(kernel)):
-        raise ValueError(f"kernel is {type(kernel).__name__}; use {_KINDS.rpartition(',')[0]}")
+        raise ValueError(f"kernel is {type(kernel).__name__}; use {_KINDS}")
     if threads is None:
         raise ValueError("threads is missing: how many threads a block of this kernel has is said at each launch")
     return raw_kernels.usage_of(kernel, threads, dynamic_bytes)

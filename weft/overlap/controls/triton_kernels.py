@@ -1,10 +1,5 @@
-"""Capping Triton kernels: the same compiled code, loaded once more, launched with more dynamic shared memory.
-
-Triton's launcher reads how much shared memory to ask for from the compiled kernel's metadata, and its loader raises the
-function's limit to fit that. So a copy of the compiled kernel with larger metadata, loaded by Triton itself, is all it takes:
-no hook, no patch, the same for CUDA and HIP. The copy has a function handle of its own, so that not even an attribute of the
-original's changes; and since every launch carries its size, CUDA graphs replay it.
-"""
+"""Capping Triton kernels: copies of the compiled kernels are launched, which ask for more dynamic shared memory
+(weft.compat.triton_kernels)."""
 
 from __future__ import annotations
 
@@ -12,6 +7,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from weft.compat import triton_kernels as compat
 from weft.overlap.controls.device import this_device
 from weft.overlap.controls.usage import Cap, Shaped, Usage
 
@@ -23,18 +19,10 @@ def is_launchable(kernel: object) -> bool:
     return isinstance(kernel, KernelInterface)
 
 
-def is_compiled(kernel: object) -> bool:
-    """Whether this is what a launch or `warmup` of a Triton kernel returns."""
-    return all(hasattr(kernel, name) for name in ("packed_metadata", "metadata", "_init_handles"))
-
-
 def usage_of(compiled: Any) -> Usage:
     """What a compiled Triton kernel asks for; it is loaded onto the current device if it has not been."""
-    compiled._init_handles()
-    metadata = compiled.metadata
-    return Usage(
-        threads=metadata.num_warps * metadata.target.warp_size, registers=compiled.n_regs, shared_bytes=metadata.shared
-    )
+    asked = compat.asked(compiled)
+    return Usage(threads=asked.threads, registers=asked.registers, shared_bytes=asked.shared_bytes)
 
 
 def capped(compiled: Any, cap: Cap) -> Any:
@@ -42,18 +30,9 @@ def capped(compiled: Any, cap: Cap) -> Any:
 
     Raises ValueError where it cannot be capped so.
     """
-    from triton.compiler.compiler import make_backend
-
     usage = usage_of(compiled)
     padding = cap.padding(this_device(), usage)
-    if not padding:
-        return compiled
-    padded = copy.copy(compiled)
-    padded.metadata = compiled.metadata._replace(shared=usage.shared_bytes + padding)
-    padded.packed_metadata = make_backend(compiled.metadata.target).pack_metadata(padded.metadata)
-    padded.module = None
-    padded._init_handles()
-    return padded
+    return compat.with_shared_bytes(compiled, usage.shared_bytes + padding) if padding else compiled
 
 
 class _Capped:
@@ -135,13 +114,11 @@ def _name(kernel: Any) -> str:
 
 def only_compiled(kernel: Any) -> Any:
     """The one variant that a kernel has compiled for the current device. Raises ValueError if it has none, or several."""
-    from triton.runtime import driver
-
-    while not hasattr(kernel, "device_caches"):
+    while not compat.has_variants(kernel):
         if not is_launchable(getattr(kernel, "fn", None)):
             raise ValueError(f"kernel {_name(kernel)} runs under Triton's interpreter, which has no multiprocessors to share")
         kernel = kernel.fn
-    variants = list(kernel.device_caches[driver.active.get_current_device()][0].values())
+    variants = compat.compiled_variants(kernel)
     if len(variants) != 1:
         raise ValueError(
             f"kernel {_name(kernel)} has {len(variants)} compiled variants on this device; "

@@ -6,8 +6,8 @@ the layers that need them, and how often a step. `vendor` alone is what fully_sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +16,23 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft.compat.autograd import NO_BACKWARD, backward_pass
+from weft.compat.fsdp import (
+    AllGather,
+    ReduceScatter,
+    before_registered_methods,
+    collectives_of,
+    forward_has_begun,
+    param_groups,
+    scatter_dtypes,
+    set_collectives,
+)
 from weft.overlap import collectives
 from weft.overlap.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
 from weft.overlap.beside.steps import StepTrial, ways_of, why_not_summed
 from weft.overlap.controls import comm_stream
-from weft.overlap.hooks.gathered import Gathered, groups_of
+from weft.overlap.hooks.gathered import Gathered
 from weft.planner.ways import PLAIN
-
-try:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-except ImportError:
-    raise ImportError(f"torch {torch.__version__} has no collectives of one's own for fully_shard; 2.11 has") from None
 
 WAYS = ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor+ctas=16", "copy_engine+ctas=32+ahead=1")
 """What blocks of steps take in turn, where the device has it; first the one to beat, what fully_shard does by itself."""
@@ -70,13 +76,13 @@ def fsdp(
     specs = ways_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES, no_copies=_why_no_copies(sharded))
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
-    if any(isinstance(group._all_gather_comm, _Ours) for module in sharded for group in groups_of(module)):
+    if any(isinstance(collectives_of(group)[0], _Ours) for module in sharded for group in param_groups(module)):
         raise ValueError("model communicates by weft already; call weft.hooks.fsdp once a model")
     device = _computing(parameter.device, parameter.device_mesh.device_type)
     steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded), sharded)
     model.register_forward_pre_hook(steps.forward, prepend=True)
     for module in sharded:
-        _tell(module, steps.enter)
+        before_registered_methods(module, steps.enter)
     return steps.trial
 
 
@@ -97,18 +103,10 @@ def _computing(kept: torch.device, kind: str) -> torch.device:
 
 def _why_no_copies(sharded: Sequence[FSDPModule]) -> str:
     """Why copy engines cannot sum what these modules scatter; empty if they can."""
-    groups = [group for module in sharded for group in groups_of(module)]
+    groups = [group for module in sharded for group in param_groups(module)]
     if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
         return "gradients are divided by set_gradient_divide_factor's number; copy engines take sums and means"
-    return why_not_summed(dtype for group in groups for dtype in _scattered(group))
-
-
-def _scattered(group: Any) -> Iterator[torch.dtype]:
-    """The dtypes in which fully_shard scatters a group's gradients. Since torch 2.15 each parameter has a policy of its own."""
-    for each in group.fsdp_params:
-        parameter, policy = each.sharded_param, getattr(group, "mp_policy", None) or each.mp_policy
-        if parameter.requires_grad:
-            yield policy.reduce_dtype or policy.param_dtype or parameter.dtype
+    return why_not_summed(dtype for group in groups for dtype in scatter_dtypes(group))
 
 
 class _Steps:
@@ -122,8 +120,8 @@ class _Steps:
     def __init__(self, trial: StepTrial, gathered: Gathered, sharded: Sequence[FSDPModule]) -> None:
         self.trial, self._gathered = trial, gathered
         self._fresh = False
-        self._groups = dict.fromkeys(group for module in sharded for group in groups_of(module))
-        self._stock = [(group._all_gather_comm, group._reduce_scatter_comm) for group in self._groups]
+        self._groups = dict.fromkeys(group for module in sharded for group in param_groups(module))
+        self._stock = [collectives_of(group) for group in self._groups]
         self._own = _AllGather(self), _ReduceScatter(self)
         self._ours = False
         self._move()
@@ -142,14 +140,13 @@ class _Steps:
             return
         self._ours = ours
         for group, stock in zip(self._groups, self._stock, strict=True):
-            # Not by set_custom_all_gather, which takes no module whose parameters have several meshes.
-            group._all_gather_comm, group._reduce_scatter_comm = self._own if ours else stock
+            set_collectives(group, self._own if ours else stock)
 
     def enter(self, module: Any) -> None:
         """Before a registered method of a module, unless a backward pass makes up for what was not kept."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != NO_BACKWARD:
             return
-        if module._get_fsdp_state()._state_ctx.iter_forward_root is None:
+        if not forward_has_begun(module):
             self.forward(module, ())
         self._gathered.note(module)
 
@@ -157,19 +154,6 @@ class _Steps:
         if self._fresh:
             self._fresh = False
             self.trial.turn()
-
-
-def _tell(module: Any, told: Callable[[Any], None]) -> None:
-    """Let registered methods of a module tell that they begin; its forward, whose hook was made before, does not."""
-    state = module._get_fsdp_state()
-    begin = state._pre_forward
-
-    @wraps(begin)
-    def tell(entered: Any, args: Any, kwargs: Any) -> Any:
-        told(entered)
-        return begin(entered, args, kwargs)
-
-    state._pre_forward = tell
 
 
 class _Ours:

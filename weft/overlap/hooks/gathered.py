@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
+from weft.compat.fsdp import param_groups, prefetched, reshards_after_forward, set_prefetched, state_of
 from weft.planner.ways import Way
 
 
@@ -48,30 +49,21 @@ class Gathered:
             note.remove()
         self._notes = []
         self._freed = tuple(module for module in self._came if _freed_after_forward(module))
-        states = dict.fromkeys(module._get_fsdp_state() for module in self._came)  # a unit's modules share one
-        self._users = {state: list(state._states_to_forward_prefetch) for state in states}
+        states = dict.fromkeys(state_of(module) for module in self._came)  # a unit's modules share one
+        self._users = {state: prefetched(state) for state in states}
 
     def _set(self, way: Way) -> None:
         order = list(self._users)
         if way.ahead != self._taken[0]:
             for at, state in enumerate(order):
                 ahead = order[at + 1 : at + 1 + way.ahead]
-                state._states_to_forward_prefetch = ahead if way.ahead else self._users[state]
+                set_prefetched(state, ahead if way.ahead else self._users[state])
         for module in self._freed:
             module.set_reshard_after_forward(not way.keep, recurse=False)
         self._taken = way.ahead, way.keep
 
 
-def groups_of(module: FSDPModule) -> tuple[Any, ...]:
-    """fully_shard's parameters of this module that are gathered together: one group for each mesh that they are sharded over,
-    since torch 2.12; none where its children have them all."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return tuple(state._fsdp_param_groups)
-    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
-
-
 def _freed_after_forward(module: FSDPModule) -> bool:
     """Whether a module's parameters go back to the shards that they had. Other meshes, and roots, are left as they are."""
-    groups = groups_of(module)
-    return bool(groups) and all(group._reshard_after_forward and not group._use_post_forward_mesh for group in groups)
+    groups = param_groups(module)
+    return bool(groups) and all(map(reshards_after_forward, groups))

@@ -1,0 +1,155 @@
+"""Private and version-dependent parts of torch and Triton that weft uses: each is there, and does what weft relies on.
+
+A failure here names what a new version has changed; weft/compat/ is then the only place to mend.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from torch import nn
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+
+from weft.compat import fsdp
+from weft.compat.autograd import NO_BACKWARD, backward_pass
+from weft.compat.cublas import carveout, has_carveout, set_carveout
+from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
+from weft.compat.versions import TESTED, minor, warn_of_untested_versions
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_backward_pass_has_a_number_and_a_checkpoint_sees_it() -> None:
+    seen: list[int] = []
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        seen.append(backward_pass())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    y = checkpoint(work, x, use_reentrant=False)
+    assert seen == [NO_BACKWARD]
+    assert isinstance(y, torch.Tensor)
+    y.sum().backward()
+    assert len(seen) == 2
+    assert seen[1] != NO_BACKWARD
+    assert backward_pass() == NO_BACKWARD
+
+
+def test_the_sms_of_gemms_are_set_and_read() -> None:
+    assert has_carveout()
+    before = carveout()
+    set_carveout(8)
+    assert carveout() == 8
+    set_carveout(before)
+    assert carveout() == before
+
+
+def test_a_backend_without_inductor_gets_forward_and_backward_graphs() -> None:
+    graphs: list[int] = []
+
+    def compile_graph(module: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return module.forward
+
+    compiled = torch.compile(lambda x: x.sin() * x, backend=without_inductor(compile_graph))
+    x = torch.ones(3, requires_grad=True)
+    compiled(x).sum().backward()
+    assert len(graphs) == 2
+    torch.testing.assert_close(x.grad, x.detach().cos() + x.detach().sin())
+
+
+def test_inductor_hands_graphs_to_a_pass() -> None:
+    class Counts(CustomGraphPass):
+        graphs = 0
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self.graphs += 1
+
+        def uuid(self) -> str:
+            return "counts graphs"
+
+    counts, before = Counts(), cache_hits()
+    with fresh_cache():
+        torch.compile(lambda x: x.sin() + 1, options=inductor_options(counts))(torch.ones(3))
+    assert counts.graphs == 1
+    assert cache_hits() == before
+
+
+def test_untested_versions_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.1.0+cu130")
+    warn_of_untested_versions.cache_clear()
+    for _ in range(2):
+        warn_of_untested_versions()
+    assert [record.getMessage().split(" has")[0] for record in caplog.records] == ["torch 9.1.0+cu130"]
+    warn_of_untested_versions.cache_clear()
+
+
+def test_the_tested_versions_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["weft"]
+    assert {name: list(versions) for name, versions in TESTED.items()} == {
+        name: project[f"tested-{name}"] for name in ("torch", "triton")
+    }
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
+    )
+    assert all(minor(pins[name]) in versions for name, versions in TESTED.items())
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).sum()  # type: ignore[no-any-return]
+
+
+def _fsdp_from_within() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = _Layers()
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "score")
+    assert fsdp.param_groups(model) == ()  # its layers have them all
+    (first,), (second,) = fsdp.param_groups(model.first), fsdp.param_groups(model.second)
+    stock = fsdp.collectives_of(first)
+    counted: list[str] = []
+
+    class Gather(type(stock[0])):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            counted.append("gather")
+            return super().__call__(*args, **kwargs)
+
+    fsdp.set_collectives(first, (Gather(), stock[1]))
+    calls: list[bool] = []
+    fsdp.before_registered_methods(model, lambda module: calls.append(fsdp.forward_has_begun(module)))
+    x = torch.ones(2, 4)
+    model.score(x).backward()
+    assert calls == [False]
+    assert counted == ["gather", "gather"]  # in the forward pass, and for the backward pass
+    assert fsdp.scatter_dtypes(second) == [torch.float32, torch.float32]
+    assert fsdp.reshards_after_forward(first)
+    state = fsdp.state_of(model.first)
+    assert fsdp.prefetched(state) == []
+    fsdp.set_prefetched(state, [fsdp.state_of(model.second)])
+    assert fsdp.prefetched(state) == [fsdp.state_of(model.second)]
+    model(x).sum().backward()
+
+
+@pytest.mark.ranks
+def test_fully_shard_from_within(ranks: RankFixture) -> None:
+    ranks(2).run(_fsdp_from_within)

@@ -1,0 +1,41 @@
+"""Which versions of torch and Triton weft was tested with. Others may work: weft uses private parts of both (weft/compat)."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+TESTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "triton": ("3.6", "3.8", "3.9")}
+"""By package, the minor versions with which all tests ran, in ascending order. pyproject.toml lists them, too."""
+_LOG = logging.getLogger("weft.compat")
+
+
+@cache
+def warn_of_untested_versions() -> None:
+    """Log one warning for each package whose version is none of TESTED. Called when the first group is used."""
+    installed = {"torch": torch.__version__}
+    try:
+        import triton
+    except ImportError:
+        pass  # CPU ranks need none
+    else:
+        installed["triton"] = triton.__version__
+    for package, version in installed.items():
+        if minor(version) not in TESTED[package]:
+            tested = ", ".join(TESTED[package])
+            _LOG.warning(
+                "%s %s has not been tested with weft (tested: %s); if something fails, try one of those",
+                package,
+                version,
+                tested,
+            )
+
+
+def minor(version: str) -> str:
+    """
+    >>> minor("2.11.0+cu130")
+    '2.11'
+    """
+    return ".".join(version.split(".")[:2])
