@@ -68,6 +68,13 @@ def test_round_trip() -> None:
         ({"by_name": {"top": {"size": "big"}}}, "by_name.top.size is 'big'; it must be a whole number"),
         ({"by_name": [1]}, "by_name is [1]; it must be an object"),
         ({"kind": "ash"}, "kind is 'ash'; it must be one of 'oak', 'elm'"),
+        (
+            {"leaves": [{"size": 1, "name": "a\x1b[31m"}]},
+            r"leaves[0].name is 'a\x1b[31m'; it must be one line of letters that print",
+        ),
+        ({"leaves": [{"size": 1, "name": "a" * 1001}]}, "leaves[0].name has 1001 characters; it must have at most 1000"),
+        ({"by_name": {"\x1b[2J": {"size": 1}}}, r"a key of by_name is '\x1b[2J'; it must be one line of letters that print"),
+        ({"\x1b[2J": 1}, r"a key of Tree is '\x1b[2J'; it must be one line of letters that print"),
         ({"kind": ["oak"]}, "kind is ['oak']; it must be one of 'oak', 'elm'"),
         ({"alive": 1}, "alive is 1; it must be true or false"),
         ({"leaves": [{"size": i} for i in range(4)]}, "leaves has 4 items; a tree has at most 3"),

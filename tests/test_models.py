@@ -147,6 +147,8 @@ def test_opt_config(write: Write) -> None:
 
 
 def test_experts_in_a_config(write: Write) -> None:
+    with pytest.raises(ValueError, match="num_experts_per_tok is 99, but there are 2 experts"):
+        load_model(str(write(without(model_type="mixtral", num_local_experts=2, num_experts_per_tok=99))))
     mixtral = load_model(str(write(without(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2))))
     assert (mixtral.experts, mixtral.experts_per_token, mixtral.expert_intermediate, mixtral.intermediate) == (8, 2, 160, 0)
     qwen = without(model_type="qwen2_moe", num_experts=60, moe_intermediate_size=32, shared_expert_intermediate_size=96)

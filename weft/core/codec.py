@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-MOST_BYTES = 1 << 28
-"""Of a file that is read: none of weft's comes near it."""
+MOST_BYTES = 32 << 20
+"""Of a file that is read. A schedule of 8 ranks and 512 chunks takes 2 MB; a file of 32 MiB is parsed in a few seconds."""
+MOST_CHARACTERS = 1000
+"""Of a text in a file: a name, or where a number is from. It is printed in messages, on pages and in tables."""
 
 
 @functools.cache
@@ -57,11 +59,15 @@ def load(hint: Any, data: Any, where: str = "") -> Any:
         return _load_tuple(typing.get_args(hint), data, where)
     if origin is typing.Literal:
         if data not in typing.get_args(hint):
-            raise ValueError(f"{where or 'value'} is {data!r}; it must be one of {', '.join(map(repr, typing.get_args(hint)))}")
+            raise ValueError(
+                f"{where or 'value'} is {data!r:.80}; it must be one of {', '.join(map(repr, typing.get_args(hint)))}"
+            )
         return data
     if origin is not None and issubclass(origin, Mapping):
         _expect(isinstance(data, dict), data, "an object", where)
         item_hint = typing.get_args(hint)[1]
+        for key in data:
+            _expect_printable(key, f"a key of {where or 'value'}")
         return {key: load(item_hint, item, f"{where}.{key}") for key, item in data.items()}
     return _load_scalar(hint, data, where)
 
@@ -117,6 +123,13 @@ def _expect(good: bool, data: Any, what: str, where: str) -> None:
         raise ValueError(f"{where or 'value'} is {data!r:.80}; it must be {what}")
 
 
+def _expect_printable(text: str, where: str) -> None:
+    """A terminal would obey the escape sequences of a text from elsewhere, and a message should end."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{where or 'value'} has {len(text)} characters; it must have at most {MOST_CHARACTERS}")
+    _expect(text.isprintable(), text, "one line of letters that print", where)
+
+
 def _load_scalar(hint: Any, data: Any, where: str) -> Any:
     if hint is Any:
         return data
@@ -129,8 +142,11 @@ def _load_scalar(hint: Any, data: Any, where: str) -> Any:
         return float(data)
     elif hint is int:
         _expect(isinstance(data, int) and not isinstance(data, bool), data, "a whole number", where)
-    elif hint in (str, bool):
-        _expect(isinstance(data, hint), data, "text" if hint is str else "true or false", where)
+    elif hint is str:
+        _expect(isinstance(data, str), data, "text", where)
+        _expect_printable(data, where)
+    elif hint is bool:
+        _expect(isinstance(data, bool), data, "true or false", where)
     else:
         raise AssertionError(f"codec: no rule for {hint!r} at {where}")
     return data
@@ -172,6 +188,7 @@ def _load_dataclass(cls: type, data: Any, where: str) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in data:
         if key not in fields and not (key == "type" and getattr(cls, "TAGGED", False)):
+            _expect_printable(key, f"a key of {where or cls.__name__}")
             raise ValueError(f"{prefix}{key} is not a field of {cls.__name__}; it has {', '.join(fields)}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

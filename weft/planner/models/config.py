@@ -92,6 +92,11 @@ def _sizes(config: dict[str, Any], family: str | None) -> dict[str, Any]:
     missing = [" or ".join(keys[:2]) for keys, value in needed if value is None]
     if hidden is None or heads is None or missing:
         raise ValueError(f"missing {', '.join(missing)}")
+    per_token = (_first(config, EXPERTS_PER_TOKEN) or 0) if experts else 0
+    if per_token > experts:
+        raise ValueError(
+            f"{EXPERTS_PER_TOKEN[0]} is {per_token}, but there are {experts} experts; a token has at most all of them"
+        )
     return {
         "hidden": hidden,
         "heads": heads,
@@ -99,7 +104,7 @@ def _sizes(config: dict[str, Any], family: str | None) -> dict[str, Any]:
         "head_dim": _first(config, ("head_dim",)) or _divided(hidden, heads),
         "intermediate": _shared(config, expert_width or 0) if experts else (width or 0),
         "experts": experts,
-        "experts_per_token": (_first(config, EXPERTS_PER_TOKEN) or 0) if experts else 0,
+        "experts_per_token": per_token,
         "expert_intermediate": expert_width or 0,
     }
 
