@@ -4,24 +4,72 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from weft.runtime.ranks import SHARED, Ranks
+from weft.runtime.ranks import SHARED, RankFailed, Ranks
 
 Sizes = int | Sequence[int]
 """World sizes: one, or several, for each of which the tests run once."""
 
 
-def shared_ranks(sizes: Sizes, environment: Mapping[str, str], device: str = "cpu") -> Callable[..., object]:
-    """A fixture: the ranks, started for the first test that uses them."""
+class Pool:
+    """Rank processes that are started when they are needed, and anew after some of them have died, hung or been ended: a test
+    that breaks its ranks fails alone."""
 
-    def pool(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    def __init__(self, world_size: int, **options: Any) -> None:
+        self.world_size, self._options = world_size, options
+        self._ranks: Ranks | None = None
+
+    @property
+    def processes(self) -> list[Any]:
+        return self._living().processes
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 600.0) -> list[Any]:
+        """As Ranks.run."""
+        self.start(function, *args)
+        return self.finish(timeout_s=timeout_s)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """As Ranks.start."""
+        self._living().start(function, *args)
+
+    def finish(self, *, timeout_s: float = 600.0) -> list[Any]:
+        """As Ranks.finish."""
+        assert self._ranks is not None, "start comes first"
+        try:
+            return self._ranks.finish(timeout_s=timeout_s)
+        except RankFailed as error:
+            if error.lost:
+                self.close(grace_s=0)
+            raise
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+
+    def close(self, *, grace_s: float = 10.0) -> None:
+        if self._ranks is not None:
+            self._ranks.close(grace_s=grace_s)
+        self._ranks = None
+
+    def _living(self) -> Ranks:
+        if self._ranks is not None and not all(process.is_alive() for process in self._ranks.processes):
+            self.close(grace_s=0)
+        self._ranks = self._ranks or Ranks(self.world_size, **self._options)
+        return self._ranks
+
+
+def shared_ranks(sizes: Sizes, environment: Mapping[str, str], device: str = "cpu") -> Callable[..., object]:
+    """A fixture: the ranks, started for the first test that uses them, and anew for the test after one that lost some."""
+
+    def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         if environment.get("TRITON_INTERPRET"):
             pytest.importorskip("triton", reason="Triton is not installed")
-        with Ranks(getattr(request, "param", sizes), device=device, environment=environment) as ranks:
-            yield ranks
+        ranks = Pool(getattr(request, "param", sizes), device=device, environment=dict(environment))
+        yield ranks
+        ranks.close()
 
     return pytest.fixture(scope="module", params=None if isinstance(sizes, int) else sizes)(pool)
 

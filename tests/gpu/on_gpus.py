@@ -18,9 +18,24 @@ SIZES = [n for n in (2, 4, 8) if n <= max(GPUS, 2)]
 """World sizes; 2 where no test will run, so that all of them are listed."""
 
 
+SHARED = bool(pretended_gpus())
+"""Ranks share GPUs: a wait in a kernel may last until the GPU's next turn for the other rank, some milliseconds."""
+NEEDS_REAL_TWO = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that no ranks share: it uses one for each rank"),
+]
+
+
+def fewer(count: int, divided_by: int = 20) -> int:
+    """Repetitions of a test: fewer where ranks share GPUs."""
+    return max(1, count // divided_by) if SHARED else count
+
+
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Around a function, or a block: a process that is still in it after so long prints where its threads are, and ends."""
+    """Around a function, or a block: a process that is still in it after so long prints where its threads are, and ends. Three
+    times as long where ranks share GPUs."""
+    seconds *= 3 if SHARED else 1
     faulthandler.dump_traceback_later(seconds, exit=True)
     try:
         yield

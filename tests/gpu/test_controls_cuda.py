@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpus import GPUS, NEEDS_ONE, alarm
+from rank_pools import gpus
 
 from weft.compat.cuda_driver import checked, driver_api
 from weft.overlap import controls
@@ -304,7 +305,7 @@ def _slower(few: dist.ProcessGroup) -> None:
 def pool() -> Iterator[Ranks]:
     if GPUS < 2:
         pytest.skip(f"needs two or more GPUs, this machine has {GPUS}")
-    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": "30"}) as ranks:
+    with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": "30"}) as ranks:
         yield ranks
 
 

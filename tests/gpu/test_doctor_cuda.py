@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from on_gpus import NEEDS_TWO, alarm
+from on_gpus import NEEDS_REAL_TWO, alarm
 
 from weft.tools.doctor.gpus import gpu_findings
 from weft.tools.doctor.transports import TRANSPORTS
 
-pytestmark = NEEDS_TWO
+pytestmark = NEEDS_REAL_TWO
 
 
 def test_every_transport_is_timed() -> None:

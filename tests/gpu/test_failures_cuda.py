@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from muted import told_without
 from on_gpus import NEEDS_TWO, SIZES, alarm
-from rank_pools import ranks_on_gpus
+from rank_pools import gpus, ranks_on_gpus
 from rank_work import check_gather, check_scatter, here
 
 import weft
@@ -83,7 +83,7 @@ def _replays_until(victim: int, how: int) -> tuple[str, float]:
 
 def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
     """Replays that wait for it end soon: the watch looks after peers between calls, too, and releases the streams."""
-    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+    with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
         ranks.start(_replays_until, 1, signal.SIGKILL)
         with pytest.raises(RankFailed) as caught:
             ranks.finish(timeout_s=60)
@@ -183,7 +183,7 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
 @pytest.mark.parametrize("how", ["dies", "dies, graph", "late"])
 def test_a_rank_that_does_not_come_to_the_vendors_collective(how: str, tmp_path: Path) -> None:
     """Nothing but the communicator's end ends that collective: every rank is told in time, and can go on in a new group."""
-    with Ranks(2, device="cuda", environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+    with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
         ranks.start(_vendor_waits_for, 1, how, str(tmp_path / "again"))
         if how == "late":
             told = ranks.finish(timeout_s=60)

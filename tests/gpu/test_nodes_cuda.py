@@ -14,6 +14,7 @@ import torch.distributed as dist
 from collective_work import Case, in_place, moves, sums
 from nodes_work import SPECS, check_every_operator
 from on_gpus import GPUS, NEEDS_TWO, alarm, late
+from rank_pools import gpus
 from rank_work import here, whole
 
 import weft
@@ -34,7 +35,7 @@ def _nodes(timeout_s: str, transport: str) -> Ranks:
     if transport == "nvshmem" and (why := missing()):
         pytest.skip(f"NVSHMEM: {why}")
     cut = {"WEFT_RANKS_PER_NODE": str(PER_NODE), "WEFT_NODE_TRANSPORT": transport}
-    return Ranks(2 * PER_NODE, device="cuda", environment={"WEFT_TIMEOUT_S": timeout_s, **cut})
+    return Ranks(2 * PER_NODE, device=gpus(), environment={"WEFT_TIMEOUT_S": timeout_s, **cut})
 
 
 @pytest.fixture(scope="module", params=["nccl", "nvshmem"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import TP_NAMES
-from on_gpus import NEEDS_TWO, SIZES, alarm
+from on_gpus import NEEDS_TWO, SHARED, SIZES, alarm
 from rank_pools import ranks_on_gpus
 from rank_work import both_have, check_both, check_gather, check_scatter, here, whole
 
@@ -177,7 +177,7 @@ def _large() -> None:
     b = (torch.randn(k, n * size, device=here()) * k**-0.5).bfloat16()
     assert m * k > 2**31
     for name in ("flag_gated:1", "direct_store:1", "sequential_stores", "shard_p2p"):
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(180 if SHARED else 60, exit=True)
         out = weft.all_gather_matmul(a, b[:, rank * n : (rank + 1) * n], schedule=name)
         for peer in range(size):
             torch.manual_seed(peer)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from on_gpus import NEEDS_TWO, SIZES
 from rank_pools import ranks_on_gpus
 from triton_work import documented, hammer, one_rank_stays_away, run_example, run_protocol, run_protocol_in_a_graph, wrap_around
@@ -61,6 +62,7 @@ def test_a_rank_that_stays_away_is_told_of(pool: Ranks) -> None:
     assert any("flag arrived[" in message and "expected at least 1, seen 0" in message for message in messages)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that no ranks share: it starts a rank for each")
 @pytest.mark.parametrize("path", TUTORIAL, ids=lambda path: path.stem)
 def test_tutorial(path: Path, tmp_path: Path) -> None:
     """As its users start it, on two GPUs."""
