@@ -13,6 +13,7 @@ A rank that computes a part has a part of the gradient:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, cast
@@ -80,25 +81,43 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     return type(parameter) is nn.Parameter and parameter.is_floating_point()
 
 
+class _Running(threading.local):
+    """The modules whose forward this thread is in, by id, with how often: a forward may call itself."""
+
+    def __init__(self) -> None:
+        self.depth: dict[int, int] = {}
+
+
 @cache
 def _reading_locals(cls: type[Any], names: tuple[str, ...]) -> type[Any]:
-    """A class like `cls` whose forward reads parameters of these names as plain tensors."""
+    """A class like `cls` whose forward reads parameters of these names as plain tensors, in the thread that it runs in."""
+    running = _Running()
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._weft_running = True
+        if torch.compiler.is_compiling():  # traced in one thread; torch.compile does not trace another thread's state
+            before, self._weft_traced = self._weft_traced, True
+            try:
+                return cls.forward(self, *args, **kwargs)
+            finally:
+                self._weft_traced = before
+        depth = running.depth
+        depth[id(self)] = depth.get(id(self), 0) + 1
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
-            self._weft_running = False
+            depth[id(self)] -= 1
+            if not depth[id(self)]:
+                del depth[id(self)]
 
-    members = {name: _local_parameter(name) for name in names} | {"_weft_running": False}
+    members = {name: _local_parameter(name, running) for name in names} | {"_weft_traced": False}
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__, **members})
 
 
-def _local_parameter(name: str) -> property:
+def _local_parameter(name: str, running: _Running) -> property:
     def read(module: Any) -> torch.Tensor:
         parameter: torch.Tensor = module._parameters[name]
-        if not module._weft_running:
+        inside = module._weft_traced if torch.compiler.is_compiling() else id(module) in running.depth
+        if not inside:
             return parameter
         mine = local(parameter)
         return summed(mine, group_of(parameter).group_name) if module._weft_part() else mine

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from weft.models.inductor.graph import (
+    OTHER_GRAPH,
     RESHAPES,
     Refused,
     Writer,
@@ -134,6 +135,8 @@ def _products_of(start: Node, whole: Node, alike: Sequence[Node]) -> tuple[list[
     columns, after = shape(whole)[-1], descendants(start)
     found: list[Product] = []
     reasons = [f"no matmul takes what is gathered {shape(whole)} as its first factor"]
+    if all(user.op == "output" for one in alike for user in one.users if user not in alike):
+        reasons = [f"what is gathered {shape(whole)} goes to {OTHER_GRAPH}"]
     for one in alike:
         for user in one.users:
             if user.target in _OTHER_USES:

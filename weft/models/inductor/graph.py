@@ -42,6 +42,10 @@ _SHARED = RESHAPES - {aten.clone.default} | SPLITS | CASTS | {aten.cat.default, 
 """What follows a wait and makes the same of the same; a clone is another tensor on purpose."""
 
 
+OTHER_GRAPH = "another graph of torch.compile's, behind a graph break (TORCH_LOGS=graph_breaks says where)"
+"""Where the other half of a place may be."""
+
+
 class Refused(Exception):
     """A place that cannot be rewritten. Its text says why, for the listing."""
 

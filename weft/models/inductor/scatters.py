@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 
 from weft.core.problem import Op
 from weft.models.inductor.graph import (
+    OTHER_GRAPH,
     Refused,
     Writer,
     argument,
@@ -252,6 +253,8 @@ def _sum(root: Node, extents: Sequence[int], chain: list[Node], cast_after: bool
 
 def _term(root: Node, extents: Sequence[int]) -> Term:
     if root.target not in (aten.mm.default, aten.addmm.default):
+        if root.op == "placeholder":
+            raise Refused(f"what is reduced was made in {OTHER_GRAPH}")
         raise Refused(_REASONS.get(root.target, f"no matmul makes what is reduced: {root.target} does"))
     term = Term(root)
     value(term.a)  # Refused where its extents are not known, those that are summed over
