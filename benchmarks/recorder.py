@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Reduce, Region, Step
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Push, Reduce, Region, Step
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.host import HostProgram
 
@@ -212,6 +212,8 @@ def declared(step: Step) -> tuple[list[Region], list[Region]]:
     """What a schedule says that a step reads, and writes; of a lookup, which reads tensors that are no buffer, the latter."""
     if isinstance(step, (Copy, Collective)):
         return [step.src], [step.dst]
+    if isinstance(step, Push):
+        return [part.src for part in step.parts], [part.dst for part in step.parts]
     if isinstance(step, Gemm):
         outs = [part.out for part in step.parts]
         reads = [step.b, *(part.a for part in step.parts), *(add for part in step.parts for add in part.adds)]

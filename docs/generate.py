@@ -35,7 +35,7 @@ from weft.cli.gantt import gantt
 from weft.core import machine
 from weft.core.machine import Topology
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
-from weft.core.schedule import Collective, Copy, Gemm, Reduce, Region, Schedule, Signal, Wait
+from weft.core.schedule import Collective, Copy, Gemm, Push, Reduce, Region, Schedule, Signal, Store, Wait
 from weft.perf.rules import TERMS, Weights, estimates, heuristic
 from weft.planner.models import load_model, sites
 from weft.schedules import FAMILIES, names
@@ -112,7 +112,8 @@ def _row(schedule: Schedule) -> tuple[str, ...]:
     steps = [step for lane in schedule.ranks[0] for step in lane.steps]
     gemms = [step for step in steps if isinstance(step, Gemm)]
     kinds = Counter(type(step) for step in steps)
-    copies = [step for step in steps if isinstance(step, Copy)]
+    copies: list[Copy | Store] = [step for step in steps if isinstance(step, Copy)]
+    copies += [part for step in steps if isinstance(step, Push) for part in step.parts]
     away = [c for c in copies if c.src.rank != c.dst.rank]
     pulled = [c.src for c in away if c.src.rank]
     stored = [part.out for g in gemms for part in g.parts if part.out.rank]

@@ -3,7 +3,7 @@
 `verdict(schedule)` is "" if a small schedule is right, else what went wrong. It runs three calls, with new random inputs
 in each, in many directed interleavings:
 
-    - lanes, parts of kernels and copies of a run are coroutines; a flag is a word, to which a signal writes call * D + its
+    - lanes and parts of kernels are coroutines; a flag is a word, to which a signal writes call * D + its
       ordinal;
     - every buffer element is a number modulo a prime, or poison until it is first written;
     - once in the order given, once backwards, once with each rank held back, and once for every copy, part and
@@ -33,7 +33,7 @@ from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
 from weft.core.problem import Problem
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Push, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
 
 CALLS = 3
 
@@ -75,6 +75,9 @@ class _Brute:
                     self._add(rank, step, i, list(part.adds) if part.out.size else [], part.out, part.gates)
                 else:
                     self._add(rank, step, i, [*factors, *old] if part.out.size else [], part.out, part.gates)
+        elif isinstance(step, Push):
+            for i, store in enumerate(step.parts):
+                self._add(rank, step, i, [store.src], store.dst)
         elif isinstance(step, Reduce):
             for i, total in enumerate(step.parts):
                 self._add(rank, step, i, list(total.srcs), total.out, total.gates)
@@ -133,7 +136,9 @@ class _Brute:
             yield lambda task, access=access: task.wants is access or task.wants == ("end", access)
 
     def _start_policies(self) -> Iterator[Policy]:
-        starts = [step for _, _, _, step in self.schedule if isinstance(step, (Copy, Gemm, Reduce, Collective, SendReceive))]
+        starts = [
+            step for _, _, _, step in self.schedule if isinstance(step, (Copy, Push, Gemm, Reduce, Collective, SendReceive))
+        ]
         for count in (1, 2):
             for held in itertools.combinations(map(id, starts), count):
                 yield lambda task, held=held: task.wants in {("start", h) for h in held}
@@ -159,12 +164,25 @@ class _Brute:
                 if self._node(flag.rank) != self._node(rank):
                     raise Wrong(f"{step} raises a flag of another node")
                 writers.setdefault(flag, set()).add((rank, lane.name))
-            for wait in [step] if isinstance(step, Wait) else [g for p in getattr(step, "parts", ()) for g in p.waits]:
+            if isinstance(step, Push):
+                self._check_push(rank, step)
+            for wait in (
+                [step] if isinstance(step, Wait) else [g for p in getattr(step, "parts", ()) for g in getattr(p, "waits", ())]
+            ):
                 if wait.flag.rank != rank:
                     raise Wrong(f"{step} waits for a flag of another rank")
         for flag, found in writers.items():
             if len(found) > 1:
                 raise Wrong(f"{flag} has two writers")
+
+    def _check_push(self, rank: int, step: Push) -> None:
+        """It reads one buffer of its rank, writes none of it, and each of its flags is one part's alone."""
+        if not step.parts or any((part.src.buffer, part.src.rank) != (step.source[0], rank) for part in step.parts):
+            raise Wrong(f"{step} has not one source of its own")
+        for part in step.parts:
+            alone = self.schedule.signals_per_call[part.count] == 1 and part.count.rank == part.dst.rank
+            if not part.src.size or not alone or (part.dst.buffer, part.dst.rank) == step.source:
+                raise Wrong(f"{step} has a part that it may not have: {part}")
 
     def _node(self, rank: int) -> int:
         """Which node a rank is on."""

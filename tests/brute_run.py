@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from brute_values import Access, Values, Wrong
 
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Lane, Reduce, Schedule, SendReceive, Signal, Step, Wait
-from weft.schedules.together import Run as Pushed
-from weft.schedules.together import runs
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lane, Push, Reduce, Schedule, SendReceive, Signal, Step, Wait
 
 Accesses = dict[tuple[int, int], list[Access]]
 """By the step's identity and the part's number, in their order."""
@@ -33,9 +31,11 @@ def needs_sms(rank: int, lane: Lane, step: Step) -> bool:
     """Kernels, and copies within the rank, except on communication blocks."""
     if lane.kind == "blocks":
         return False
-    return (
-        step.src.rank == step.dst.rank if isinstance(step, Copy) else isinstance(step, (Gemm, Reduce, Collective, SendReceive))
-    )
+    if isinstance(step, Copy):
+        return step.src.rank == step.dst.rank
+    if isinstance(step, Push):
+        return lane.kind == "compute"
+    return isinstance(step, (Gemm, Reduce, Collective, SendReceive))
 
 
 def fills(lane: Lane, step: Step) -> bool:
@@ -104,14 +104,9 @@ class Run:
             if self.values:
                 self.values.begin(rank, call)
             ordinals: dict[Flag, int] = {}
-            meetings, pushed, over = 0, {run.first: run for run in runs(lane)}, 0
-            for position, step in enumerate(lane.steps):
-                if position < over:
-                    continue
-                if position in pushed:
-                    over = pushed[position].last
-                    yield from self._run_of_copies(rank, lane, pushed[position], call, ordinals)
-                elif isinstance(step, Wait):
+            meetings = 0
+            for step in lane.steps:
+                if isinstance(step, Wait):
                     yield step, self._reached(call, step)
                 elif isinstance(step, Signal):
                     yield step, lambda: True
@@ -152,26 +147,6 @@ class Run:
         yield ("finish", id(step)), lambda: done[0] == len(parts)
         if self.holder.get(rank) is step:
             del self.holder[rank]
-
-    def _run_of_copies(
-        self, rank: int, lane: Lane, run: Pushed, call: int, ordinals: dict[Flag, int]
-    ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        """Copies that one kernel makes, in any order, each of which raises its flag once it is done."""
-        done = [0]
-        for copy, flag in run.copies:
-            yield from self._begin(rank, lane, copy)
-            self._spawn(rank, self._copy(self.accesses[id(copy), 0][0], flag, call, ordinals, done))
-        yield ("finish", id(run.copies[0][0])), lambda: done[0] == len(run.copies)
-
-    def _copy(
-        self, access: Access, flag: Flag, call: int, ordinals: dict[Flag, int], done: list[int]
-    ) -> Iterator[tuple[object, Callable[[], bool]]]:
-        yield access, lambda: True
-        self.starts[call, access.number] = self.ends[call, access.number] = self.clock
-        if self.values:
-            self.values.work(access)
-        self._advance(call, flag, ordinals)
-        done[0] += 1
 
     def _messages(self, rank: int, lane: Lane, step: SendReceive, call: int) -> Iterator[tuple[object, Callable[[], bool]]]:
         """All ends at once, each when it can."""

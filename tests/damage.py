@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from weft.core.schedule import Copy, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Wait
-from weft.schedules.together import runs
+from weft.core.schedule import Copy, Flag, Gemm, Lane, Push, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.schedules.builder import pushed
 
 Place = tuple[int, int, int]
 Damage = Callable[[Schedule, random.Random], Schedule | None]
@@ -216,6 +216,27 @@ def _changer(rng: random.Random, *, rows: bool | None = None) -> Callable[[Regio
     return change
 
 
+def _part_of_push(schedule: Schedule, rng: random.Random) -> Schedule | None:
+    """Drop a part, exchange where two parts store, or change a region of one."""
+    found = places(schedule, lambda step: isinstance(step, Push))
+    if not found:
+        return None
+    place = rng.choice(found)
+    parts = list(step_at(schedule, place).parts)
+    one, two = rng.randrange(len(parts)), rng.randrange(len(parts))
+    kind = rng.choice(("drop", "exchange", "change"))
+    if kind == "drop":
+        del parts[one]
+    elif kind == "exchange":
+        first, second = parts[one], parts[two]
+        parts[one] = dataclasses.replace(first, dst=second.dst)
+        parts[two] = dataclasses.replace(second, dst=first.dst)
+    else:
+        name, change = rng.choice(("src", "dst")), _changer(rng)
+        parts[one] = dataclasses.replace(parts[one], **{name: change(getattr(parts[one], name))})
+    return with_step(schedule, place, *([Push(tuple(parts))] if parts else []))
+
+
 def _region_of_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:
     found = places(schedule, lambda step: isinstance(step, Copy))
     if not found:
@@ -260,6 +281,9 @@ def _reuse_flag(schedule: Schedule, rng: random.Random) -> Schedule | None:
     def step(one: Any) -> Any:
         if isinstance(one, (Signal, Wait)):
             return dataclasses.replace(one, flag=new) if one.flag == old else one
+        if isinstance(one, Push):
+            stores = (dataclasses.replace(part, count=new) if part.count == old else part for part in one.parts)
+            return Push(tuple(stores))
         return map_parts(one, change)
 
     return map_steps(schedule, step)
@@ -346,19 +370,24 @@ def _signal_other(schedule: Schedule, rng: random.Random) -> Schedule | None:
     return with_step(with_step(schedule, one, second), two, first)
 
 
+def _by_stores(lane: Lane) -> Lane:
+    """A lane of copies with kernels of stores instead."""
+    if lane.kind != "copy":
+        return lane
+    return dataclasses.replace(lane, kind="blocks", steps=tuple(pushed(list(lane.steps))))
+
+
 def _other_copy(schedule: Schedule, rng: random.Random) -> Schedule | None:
-    """With all copies by stores: drop the waits for one copy of a run, and let a wait for another one stand for it, or (which
+    """With all copies by stores: drop the waits for one part of a push, and let a wait for another one stand for it, or (which
     harms nothing) wait for both there."""
-    lanes = (
-        tuple(dataclasses.replace(x, kind="blocks" if x.kind == "copy" else x.kind) for x in own) for own in schedule.ranks
-    )
+    lanes = (tuple(_by_stores(lane) for lane in own) for own in schedule.ranks)
     schedule = dataclasses.replace(schedule, ranks=tuple(lanes))
-    found = [run for lanes in schedule.ranks for lane in lanes for run in runs(lane)]
-    pairs = [(f, g) for run in found for _, f in run.copies for _, g in run.copies if f != g and f.rank == g.rank]
+    found = [[part.count for part in step.parts] for *_, step in schedule if isinstance(step, Push)]
+    pairs = [(f, g) for flags in found for f in flags for g in flags if f != g and f.rank == g.rank]
     if not pairs:
         return None
     gone, kept = rng.choice(pairs)
-    dropped = map_steps(schedule, lambda step: step if isinstance(step, Signal) else _without(step, gone))
+    dropped = map_steps(schedule, lambda step: step if isinstance(step, (Signal, Push)) else _without(step, gone))
     if rng.random() < 0.7:
         return dropped
     place = next((p for p in places(dropped, lambda step: isinstance(step, Wait) and step.flag == kept)), None)
@@ -426,6 +455,7 @@ DAMAGES: dict[str, Damage] = {
     "drop a count": _change_part(lambda part: bool(part.count), lambda part, rng: dataclasses.replace(part, count=None)),
     "change a region of a part": _change_part(lambda part: True, _region_of_part),
     "change a region of a copy": _region_of_copy,
+    "change a part of a push": _part_of_push,
     "swap neighbours": _swap,
     "swap any two": lambda schedule, rng: _swap(schedule, rng, near=False),
     "swap on two ranks": _cross_ranks,

@@ -12,13 +12,12 @@ import torch
 from lone_ranks import FakeSpace, space_of, teams
 
 from weft.core.problem import Problem
-from weft.core.schedule import Flag, Reduce
+from weft.core.schedule import Flag, Push, Reduce
 from weft.runtime import bound, cuda_space
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.replay import Branches
 from weft.schedules import build
-from weft.schedules.together import runs
 
 FIRST, SECOND = 3, 4
 """Streams."""
@@ -176,12 +175,13 @@ def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushes, "push", lambda tables, **_: used.append(tables))
     used: list[Any] = []
     schedule = build(Problem(op="all_gather_matmul", m=8, n=16, k=77, world_size=2), "direct_store")
-    (lane, run) = next((lane, run) for lane in schedule.ranks[0] for run in runs(lane))
-    where = Where(0, lane.name, run.first, lane.steps[run.first])
-    push = pushes.FusedPush(run, where, torch.device("cpu"), cast(Any, Words()))
+    steps = [(lane, at, step) for rank, lane, at, step in schedule if rank == 0 and isinstance(step, Push)]
+    (lane, at, step) = steps[0]
+    where = Where(0, lane.name, at, step)
+    push = pushes.FusedPush(step, where, torch.device("cpu"), cast(Any, Words()))
     memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
     memory = memory[-memory.data_ptr() // 2 % 8 :]
-    targets = {(copy.dst.buffer, copy.dst.rank): torch.zeros(8, 77, dtype=torch.bfloat16) for copy, _ in run.copies}
+    targets = {(part.dst.buffer, part.dst.rank): torch.zeros(8, 77, dtype=torch.bfloat16) for part in step.parts}
 
     def launch(a: torch.Tensor) -> Any:
         bindings = Bindings()

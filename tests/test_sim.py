@@ -14,7 +14,7 @@ from machine_tiny import tiny
 
 from weft.core.machine import Machine, Topology, load
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Push, Region, Schedule, Signal, Step, Wait
 from weft.core.span import Span
 from weft.perf import Outcome, run, simulate
 from weft.perf.kernels import Blocks, Ends
@@ -117,8 +117,7 @@ def test_story_blocks_take_an_sm() -> None:
     assert log(simulate(build(dataclasses.replace(GATHER, n=16), "direct_store", 1), tiny())) == [
         "compute: gemm 8x8x8 in 2 parts 0 9",
         "blocks: wait free[1] 3 3.5",
-        "blocks: copy a[0:4] -> 1 3.5 4.5",
-        "blocks: signal arrived[0]@1 4.5 4.501",
+        "blocks: push a[0:4] -> 1 3.5 4.501",
         "compute: signal free[0]@1 9 9.5",
     ]
 
@@ -289,12 +288,17 @@ def test_one_gated_kernel_loses_less_than_many() -> None:
     assert many > 1.5 * alone
 
 
+def _bytes_within_ranks(schedule: Schedule) -> int:
+    """Of copies, and parts of pushes, whose both ends lie on one rank."""
+    moves = [step for *_, step in schedule if isinstance(step, Copy)]
+    moves += [part for *_, step in schedule if isinstance(step, Push) for part in step.parts]
+    return 2 * sum(move.src.size for move in moves if move.src.rank == move.dst.rank)
+
+
 def test_flops_and_bytes_are_all_there() -> None:
     problem = Problem(op="all_gather_matmul", m=64, n=32, k=16, world_size=4)
     for name in TP_NAMES:
         spans = simulate(build(problem, name), tiny(world_size=4))
         assert sum(s.flops for s in spans) == 2 * 64 * 32 * 16
-        remote = sum(
-            s.bytes for s in spans if s.kind == "collective" or (s.kind == "copy" and "->" in s.name and s.name[-1].isdigit())
-        )
-        assert remote == 3 * 64 * 16 * 2
+        moved = sum(s.bytes for s in spans if s.kind in ("collective", "copy"))
+        assert moved - _bytes_within_ranks(build(problem, name)) == 3 * 64 * 16 * 2

@@ -56,7 +56,7 @@ def test_every_family_fits_and_shows_every_step(op: str, name: str, width: int) 
     assert not any(line.startswith("never") for line in lines)
     steps = sum(len(lane.steps) for lane in schedule.ranks[1])
     both = timeline(schedule, ranks=(0, 1), width=400)
-    words = ("wait", "signal", "copy", "gemm", "reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+    words = ("wait", "signal", "copy", "push", "gemm", "reduce", "all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     shown = sum(f" {line}".count(f" {word} ") for line in both.splitlines()[2:] for word in words)
     assert shown >= 2 * steps
 

@@ -11,13 +11,12 @@ flag. What it proves, for any number of calls in a row and any speed of lanes, r
     the result    every element of the outputs is the whole sum, each k once, of the right rows and columns, of this call
 
 Of races, deadlocks and results it refuses exactly those schedules that can go wrong: tests/test_check_damage.py holds it,
-in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Both take copies
-that a device runs as one kernel (`weft.schedules.together`) for what they are there: in no order. Structure also has rules of
-weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a copy touches the
-rank that runs it, nothing narrower than float32 is added to, only local buffers are wider than the problem's dtype, a rank
-has one lane of kind compute, and fused steps share next to nothing with others (`weft.checker.fused`). The one thing left
-open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is refused,
-and told so.
+in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
+has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
+copy touches the rank that runs it, a push reads one local buffer and tells its receivers alone, nothing narrower than float32
+is added to, only local buffers are wider than the problem's dtype, a rank has one lane of kind compute, and fused steps share
+next to nothing with others (`weft.checker.fused`). The one thing left open is a schedule whose kernels share the SMs of a
+rank in more orders than `weft.checker.starvation` tries; it is refused, and told so.
 
 The proof is one walk through two calls (`weft.checker.walk`). It does no work per element: its cost is that of steps, parts
 and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in 64 chunks, take 8 to 16 ms a schedule,

@@ -1,9 +1,7 @@
 """What the checker works on: a schedule with its names turned into numbers. Built by `weft.checker.structure`.
 
 Flags are numbered; so are memories, one for each (buffer, rank). Copies and kernels are both an `Op` with actions: a copy
-has one action, a kernel one for each part, the first copy of a run (weft.schedules.together) one for each copy, which counts
-the flag of its signal; the other steps of the run are ops that do nothing. An action that writes no element touches nothing,
-but still waits and counts.
+has one action, a kernel one for each part. An action that writes no element touches nothing, but still waits and counts.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-from weft.core.schedule import Copy, Flag, Schedule, Step
+from weft.core.schedule import Flag, Schedule, Step
 
 Rect = tuple[int, int, int, int]
 """Rows [0] to [1], columns [2] to [3]."""
@@ -103,9 +101,6 @@ class Program(NamedTuple):
         if (lane, position) == CALLER:
             return f"the caller of rank {rank}"
         step = self.step(rank, lane, position)
-        if part and isinstance(step, Copy):  # the copies of a run are parts of the first
-            position += 2 * part
-            step, part = self.step(rank, lane, position), 0
         parts = getattr(step, "parts", ())
         detail = f", part {part}: {parts[part]}" if len(parts) > 1 else ""
         return f"rank {rank}, lane {self.schedule.ranks[rank][lane].name}, step {position} ({step}{detail})"

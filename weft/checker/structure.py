@@ -32,16 +32,17 @@ from weft.core.schedule import (
     Lane,
     Lookup,
     Part,
+    Push,
     Reduce,
     Region,
     Schedule,
     SendReceive,
     Signal,
     Step,
+    Store,
     Sum,
     Wait,
 )
-from weft.schedules.together import runs
 
 _WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, _EXCHANGE_COLUMNS = Do
 _COLLECTS = {
@@ -51,7 +52,6 @@ _COLLECTS = {
     "all_to_all": _EXCHANGE,
     "all_to_all_columns": _EXCHANGE_COLUMNS,
 }
-_NOTHING = Op(_WORK)
 
 
 def compile_schedule(schedule: Schedule) -> Program:
@@ -90,6 +90,7 @@ class _Compiler:
         self.owners: list[tuple[int, int] | None] = []
         self.per_call: list[int] = []
         self.to_check: list[tuple[int, int, tuple[int, Lane, int, Step]]] = []
+        self.counted_by_push: list[tuple[int, tuple[int, Lane, int, Step]]] = []
 
     def lanes(self, rank: int, lanes: tuple[Lane, ...]) -> tuple[tuple[Op, ...], ...]:
         self.rank = rank
@@ -104,8 +105,6 @@ class _Compiler:
         for position, step in enumerate(lane.steps):
             self.position, self.step = position, step
             ops.append(self.op(step))
-        if lane.kind != "copy":
-            _join_runs(lane, ops)
         return tuple(ops)
 
     def fail(self, text: str) -> NoReturn:
@@ -136,7 +135,9 @@ class _Compiler:
             self.fail(f"{twice} is counted by two parts of one kernel, whose order is open; give each part its own flag")
         return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions))
 
-    def kernel(self, step: Gemm | Reduce | Lookup) -> tuple[Action, ...]:
+    def kernel(self, step: Push | Gemm | Reduce | Lookup) -> tuple[Action, ...]:
+        if isinstance(step, Push):
+            return self.push(step)
         if isinstance(step, Gemm):
             return self.gemm(step)
         if isinstance(step, Reduce):
@@ -214,6 +215,29 @@ class _Compiler:
             self.fail(f"{step.src} and {step.dst} differ in dtype; a copy moves bytes, a reduce rounds")
         is_kernel = step.src.rank == step.dst.rank and self.lane.kind != "blocks"
         return Op(_WORK, -1, 0, (self.action(_COPY, (read,), write),), is_kernel)
+
+    def push(self, step: Push) -> tuple[Action, ...]:
+        if not step.parts:
+            self.fail("it has no parts; leave it out")
+        return tuple([self.store(part, step.source) for part in step.parts])
+
+    def store(self, part: Store, source: tuple[str, int]) -> Action:
+        src, dst = part.src, part.dst
+        read, write = self.access(src, remote=False), self.access(dst, write=True)
+        if src.shape != dst.shape:
+            self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
+        if not src.size:
+            self.fail(f"{src} has no element, so that nothing would advance {part.count}; signal it by a step of its own")
+        if (src.buffer, src.rank) != source:
+            self.fail(f"{src} and {source[0]}@{source[1]} are two sources; a push reads one buffer: make two pushes")
+        if (dst.buffer, dst.rank) == source:
+            self.fail(f"{dst} lies in the buffer that it reads; a push writes none of its source")
+        if part.count.rank != dst.rank:
+            self.fail(f"{part.count} is not on rank {dst.rank}, which receives {dst}; a push tells its receivers alone")
+        if not self.all_wide and self.buffers[src.buffer].float32 != self.buffers[dst.buffer].float32:
+            self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
+        self.counted_by_push.append((self.number(part.count), (self.rank, self.lane, self.position, self.step)))
+        return self.action(_COPY, (read,), write, (), part.count)
 
     def gemm(self, step: Gemm) -> tuple[Action, ...]:
         b = self.access(step.b, remote=False)
@@ -350,13 +374,7 @@ class _Compiler:
             if at_least > self.per_call[flag]:
                 self.rank, self.lane, self.position, self.step = rank, lane, position, step
                 self.fail(f"it waits for {at_least} signals of {self.flags[flag]}; a call has {self.per_call[flag]}")
-
-
-def _join_runs(lane: Lane, ops: list[Op]) -> None:
-    """Copies that are one kernel become one op, as they are to each other what parts are."""
-    for run in runs(lane):
-        if len(run.copies) > 1:
-            copies, signals = ops[run.first : run.last : 2], ops[run.first + 1 : run.last : 2]
-            actions = [copy.actions[0]._replace(counts=signal.flag) for copy, signal in zip(copies, signals, strict=True)]
-            on_sms = any(copy.needs_sms for copy in copies)
-            ops[run.first : run.last] = [Op(_WORK, -1, 0, tuple(actions), on_sms), *[_NOTHING] * (run.last - run.first - 1)]
+        for flag, (rank, lane, position, step) in self.counted_by_push:
+            if self.per_call[flag] > 1:
+                self.rank, self.lane, self.position, self.step = rank, lane, position, step
+                self.fail(f"{self.flags[flag]} is advanced by other steps, too; the flag of a push is that part's alone")

@@ -2,8 +2,8 @@
 
 A lane carries the set of everything that must have happened before its next step, as an int with a bit a node. A signal
 leaves the set of its lane with its flag; a wait adds the set that the awaited signal left. So the sets are the
-happens-before relation of the module text of `weft.core.schedule`: lanes in order, parts of a kernel and copies of a run
-beside each other, a call of a rank after all lanes of the call before, and between the two what the caller does.
+happens-before relation of the module text of `weft.core.schedule`: lanes in order, parts of a kernel in no order,
+a call of a rank after all lanes of the call before, and between the two what the caller does.
 
 Parts are run in order, although nothing orders their accesses: one that waits may keep back those after it, on blocks that
 it holds, or where each part is a matmul of its own.

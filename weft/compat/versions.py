@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 
 import torch
 
@@ -16,12 +19,9 @@ _LOG = logging.getLogger("weft.compat")
 def warn_of_untested_versions() -> None:
     """Log one warning for each package whose version is none of TESTED. Called when the first group is used."""
     installed = {"torch": torch.__version__}
-    try:
-        import triton
-    except ImportError:
-        pass  # CPU ranks need none
-    else:
-        installed["triton"] = triton.__version__
+    with suppress(PackageNotFoundError):  # CPU ranks need no Triton
+        # Not imported for its version: when it is imported, Triton reads whether its kernels are to be interpreted.
+        installed["triton"] = version_of("triton")
     for package, version in installed.items():
         if minor(version) not in TESTED[package]:
             tested = ", ".join(TESTED[package])

@@ -86,8 +86,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Advance `flag` by one, after all earlier steps of this lane are done and visible; but where copies, each with a signal
-    to its receiver, are one kernel (`weft.schedules.together`), after its own copy and the steps before the first of them."""
+    """Advance `flag` by one, after all earlier steps of this lane are done and visible."""
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
@@ -106,6 +105,41 @@ class Copy:
 
     def __str__(self) -> str:
         return f"copy {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """One copy of a Push: dst = src, same shape. count: advanced on dst's rank once all of it has arrived there."""
+
+    src: Region
+    dst: Region
+    count: Flag
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.dst}, count {self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One kernel of stores from SMs, on a lane of kind compute or blocks. All of its parts read one buffer of this rank.
+
+    Nothing orders the parts: the flag of one says that its own copy has arrived, and whatever came before the Push in its lane,
+    and nothing of the other parts. The kernel counts tiles, so each flag is this part's alone.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[Store, ...]
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """The buffer, and its rank, that all parts read."""
+        return self.parts[0].src.buffer, self.parts[0].src.rank
+
+    def __str__(self) -> str:
+        if len(self.parts) == 1:
+            return f"push {self.parts[0].src} -> {self.parts[0].dst}"
+        rows = sum(part.src.shape[0] for part in self.parts)
+        return f"push {rows} rows of {self.parts[0].src.buffer if self.parts else 'nothing'} in {len(self.parts)} parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +323,7 @@ class SendReceive:
         return tuple(dict.fromkeys([*(s.to for s in self.sends), *(r.source for r in self.receives)]))
 
 
-Step = Wait | Signal | Copy | Gemm | Reduce | Lookup | Collective | SendReceive
+Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | SendReceive
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +412,7 @@ def advances(step: Step) -> tuple[Flag, ...]:
     """Every flag that a step advances, in order."""
     if isinstance(step, Signal):
         return (step.flag,)
-    if isinstance(step, (Gemm, Reduce, Lookup)):
+    if isinstance(step, (Push, Gemm, Reduce, Lookup)):
         return tuple(part.count for part in step.parts if part.count is not None)
     return ()
 
@@ -387,6 +421,8 @@ def regions(step: Step) -> tuple[Region, ...]:
     """Every region that a step reads or writes."""
     if isinstance(step, (Copy, Collective)):
         return step.src, step.dst
+    if isinstance(step, Push):
+        return tuple(region for part in step.parts for region in (part.src, part.dst))
     if isinstance(step, SendReceive):
         return tuple(send.src for send in step.sends) + tuple(receive.dst for receive in step.receives)
     if isinstance(step, Gemm):

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from weft.core.schedule import Collective, Copy, Gemm, Lookup, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.schedule import (
+    Collective,
+    Copy,
+    Gemm,
+    Lane,
+    Lookup,
+    Push,
+    Reduce,
+    Region,
+    Schedule,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+)
 from weft.core.span import Kind, Span
 
 KINDS: dict[type, Kind] = {
     Wait: "wait",
     Signal: "signal",
     Copy: "copy",
+    Push: "copy",
     Gemm: "gemm",
     Reduce: "reduce",
     Lookup: "lookup",
@@ -40,6 +55,8 @@ def label(rank: int, step: Step) -> str:
     """A short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
     if isinstance(step, (Gemm, Reduce, Lookup)):
         return str(step)
+    if isinstance(step, Push):
+        return _push_label(step)
     if isinstance(step, Collective):
         return step.op
     if isinstance(step, SendReceive):
@@ -49,6 +66,14 @@ def label(rank: int, step: Step) -> str:
         verb = "wait" if isinstance(step, Wait) else "signal"
         return f"{verb} {step.flag.name}[{step.flag.index}]{where}"
     return _copy_label(rank, step)
+
+
+def _push_label(step: Push) -> str:
+    """Of one part its rows, of several how many rows there are; and the receivers, each once."""
+    rows = [part.src.rows for part in step.parts]
+    ranges = f"[{rows[0][0]}:{rows[0][1]}]" if len(rows) == 1 else f", {sum(high - low for low, high in rows)} rows,"
+    receivers = ", ".join(str(rank) for rank in dict.fromkeys(part.dst.rank for part in step.parts))
+    return f"push {step.source[0]}{ranges} -> {receivers}"
 
 
 def _copy_label(rank: int, step: Copy) -> str:
@@ -65,7 +90,7 @@ def flops(step: Step) -> int:
 
 
 def work_bytes(schedule: Schedule, step: Step) -> int:
-    """Bytes that a step reads and writes at least; those that arrive for a Copy (once), a Collective (from peers) and
+    """Bytes that a step reads and writes at least; those that arrive for a Copy or a Push (once), a Collective (from peers) and
     messages."""
 
     def size(region: Region) -> int:
@@ -73,6 +98,8 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
 
     if isinstance(step, Copy):
         return size(step.src)
+    if isinstance(step, Push):
+        return sum(size(part.src) for part in step.parts)
     if isinstance(step, Gemm):
         times = 2 if step.accumulate else 1
         added = sum(size(add) for part in step.parts for add in part.adds)
@@ -97,3 +124,13 @@ def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
     if step.op == "all_to_all_columns":
         return schedule.problem.shard_bytes
     return region_bytes(schedule, step.src if step.op == "all_gather" else step.dst)
+
+
+def continued(lane: Lane) -> frozenset[int]:
+    """Positions of steps that run in the kernel of the step before them, so that they pay no launch of their own: those of a
+    fused range but the first, and waits and signals next to each other on a lane that runs on SMs."""
+    found = {at for low, high in lane.fused for at in range(low + 1, high)}
+    if lane.kind in ("compute", "blocks"):
+        flags = [isinstance(step, (Wait, Signal)) for step in lane.steps]
+        found |= {at for at in range(1, len(flags)) if flags[at - 1] and flags[at]}
+    return frozenset(found)

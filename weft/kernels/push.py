@@ -1,16 +1,13 @@
-"""One kernel for a run of copies: a set number of blocks store regions where they belong, and count what has arrived.
+"""The kernel of a Push: a set number of blocks store regions where they belong, and count what has arrived.
 
     _push_kernel   persistent blocks; tiles in the order of the copies
     push()         its launcher; PushTables  what the copies mean to the kernel, computed once
 
-It stands for these steps of one lane, in this order, by stores from SMs:
-
-    Copy(src, dst), Signal(flag), Copy(src, dst), Signal(flag) ...
-
-A copy is cut into tiles of as many bytes, counted along its rows one after the other, wherever those lie: how many it has
-depends on the region's shape alone, so that a peer which waits for it knows. Its flag grows by that number in a call. A
-block adds what it has finished once it goes on to another copy, not after each tile: to publish, it must wait until the
-peer has acknowledged its stores, and a copy is complete only with its last tile. Until then its tiles overlap.
+A copy is one part of the Push. It is cut into tiles of as many bytes, counted along its rows one after the other, wherever
+those lie: how many it has depends on the region's shape alone, so that a peer which waits for it knows. Its flag grows by
+that number in a call. A block adds what it has finished once it goes on to another copy, not after each tile: to publish, it
+must wait until the peer has acknowledged its stores, and a copy is complete only with its last tile. Until then its tiles
+overlap.
 
     block 0: tile 0, 16, 32 of copy 0 -> barrier -> count 3 (release, system) -> tile 48 of copy 1 ...
     block 1: tile 1, 17      of copy 0 -> barrier -> count 2                   -> tile 33 of copy 1 ...
@@ -21,7 +18,7 @@ acquire which sees it: of a kernel's gate (weft.triton.flags) at system scope, o
 Each block's count stands for its own tiles alone, so that only the sum of all shows the copy complete; and it shows no
 other copy: the flag of a later one may be full while an earlier one is still under way. The bad interleaving is two copies
 on one flag: block 0 is done with both, block 1 with neither, and the word says that the first is there. So no two copies
-of a run share a flag.
+of a Push share a flag.
 
 The kernel waits for nothing. What it reads must be there, and what it overwrites be free, when its stream comes to it. When
 its stream has passed it, all of its copies are done.

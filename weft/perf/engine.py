@@ -30,14 +30,13 @@ from pathlib import Path
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Copy, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.schedule import Copy, Gemm, Lane, Lookup, Push, Reduce, Schedule, SendReceive, Signal, Step, Wait
 from weft.core.span import Span
-from weft.core.work import span
+from weft.core.work import continued, span
 from weft.perf import kernels, lookups, messages, transfers
 from weft.perf.network import Resource, Usage
 from weft.perf.room import taken_sms
 from weft.perf.world import Process, Ran, Recorder, World, ns
-from weft.schedules.together import riding
 
 MOST_NS = 2**53
 """What is simulated at most: beyond, a float lacks the nanoseconds, and what waits for one of them would wait for ever."""
@@ -127,7 +126,7 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
-    along, launched = riding(lane), _launched(lane)
+    along, launched = continued(lane), _launched(lane)
     inner = world.within_a_kernel() if along else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
@@ -157,6 +156,8 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
         world.post(rank, step.flag)
     elif isinstance(step, Copy):
         yield from transfers.copy(world, rank, lane.kind, step)
+    elif isinstance(step, Push):
+        yield from transfers.push(world, rank, lane.kind, step)
     elif isinstance(step, Gemm):
         yield from kernels.gemm(world, rank, step)
     elif isinstance(step, Reduce):

@@ -6,7 +6,7 @@ bring. Computing takes the time that it takes alone on the machine; what sending
 
     step                                  nodes
     Gemm, Reduce, Lookup                  one that computes for each part, and for each slice between inner gates
-    Copy to a peer, a store to a peer     a send there, and a receive of the peer
+    Copy, Push or store to a peer         a send there, and a receive of the peer
     Copy or load from a peer              a request, as a message, behind which the peer sends
     Copy within a rank                    one that computes
     Collective                            one
@@ -33,6 +33,7 @@ from weft.core.schedule import (
     Lane,
     Lookup,
     Part,
+    Push,
     Reduce,
     Region,
     Schedule,
@@ -159,6 +160,10 @@ class _Builder:
             self.signal(at, step.flag)
         elif isinstance(step, Copy):
             self.copy(at, lane, step)
+        elif isinstance(step, Push):
+            for part in step.parts:
+                self.copy(at, lane, Copy(part.src, part.dst))
+                self.signal(at, part.count)
         elif isinstance(step, Gemm):
             yield from self.gemm(at, step)
         elif isinstance(step, Reduce):

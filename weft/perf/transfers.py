@@ -8,7 +8,7 @@ for the SMs of the lookup or vendor's GEMM that runs on its rank; one to a peer 
 from __future__ import annotations
 
 from weft.core.problem import LookupProblem
-from weft.core.schedule import Collective, Copy, LaneKind, Region, Schedule
+from weft.core.schedule import Collective, Copy, LaneKind, Push, Region, Schedule
 from weft.core.work import collective_shard_bytes, region_bytes
 from weft.perf import staging
 from weft.perf.cost import collective_us
@@ -33,6 +33,15 @@ def copy(world: World, rank: int, kind: LaneKind, step: Copy) -> Process:
         yield from _move(world, rank, kind, step, fixed, size)
         if kind == "compute":
             world.kernels[rank] += world.now - start
+
+
+def push(world: World, rank: int, kind: LaneKind, step: Push) -> Process:
+    """One kernel: a launch, then each part by stores, one behind the other; its flag costs no more than a link's latency."""
+    inner = world.within_a_kernel()
+    for number, part in enumerate(step.parts):
+        yield from copy(inner if number else world, rank, kind, Copy(part.src, part.dst))
+        yield world.env.timeout(ns(inner.machine.flag_us))
+        world.post(rank, part.count)
 
 
 def _move(world: World, rank: int, kind: LaneKind, step: Copy, fixed: float, size: int) -> Process:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
-from weft.core.schedule import Copy, Gemm, Lookup, Reduce, Schedule, Signal, Wait
+from weft.core.schedule import Copy, Gemm, Lookup, Push, Reduce, Schedule, Signal, Wait
+from weft.core.work import continued
 from weft.perf import run
 from weft.perf.cost import COLLECTIVES, whole_collective_us, whole_gemm_us
 from weft.planner.signature import without_fixed_costs
 from weft.planner.values import Candidate
 from weft.schedules import MOST_RANKS, overlaps
-from weft.schedules.together import riding
 
 BALANCED = 1.1
 """Computation and communication within this factor of each other bind together."""
@@ -140,10 +140,12 @@ def _fixed(option: Option, machine: Machine) -> _Fixed:
     kinds: Counter[type] = Counter()
     for lane in option.schedule.ranks[0]:
         begun = {low for low, _ in lane.fused}
-        for position in set(range(len(lane.steps))) - riding(lane):
+        for position in set(range(len(lane.steps))) - continued(lane):
             kind = type(lane.steps[position])
-            if kind is not Copy or lane.kind != "blocks":
-                kinds[Gemm if position in begun or (kind is Copy and lane.kind == "compute") else kind] += 1
+            if kind in (Copy, Push) and lane.kind == "blocks":
+                continue
+            kernel = position in begun or kind is Push or (kind is Copy and lane.kind == "compute")
+            kinds[Gemm if kernel else kind] += 1
     kernels, flags = kinds[Gemm] + kinds[Lookup] + kinds[Reduce], kinds[Wait] + kinds[Signal]
     lanes = sum(lane.kind != "compute" for lane in option.schedule.ranks[0])
     us = option.predicted_us - run(option.schedule, without_fixed_costs(machine)).total_us

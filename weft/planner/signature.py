@@ -21,7 +21,7 @@ import numpy as np
 
 from weft.core.machine import AlphaBeta, Machine, Tile
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.core.schedule import Copy, Reduce, Schedule
+from weft.core.schedule import Copy, Push, Reduce, Schedule
 from weft.perf import Outcome, run
 from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.perf.rules import FEATURES, Feature, sizes
@@ -103,7 +103,7 @@ def signature(schedule: Schedule, machine: Machine, whole: Outcome | None = None
 
 def _moves(schedule: Schedule) -> bool:
     """Whether kernels of the compute lane move data by themselves: their time is no matmul's."""
-    copies = any(isinstance(step, Copy) and lane.kind == "compute" for _, lane, _, step in schedule)
+    copies = any(isinstance(step, (Copy, Push)) and lane.kind == "compute" for _, lane, _, step in schedule)
     sums = (part for _, _, _, step in schedule if isinstance(step, Reduce) for part in step.parts)
     return copies or any(src.rank != part.out.rank for part in sums for src in part.srcs)
 

@@ -14,10 +14,9 @@ import torch
 
 from weft.comm.team import Team
 from weft.core.problem import CollectiveProblem, LookupProblem
-from weft.core.schedule import Collective, Flag, Lookup, Reduce, Schedule, Wait, advances, regions
+from weft.core.schedule import Collective, Flag, Lookup, Push, Reduce, Schedule, Wait, advances, regions
 from weft.core.span import Span
 from weft.runtime.bindings import Bindings, Where
-from weft.schedules.together import runs
 
 if TYPE_CHECKING:
     from weft.runtime.exchange import FusedExchange
@@ -147,9 +146,10 @@ class BoundProgram(ABC):
         device, itemsize = self._space.device, self.dtype.itemsize
         self._growth = growth(self.schedule, device) | push_growth(self.schedule, itemsize, device)
         for lane in self.schedule.ranks[self.rank]:
-            for run in runs(lane):
-                where = Where(self.rank, lane.name, run.first, lane.steps[run.first])
-                self.pushes[lane.name, run.first] = FusedPush(run, where, device, self)
+            for position, step in enumerate(lane.steps):
+                if isinstance(step, Push):
+                    where = Where(self.rank, lane.name, position, step)
+                    self.pushes[lane.name, position] = FusedPush(step, where, device, self)
         given, outputs = (
             {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind} for kind in ("input", "output")
         )
@@ -189,9 +189,8 @@ class BoundProgram(ABC):
         return self._growth.get(flag, 1)
 
     def length_of(self, where: Where) -> int:
-        """How many steps run with this one: several where they are one push."""
-        at = (where.lane, where.position)
-        run = self.exchanges.get(at) or self.pushes.get(at)
+        """How many steps run with this one: several where they are one exchange."""
+        run = self.exchanges.get((where.lane, where.position))
         return run.length if run else 1
 
     @abstractmethod

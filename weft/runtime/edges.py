@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from weft.core.schedule import Collective, Flag, Gemm, Lookup, Reduce, Schedule, Signal, Step, Wait, advances, waits
+from weft.core.schedule import Collective, Flag, Gemm, Lookup, Push, Reduce, Schedule, Signal, Step, Wait, advances, waits
 
 Place = tuple[int, str, int]
 """Rank, lane, position."""
@@ -54,7 +54,7 @@ class Edges:
                     f"schedule {schedule.name}: {flag} is signalled {times} times a call; on GPUs, signal each flag once"
                 )
         for _, _, _, step in schedule:
-            counted = advances(step) if isinstance(step, (Gemm, Reduce, Lookup)) else ()
+            counted = advances(step) if isinstance(step, (Push, Gemm, Reduce, Lookup)) else ()
             shared = next((flag for flag in counted if len(self.slots[flag]) > 1), None)
             if shared:
                 raise ValueError(
@@ -113,7 +113,7 @@ def _add_step(graph: dict[Node, list[Node]], place: Place, step: Step, last: Nod
             graph[end] += met
             if part.count:
                 graph["signal", part.count, call] += [start, *met]
-    elif isinstance(step, Lookup):
+    elif isinstance(step, (Push, Lookup)):
         for flag in advances(step):
             graph["signal", flag, call].append(start)
     return end

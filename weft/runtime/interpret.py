@@ -23,7 +23,9 @@ from weft.core.schedule import (
     Lane,
     Lookup,
     Part,
+    Push,
     Reduce,
+    Region,
     Schedule,
     SendReceive,
     Signal,
@@ -56,7 +58,7 @@ class Device(Protocol):
         ...
 
     def pushed(self, where: Where, bindings: Bindings) -> bool:
-        """Run the steps from this one on as one kernel, if they are such a run."""
+        """Run a push, or the steps from this one on, as one kernel, if this device has it."""
         ...
 
     def length_of(self, where: Where) -> int:
@@ -135,10 +137,11 @@ class _LaneRun:
         elif isinstance(step, Signal):
             self._advance(where, 0)
         elif isinstance(step, Copy):
-            for (dst, _), (src, _) in zip(self.bindings.pieces(step.dst), self.bindings.pieces(step.src), strict=True):
-                # In place, another lane may read meanwhile what would be written with itself.
-                if dst.data_ptr() != src.data_ptr():
-                    dst.copy_(src)
+            self._copy(step.src, step.dst)
+        elif isinstance(step, Push):
+            for nth, part in enumerate(step.parts):
+                self._copy(part.src, part.dst)
+                self._advance(where, nth)
         elif isinstance(step, Gemm):
             self._gemm(step, where)
         elif isinstance(step, Reduce):
@@ -149,6 +152,12 @@ class _LaneRun:
             self.device.send_receive(step, self.bindings, where)
         else:
             self._collective(step, where)
+
+    def _copy(self, src_region: Region, dst_region: Region) -> None:
+        for (dst, _), (src, _) in zip(self.bindings.pieces(dst_region), self.bindings.pieces(src_region), strict=True):
+            # In place, another lane may read meanwhile what would be written with itself.
+            if dst.data_ptr() != src.data_ptr():
+                dst.copy_(src)
 
     def _wait(self, wait: Wait, where: Where) -> None:
         value = self.program.absolute(self.epoch, wait)

@@ -1,39 +1,32 @@
-"""Runs of copies as kernels: what a lane that runs on SMs sends, by stores.
-
-Which steps run so, weft.schedules.together says. Such a run is one kernel (weft.kernels.push), whose copies each add to the
-flag of their Signal, tile by tile.
-"""
+"""A Push as one kernel of stores (weft.kernels.push), which adds to the flag of each part tile by tile."""
 
 from __future__ import annotations
 
 import torch
 
-from weft.core.schedule import Flag, Region, Schedule
+from weft.core.schedule import Flag, Push, Region, Schedule
 from weft.kernels.push import PushTables, launcher, push, push_tables, tiles_of_copy
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.fused import FlagWords
-from weft.schedules.together import Run, runs
 
 
 def push_growth(schedule: Schedule, itemsize: int, device: torch.device) -> dict[Flag, int]:
     """By flag that a push raises: how far one advance of the schedule moves its word."""
     return {
-        flag: tiles_of_copy(copy.dst, itemsize=itemsize, device=device)
-        for lanes in schedule.ranks
-        for lane in lanes
-        for run in runs(lane)
-        for copy, flag in run.copies
+        part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=device)
+        for _, _, _, step in schedule
+        if isinstance(step, Push)
+        for part in step.parts
     }
 
 
 class FusedPush:
-    """One run of one rank as a kernel, ready to launch call after call."""
+    """One Push of one rank as a kernel, ready to launch call after call."""
 
-    def __init__(self, run: Run, where: Where, device: torch.device, flags: FlagWords) -> None:
-        self.where, self.length = where, run.last - run.first
-        self._run, self._device, self._flags = run, device, flags
-        self._source = (run.copies[0][0].src.buffer, run.copies[0][0].src.rank)
-        assert all((copy.src.buffer, copy.src.rank) == self._source for copy, _ in run.copies), "a run has one source"
+    def __init__(self, step: Push, where: Where, device: torch.device, flags: FlagWords) -> None:
+        self.where = where
+        self._step, self._device, self._flags = step, device, flags
+        self._source = step.source
         self._launcher = launcher()
         self._tables: dict[tuple[int, ...], PushTables] = {}
 
@@ -47,7 +40,7 @@ class FusedPush:
         ((source, _),) = bindings.tensors[self._source]
         base = source.data_ptr() & ~15
         # Symmetric memory stays where it is on a GPU; where it moves (grown, on a CPU), the tables are made anew.
-        targets = dict.fromkeys((copy.dst.buffer, copy.dst.rank) for copy, _ in self._run.copies)
+        targets = dict.fromkeys((part.dst.buffer, part.dst.rank) for part in self._step.parts)
         pitches = (stride if rows > 1 else 0 for rows, stride in zip(source.shape, source.stride(), strict=True))
         key = (source.data_ptr() & 15, *pitches, *(bindings.tensors[t][0][0].data_ptr() for t in targets))
         if key not in self._tables:
@@ -71,7 +64,7 @@ class FusedPush:
 
         ((source, _),) = bindings.tensors[self._source]
         return push_tables(
-            [(copy.src, copy.dst, flag) for copy, flag in self._run.copies],
+            [(part.src, part.dst, part.count) for part in self._step.parts],
             device=self._device,
             itemsize=source.element_size(),
             address=address,

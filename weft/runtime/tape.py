@@ -6,7 +6,7 @@
     schedule step            items of the tape
     wait                     Words: say where we are, wait, lower
     copy                     Work: a peer copy, by a copy engine
-    copies of SM blocks      Work: a run of them, with their signals, as one kernel
+    push                     Work: one kernel; of a dtype that kernels do not take, as copies and signals
     fused steps              Work: one kernel, waits included
     sends and receives       Words: say where we are; Work: the vendor's
     signal                   Words: raise, at each waiter
@@ -40,6 +40,7 @@ from weft.core.schedule import (
     Lane,
     Lookup,
     Part,
+    Push,
     Reduce,
     Region,
     SendReceive,
@@ -121,14 +122,11 @@ class Tape:
         position = 0
         while position < len(lane.steps):
             where = Where(self._program.rank, lane.name, position, lane.steps[position])
-            push = self._program.pushes.get((lane.name, position))
             exchange = self._program.exchanges.get((lane.name, position))
             if exchange is not None:
                 yield self._exchange(exchange)
-            elif push is None:
-                yield from self._step(where.step, where)
             else:
-                yield Work(where, lambda bindings, stream, p=push: self._program.push(p, bindings, stream), by_torch=True)  # type: ignore[misc]
+                yield from self._step(where.step, where)
             position += self._program.length_of(where)
 
     def _exchange(self, exchange: FusedExchange) -> Work:
@@ -141,6 +139,8 @@ class Tape:
             yield self._raise(step.flag, where)
         elif isinstance(step, Copy):
             yield from self._copy(step, where)
+        elif isinstance(step, Push):
+            yield from self._push(step, where)
         elif isinstance(step, Collective):
             yield Work(where, lambda bindings, _: self._program.collective(step, bindings), by_torch=True)
         elif isinstance(step, SendReceive):
@@ -172,6 +172,15 @@ class Tape:
     def _raise(self, flag: Flag, where: Where) -> Words:
         value = self._program.growth_of(flag)
         return Words(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
+
+    def _push(self, step: Push, where: Where) -> Iterator[Item]:
+        push = self._program.pushes.get((where.lane, where.position))
+        if push is not None:
+            yield Work(where, lambda bindings, stream: self._program.push(push, bindings, stream), by_torch=True)
+            return
+        for part in step.parts:
+            yield from self._copy(Copy(part.src, part.dst), where)
+            yield self._raise(part.count, where)
 
     def _copy(self, step: Copy, where: Where) -> Iterator[Work]:
         height, width = step.src.shape

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weft.core.problem import Problem, Span1D, split
+from weft.core.problem import CollectiveProblem, Problem, Span1D, split
 from weft.core.schedule import (
     Buffer,
+    Copy,
     Flag,
     Lane,
     LaneKind,
+    Push,
     Receive,
     Region,
     Schedule,
@@ -17,7 +21,9 @@ from weft.core.schedule import (
     SendReceive,
     Signal,
     Step,
+    Store,
     Wait,
+    advances,
 )
 
 KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "blocks", "network": "network"}
@@ -139,10 +145,73 @@ class Builder:
             chunks=self.chunks,
             buffers=tuple(self._buffers.values()),
             ranks=tuple(
-                tuple(
-                    Lane(name, KINDS[name.partition(".")[0]], tuple(steps), self._fused.get((rank, name), ()))
-                    for name, steps in lanes.items()
-                )
-                for rank, lanes in enumerate(self._lanes)
+                tuple(self._lane(rank, name, steps) for name, steps in lanes.items()) for rank, lanes in enumerate(self._lanes)
             ),
         )
+
+    def _lane(self, rank: int, name: str, steps: list[Step]) -> Lane:
+        kind, fused = KINDS[name.partition(".")[0]], self._fused.get((rank, name), ())
+        on_sms = kind in ("compute", "blocks") and not isinstance(self.problem, CollectiveProblem)
+        return Lane(name, kind, tuple(pushed(steps) if on_sms and not fused else steps), fused)
+
+
+def pushed(steps: list[Step]) -> Iterator[Step]:
+    """The steps of a lane that runs on SMs, with neighbouring copies to peers, each followed by a signal to its receiver, as
+    one Push. A Push ends where its parts would need an order: at another source, at a place that it has stored to, and at a
+    flag that the lane advances more than once."""
+    times = Counter(flag for step in steps for flag in advances(step))
+    parts: list[Store] = []
+    taken = _Taken()
+    at = 0
+    while at < len(steps):
+        part = _store(steps[at], steps[at + 1] if at + 1 < len(steps) else None, times)
+        if parts and (part is None or _source(part) != _source(parts[0]) or taken.meets(part.dst)):
+            yield Push(tuple(parts))
+            parts, taken = [], _Taken()
+        if part:
+            parts.append(part)
+            taken.add(part.dst)
+            at += 2
+        else:
+            yield steps[at]
+            at += 1
+    if parts:
+        yield Push(tuple(parts))
+
+
+def _store(copy: Step, signal: Step | None, times: Counter[Flag]) -> Store | None:
+    """A copy and the signal behind it as a part of a Push, if they can be one."""
+    if not (isinstance(copy, Copy) and isinstance(signal, Signal)):
+        return None
+    alone = times[signal.flag] == 1 and signal.flag.rank == copy.dst.rank
+    within = (copy.src.buffer, copy.src.rank) == (copy.dst.buffer, copy.dst.rank)
+    return Store(copy.src, copy.dst, signal.flag) if alone and copy.src.size and not within else None
+
+
+def _source(part: Store) -> tuple[str, int]:
+    return part.src.buffer, part.src.rank
+
+
+class _Taken:
+    """Where the parts of a Push store. Pieces come mostly one behind the other, so that few are compared."""
+
+    def __init__(self) -> None:
+        self._regions: dict[tuple[str, int], list[Region]] = {}
+        self._ends: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def meets(self, region: Region) -> bool:
+        """Whether it has an element in common with one of them."""
+        (top, bottom), (left, right), key = region.rows, region.cols, (region.buffer, region.rank)
+        lowest, rightmost = self._ends.get(key, (0, 0))
+        if top >= lowest or left >= rightmost:
+            return False
+        return any(
+            other.rows[0] < bottom and top < other.rows[1] and other.cols[0] < right and left < other.cols[1]
+            for other in self._regions[key]
+        )
+
+    def add(self, region: Region) -> None:
+        key = region.buffer, region.rank
+        lowest, rightmost = self._ends.get(key, (0, 0))
+        self._regions.setdefault(key, []).append(region)
+        self._ends[key] = max(region.rows[1], lowest), max(region.cols[1], rightmost)

@@ -18,12 +18,14 @@ from weft.core.schedule import (
     Gemm,
     Lookup,
     Part,
+    Push,
     Reduce,
     Region,
     Schedule,
     SendReceive,
     Signal,
     Step,
+    Store,
     Sum,
     Wait,
     advances,
@@ -211,7 +213,7 @@ def _messages(schedule: Schedule, rank: int, step: SendReceive) -> str:
     return "; ".join(f"{verb} {', '.join(f'{what} {whom}' for what, whom in ends)}" for verb, ends in ways if ends)
 
 
-def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce | Lookup) -> list[Line]:
+def _kernel(schedule: Schedule, column: Column, step: Push | Gemm | Reduce | Lookup) -> list[Line]:
     """A line for a kernel of one part; else a heading, and a line for each part."""
     parts = [
         _part(schedule, column[0], part, "=" if isinstance(step, Gemm) and step.accumulate else "-") for part in step.parts
@@ -224,8 +226,12 @@ def _kernel(schedule: Schedule, column: Column, step: Gemm | Reduce | Lookup) ->
     return [Line(column, str(step)), *lines]
 
 
-def _part(schedule: Schedule, rank: int, part: Part | Sum | Bags, dash: str) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
+def _part(
+    schedule: Schedule, rank: int, part: Store | Part | Sum | Bags, dash: str
+) -> tuple[str, tuple[Wait, ...], tuple[Flag, ...]]:
     counts = (part.count,) if part.count else ()
+    if isinstance(part, Store):
+        return _move(schedule, rank, part.src, part.dst), (), counts
     if isinstance(part, Bags):
         return f"{_region(schedule, rank, part.bags)} {dash}> {_region(schedule, rank, part.out)}", (), counts
     alone = (part.a,) if isinstance(part, Part) else part.srcs if len(part.srcs) == 1 else ()

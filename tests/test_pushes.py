@@ -1,6 +1,7 @@
-"""Copies of a lane that are one kernel: where such a run ends, what is proved of it, and that interpreted kernels do just that.
+"""A Push, one kernel of stores: what is refused of one, what is proved of it, where builders end one, and that interpreted
+kernels do just that.
 
-Nothing orders the copies of a run: the flag of one tells of no other. A few rows behind many are there long before those.
+Nothing orders the parts of a Push: the flag of one tells of no other. A few rows behind many are there long before those.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from rank_pools import interpreted_ranks
 
 import weft
 from weft.checker import ScheduleError, check
-from weft.checker.structure import compile_schedule
 from weft.core.problem import Problem
-from weft.core.schedule import Buffer, Copy, Flag, Gemm, Lane, LaneKind, Part, Region, Schedule, Signal, Step, Wait
+from weft.core.schedule import Buffer, Copy, Flag, Gemm, Lane, LaneKind, Part, Push, Region, Schedule, Signal, Step, Store, Wait
 from weft.runtime.ranks import Ranks
-from weft.schedules.together import runs
+from weft.schedules.builder import pushed
 
 interpreted = interpreted_ranks(2)
 COLS = 8
@@ -38,6 +38,11 @@ A = [rows("a", 0, i, i + 1) for i in range(4)]
 THERE = [rows("there", 1, i, i + 1) for i in range(4)]
 
 
+def lengths_of(steps: Sequence[Step]) -> list[int]:
+    """How many parts each Push has that builders make of a lane's steps."""
+    return [len(step.parts) for step in pushed(list(steps)) if isinstance(step, Push)]
+
+
 @pytest.mark.parametrize(
     ("pairs", "lengths"),
     [
@@ -45,27 +50,26 @@ THERE = [rows("there", 1, i, i + 1) for i in range(4)]
         ([sent(A[0], THERE[0], "f"), sent(rows("b", 0, 0, 1), THERE[1], "g")], [1, 1]),
         ([sent(A[0], THERE[0], "f"), sent(rows("a", 0, 1, 3), rows("there", 1, 0, 2), "g")], [1, 1]),
         ([sent(A[0], THERE[1], "f"), sent(A[1], THERE[0], "g"), sent(A[2], THERE[1], "h")], [2, 1]),
-        ([sent(A[0], THERE[0], "f"), sent(A[1], rows("there", 0, 0, 1), "f"), sent(A[0], THERE[1], "f")], [2]),
+        ([sent(A[0], THERE[0], "f"), sent(A[1], rows("there", 0, 0, 1), "f"), sent(A[0], THERE[1], "f")], [1]),
         ([sent(A[0], THERE[0], "f"), sent(rows("a", 0, 1, 1), rows("there", 1, 1, 1), "g"), sent(A[1], THERE[1], "h")], [1, 1]),
         ([sent(A[0], THERE[0], "f"), sent(A[0], A[1], "g"), sent(A[0], THERE[1], "h")], [1, 1]),
     ],
     ids=["one", "other source", "overlap", "overlap above", "same flag", "empty", "within a buffer"],
 )
-def test_a_run_ends_where_an_order_is_needed(pairs: Sequence[tuple[Step, Step]], lengths: list[int]) -> None:
-    lane = Lane("blocks", "blocks", tuple(step for pair in pairs for step in pair))
-    assert [len(run.copies) for run in runs(lane)] == lengths
+def test_builders_end_a_push_where_an_order_is_needed(pairs: Sequence[tuple[Step, Step]], lengths: list[int]) -> None:
+    steps = [step for pair in pairs for step in pair]
+    assert lengths_of(steps) == lengths
+    again: list[Step] = []
+    for step in pushed(steps):
+        parts = step.parts if isinstance(step, Push) else ()
+        again += [one for part in parts for one in (Copy(part.src, part.dst), Signal(part.count))] or [step]
+    assert again == steps
 
 
-def test_a_run_ends_before_fused_steps() -> None:
-    steps = [step for i in range(3) for step in sent(A[i], THERE[i], "f", i)]
-    lane = Lane("lane", "compute", tuple(steps), ((2, 4),))
-    assert [(run.first, run.last) for run in runs(lane)] == [(0, 2), (4, 6)]
-
-
-def test_a_flag_that_a_kernel_counts_is_in_no_run() -> None:
+def test_a_flag_that_a_kernel_counts_is_in_no_push() -> None:
     """It grows by the tiles of either, so its waiter would not know how far."""
     counted = Gemm(rows("b", 0, 0, COLS), (Part(A[0], rows("out", 0, 0, 1), (), Flag("f", 1)),))
-    assert not list(runs(Lane("lane", "blocks", (counted, *sent(A[0], THERE[0], "f")))))
+    assert lengths_of([counted, *sent(A[0], THERE[0], "f")]) == []
 
 
 def _gather(m: int, k: int, pairs: dict[str, tuple[Region, Region]], waits: Sequence[str], kind: LaneKind) -> Schedule:
@@ -79,6 +83,7 @@ def _gather(m: int, k: int, pairs: dict[str, tuple[Region, Region]], waits: Sequ
             for flag, (src, dst) in pairs.items()
         ]
         sends = [step for flag, src, dst in swapped for step in sent(src, dst, flag)]
+        sends = list(pushed(sends)) if kind == "blocks" else sends
         b = Region("b", rank, (0, k), (0, COLS))
         own, other = (Region("out", rank, (low * m, low * m + m), (0, COLS)) for low in (rank, peer))
         compute = (
@@ -110,7 +115,7 @@ def _most_and_last(m: int, k: int, waits: Sequence[str], kind: LaneKind = "block
     return _gather(m, k, pairs, waits, kind)
 
 
-def test_the_flag_of_a_copy_tells_of_no_other_copy_of_its_run() -> None:
+def test_the_flag_of_a_part_tells_of_no_other_part() -> None:
     for waits in (("last",), ("most",)):
         schedule = _most_and_last(3, 2, waits)
         with pytest.raises(ScheduleError, match=r"there@\d\[0:2, 0:2\]|there@\d\[2:3, 0:2\]|no write of all of it"):
@@ -121,18 +126,54 @@ def test_the_flag_of_a_copy_tells_of_no_other_copy_of_its_run() -> None:
         assert verdict(schedule) == ""
 
 
-def test_a_copy_of_a_run_is_named_by_its_own_step() -> None:
+def _with_push(*parts: Store) -> Schedule:
+    """A right schedule whose rank 0 sends by this Push instead of its own."""
     schedule = _most_and_last(3, 2, ("last", "most"))
-    program = compile_schedule(schedule)
-    assert [len(op.actions) for op in program.ops[0][1]] == [0, 2, 0, 0, 0]
-    assert program.where(0, 1, 1, 0) == f"rank 0, lane blocks, step 1 ({schedule.ranks[0][1].steps[1]})"
-    assert program.where(0, 1, 1, 1) == f"rank 0, lane blocks, step 3 ({schedule.ranks[0][1].steps[3]})"
+    compute, blocks = schedule.ranks[0]
+    steps = tuple(Push(parts) if isinstance(step, Push) else step for step in blocks.steps)
+    return dataclasses.replace(schedule, ranks=((compute, dataclasses.replace(blocks, steps=steps)), schedule.ranks[1]))
+
+
+MOST, LAST = (step for step in _most_and_last(3, 2, ("last",)).ranks[0][1].steps[1].parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((), "it has no parts"),
+        ((MOST, dataclasses.replace(LAST, count=MOST.count)), "is counted by two parts of one kernel"),
+        ((MOST, dataclasses.replace(LAST, count=Flag("last", 0))), r"last\[0\]@0 is not on rank 1"),
+        ((MOST, dataclasses.replace(LAST, count=Flag("free", 1))), r"free\[0\]@1 is advanced by"),
+        ((MOST, dataclasses.replace(LAST, src=rows("b", 0, 0, 1, 2))), "two sources"),
+        ((MOST, dataclasses.replace(LAST, src=rows("a", 0, 2, 2, 2), dst=rows("there", 1, 2, 2, 2))), "has no element"),
+        ((MOST, dataclasses.replace(LAST, src=rows("a", 0, 1, 3, 2))), "a copy needs them equal"),
+        ((MOST, dataclasses.replace(LAST, dst=rows("there", 1, 1, 2, 2))), "nothing orders|overlap"),
+    ],
+    ids=["empty", "one flag", "the sender's flag", "another's flag", "two sources", "no rows", "shapes", "one place"],
+)
+def test_what_a_push_may_not_be(parts: tuple[Store, ...], message: str) -> None:
+    check(_with_push(MOST, LAST))
+    with pytest.raises(ScheduleError, match=message):
+        check(_with_push(*parts))
+
+
+def test_a_push_needs_a_lane_on_sms() -> None:
+    schedule = _most_and_last(3, 2, ("last", "most"))
+    lanes = tuple((compute, dataclasses.replace(blocks, kind="copy")) for compute, blocks in schedule.ranks)
+    with pytest.raises(ScheduleError, match=r"step 1 .push .*needs a lane of kind compute or blocks"):
+        check(dataclasses.replace(schedule, ranks=lanes))
+
+
+def test_a_part_of_a_push_is_named() -> None:
+    schedule = _most_and_last(3, 2, ("last",))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane blocks, step 1 .*part 0: a@0.*-> there@1"):
+        check(schedule)
 
 
 def _runs_right(make: str) -> list[int]:
-    """Calls on new data, one rank late; how many copies each kernel of stores has."""
+    """Calls on new data, one rank late; how many parts each Push has."""
     many = 8 * 65
-    schedule = {"both": _both, "two sources": _two_sources, "over": _over, "often": _often}[make](many, 64)
+    schedule = {"both": _both, "two sources": _two_sources, "over": _over}[make](many, 64)
     weft.check(schedule)
     rank = dist.get_rank()
     for call in range(6):
@@ -142,7 +183,7 @@ def _runs_right(make: str) -> list[int]:
         columns = slice(COLS * rank, COLS * rank + COLS)
         out = weft.all_gather_matmul(a.chunk(2)[rank].contiguous(), b[:, columns].contiguous(), schedule=schedule)
         assert (out.double() - a.double() @ b[:, columns].double()).abs().max() < 0.02, (make, call)
-    return [len(run.copies) for run in runs(schedule.ranks[rank][1])]
+    return [len(step.parts) for step in schedule.ranks[rank][1].steps if isinstance(step, Push)]
 
 
 def _both(m: int, k: int) -> Schedule:
@@ -168,22 +209,6 @@ def _over(m: int, k: int) -> Schedule:
     return _gather(m, k, pairs, ("first", "second"), "blocks")
 
 
-def _often(m: int, k: int) -> Schedule:
-    """Both copies raise one flag, for which the receiver waits twice: they have not as many tiles."""
-    schedule = _most_and_last(m, k, ("last", "most"), few=8)
-
-    def change(step: Step) -> Step:
-        if isinstance(step, (Signal, Wait)) and step.flag.name in ("most", "last"):
-            flag = dataclasses.replace(step.flag, name="some")
-            return Signal(flag) if isinstance(step, Signal) else Wait(flag, 2 if step.flag.name == "most" else 1)
-        return step
-
-    ranks = tuple(
-        tuple(dataclasses.replace(lane, steps=tuple(map(change, lane.steps))) for lane in lanes) for lanes in schedule.ranks
-    )
-    return dataclasses.replace(schedule, ranks=ranks)
-
-
-@pytest.mark.parametrize(("make", "lengths"), [("both", [2]), ("two sources", [1, 1]), ("over", [1, 2]), ("often", [1])])
+@pytest.mark.parametrize(("make", "lengths"), [("both", [2]), ("two sources", [1, 1]), ("over", [1, 2])])
 def test_interpreted_kernels_send_what_is_proved(interpreted: Ranks, make: str, lengths: list[int]) -> None:
     assert interpreted.run(_runs_right, make) == [lengths] * 2
