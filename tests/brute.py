@@ -3,13 +3,14 @@
 `verdict(schedule)` is "" if a small schedule is right, else what went wrong. It runs three calls, with new random inputs
 in each, in many directed interleavings:
 
-    - lanes and parts of kernels are coroutines; a flag is a word, to which a signal writes call * D + its
-      ordinal;
+    - lanes and parts of kernels are coroutines; a flag is raised by a signal, and lowered by each step that waits for it: by a
+      Wait, by a kernel where it starts, for its gates on the call before, and at its end, for its gates on this call;
     - every buffer element is a number modulo a prime, or poison until it is first written;
     - once in the order given, once backwards, once with each rank held back, and once for every copy, part and
-      collective with that one held back for as long as anything else can run. If two accesses are not ordered by the
-      schedule, then each of them comes first in the run that holds back the other. So a pair of conflicting accesses
-      that has been seen in both orders is a race, and a pair that has not is none: no run at random could find more;
+      collective, Wait and end of a kernel that waits, with that one held back for as long as anything else can run. If two
+      accesses are not ordered by the schedule, then each of them comes first in the run that holds back the other. So a pair
+      of conflicting accesses that has been seen in both orders is a race, and a pair that has not is none: no run at random
+      could find more;
     - once with the parts of each kernel one after the other, which changes nothing but who may wait for whom;
     - a message is there for its receiver once it has been read, and the sender's step may end; once more in the order given, it
       may not before the receiver's step has begun, as with all that follows;
@@ -18,7 +19,8 @@ in each, in many directed interleavings:
 
 Wrong is: a deadlock, a race (of equal values too), a read of poison, a result that is not the sequential program's, and
 whatever no machine could run: shapes that do not fit, regions outside their buffer, a peer's private memory, memory or flags
-of another node, an input that is overwritten, a flag with two writers, messages without another end.
+of another node, an input that is overwritten, a flag with two writers, or raised twice a call, or again before it is lowered,
+or counted by a kernel for two steps, messages without another end.
 """
 
 from __future__ import annotations
@@ -33,7 +35,22 @@ from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
 from weft.core.problem import Problem
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Push, Reduce, Region, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Push,
+    Reduce,
+    Region,
+    Schedule,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+    advances,
+    waits,
+)
 
 CALLS = 3
 
@@ -95,9 +112,9 @@ class _Brute:
         if edges != sorted(set(edges)) or step.accumulate or part.adds:
             raise Wrong(f"{step} has slices that make no sense")
         gates = [part.gates, *((gate,) for _, gate in part.inner)]
-        for cols, waits in zip(itertools.pairwise(edges), gates, strict=True):
+        for cols, needed in zip(itertools.pairwise(edges), gates, strict=True):
             reads = [dataclasses.replace(part.a, cols=cols)] + [step.b] * (cols[0] == low)
-            self._add(rank, step, number, reads if part.out.size else [], part.out if cols[1] == high else None, waits)
+            self._add(rank, step, number, reads if part.out.size else [], part.out if cols[1] == high else None, needed)
 
     def _add(
         self, rank: int, step: Step, part: int, reads: list[Region], write: Region | None, gates: tuple[Wait, ...] = ()
@@ -134,6 +151,9 @@ class _Brute:
             yield lambda task, rank=rank: task.rank == rank
         for access in self.accesses:
             yield lambda task, access=access: task.wants is access or task.wants == ("end", access)
+        for *_, step in self.schedule:
+            if waits(step):
+                yield lambda task, step=step: task.wants in (step, ("gates", id(step)), ("finish", id(step)))
 
     def _start_policies(self) -> Iterator[Policy]:
         starts = [
@@ -172,8 +192,23 @@ class _Brute:
                 if wait.flag.rank != rank:
                     raise Wrong(f"{step} waits for a flag of another rank")
         for flag, found in writers.items():
-            if len(found) > 1:
-                raise Wrong(f"{flag} has two writers")
+            if len(found) > 1 or self.schedule.signals_per_call[flag] > 1:
+                raise Wrong(f"{flag} has two writers, or is raised twice a call")
+        self._check_waiters()
+
+    def _check_waiters(self) -> None:
+        """A step waits for a flag of this call or of the one before; what a kernel counts, one step waits for."""
+        counted = {flag for *_, step in self.schedule if not isinstance(step, Signal) for flag in advances(step)}
+        waiting: dict[Flag, set[object]] = {}
+        for rank, lane, position, step in self.schedule:
+            for wait in waits(step):
+                both = {other.at_least for other in waits(step) if other.flag == wait.flag}
+                if not both < {0, 1}:
+                    raise Wrong(f"{step} waits for {both} of {wait.flag}")
+                waiting.setdefault(wait.flag, set()).add((rank, lane.name, position))
+        several = next((flag for flag, places in waiting.items() if flag in counted and len(places) > 1), None)
+        if several:
+            raise Wrong(f"{several} is counted, and has several waiters")
 
     def _check_push(self, rank: int, step: Push) -> None:
         """It reads one buffer of its rank, writes none of it, and each of its flags is one part's alone."""

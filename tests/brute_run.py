@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from brute_values import Access, Values, Wrong
 
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Lane, Push, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    Gemm,
+    Lane,
+    Push,
+    Reduce,
+    Schedule,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+    waits,
+)
 
 Accesses = dict[tuple[int, int], list[Access]]
 """By the step's identity and the part's number, in their order."""
@@ -61,6 +76,12 @@ class Run:
         self.schedule, self.accesses, self.calls, self.full, self.in_order = schedule, accesses, calls, full, in_order
         self.size, self.per_call = schedule.problem.world_size, schedule.signals_per_call
         self.flags: dict[Flag, int] = {}
+        self.waiters: dict[Flag, list[tuple[object, int]]] = {}
+        for rank, lane, position, step in schedule:
+            for wait in waits(step):
+                self.waiters.setdefault(wait.flag, []).append(((rank, lane.name, position), wait.at_least))
+        self.lowered: Counter[tuple[Flag, object]] = Counter()
+        """How often each step that waits for a flag has lowered it, so that it may be raised again."""
         self.left = [[len(lanes) for lanes in self.schedule.ranks] for _ in range(calls)]
         self.met: dict[tuple[int, int], int] = {}
         self.must_meet = met
@@ -105,9 +126,11 @@ class Run:
                 self.values.begin(rank, call)
             ordinals: dict[Flag, int] = {}
             meetings = 0
-            for step in lane.steps:
+            for position, step in enumerate(lane.steps):
+                place = (rank, lane.name, position)
                 if isinstance(step, Wait):
                     yield step, self._reached(call, step)
+                    self._lower(call, step, place)
                 elif isinstance(step, Signal):
                     yield step, lambda: True
                     self._advance(call, step.flag, ordinals)
@@ -117,7 +140,7 @@ class Run:
                 elif isinstance(step, SendReceive):
                     yield from self._messages(rank, lane, step, call)
                 else:
-                    yield from self._work(rank, lane, step, call, ordinals)
+                    yield from self._work(rank, lane, step, call, ordinals, place)
             self.left[call][rank] -= 1
             if self.left[call][rank] == 0 and self.values:
                 self.values.end(rank, call)
@@ -127,8 +150,17 @@ class Run:
         return lambda: self.flags.get(wait.flag, 0) >= number
 
     def _advance(self, call: int, flag: Flag, ordinals: dict[Flag, int]) -> None:
+        """Raise a flag. What its waiters have not lowered since the last time is lost."""
+        for place, _ in self.waiters.get(flag, ()):
+            if self.lowered[flag, place] < call:
+                raise Wrong(f"{flag} is raised again before {place} has lowered it")
         ordinals[flag] = ordinals.get(flag, 0) + 1
         self.flags[flag] = call * self.per_call[flag] + ordinals[flag]
+
+    def _lower(self, call: int, wait: Wait, place: object) -> None:
+        """A step has passed a wait; that for the call before passes nothing in the first call."""
+        if wait.at_least or call:
+            self.lowered[wait.flag, place] = call + bool(wait.at_least)
 
     def _begin(self, rank: int, lane: Lane, step: Step) -> Iterator[tuple[object, Callable[[], bool]]]:
         if self.full and needs_sms(rank, lane, step):
@@ -137,14 +169,22 @@ class Run:
                 self.holder[rank] = step
 
     def _work(
-        self, rank: int, lane: Lane, step: Step, call: int, ordinals: dict[Flag, int]
+        self, rank: int, lane: Lane, step: Step, call: int, ordinals: dict[Flag, int], place: object
     ) -> Iterator[tuple[object, Callable[[], bool]]]:
+        previous = [wait for wait in waits(step) if not wait.at_least]
+        if previous:
+            yield ("gates", id(step)), lambda: all(self._reached(call, wait)() for wait in previous)
+        for wait in previous:
+            self._lower(call, wait, place)
         yield from self._begin(rank, lane, step)
         parts = getattr(step, "parts", (step,))
         done = [0]
         for i, part in enumerate(parts):
             self._spawn(rank, self._part(self.accesses[id(step), i], part, call, ordinals, done))
         yield ("finish", id(step)), lambda: done[0] == len(parts)
+        for wait in waits(step):
+            if wait.at_least:
+                self._lower(call, wait, place)
         if self.holder.get(rank) is step:
             del self.holder[rank]
 

@@ -22,7 +22,7 @@ def muted(rank: int) -> Iterator[None]:
             one(self, item, bindings, stream)  # type: ignore[arg-type]
             return
         peers = [base for peer, base in enumerate(self._addresses) if peer != self.rank]
-        kept = [w for w in item.words if not any(base <= w.address < base + 4 * self.edges.words for base in peers)]
+        kept = [w for w in item.words if not any(base <= w.address < base + 4 * self.flags.words for base in peers)]
         self.driver.words(kept)(stream)
 
     one = CudaProgram._one

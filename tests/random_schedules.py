@@ -41,12 +41,13 @@ def random_schedule(rng: random.Random) -> Schedule:
 def random_sync(rng: random.Random) -> Schedule:
     """Steps without data: kernels with gates and counts, copies within a rank, signals and waits, on lanes at random.
 
-    Nothing is computed (the problem has no rows), so that such a schedule is right if and only if it cannot deadlock.
+    Nothing is computed (the problem has no rows), so that such a schedule is right if and only if it cannot deadlock and
+    loses no signal.
     """
     size = rng.choice((1, 1, 2, 2, 3))
     problem = Problem(op="all_gather_matmul", m=0, n=0, k=2, world_size=size)
     names = [(r, i) for r in range(size) for i in range(rng.choice((1, 2, 3, 3)))]
-    flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(2)] for lane in names}
+    flags = {lane: [Flag(f"f{lane[0]}{lane[1]}{i}", rng.randrange(size)) for i in range(4)] for lane in names}
     lanes: list[list[Lane]] = [[] for _ in range(size)]
     for rank, index in names:
         # A rank has one lane of kind compute; beside it, copies within the rank are kernels, too.
@@ -55,7 +56,7 @@ def random_sync(rng: random.Random) -> Schedule:
         steps = [s for _ in range(rng.randrange(1, 5)) for s in _sync_steps(rng, rank, kind, flags[rank, index], heard)]
         lanes[rank].append(Lane(f"{kind}{index}", kind, tuple(steps)))
     schedule = dataclasses.replace(build(problem, "sequential"), ranks=tuple(map(tuple, lanes)))
-    return _only_possible(_with_collective(schedule, rng) if rng.random() < 0.3 else schedule)
+    return _only_possible(_once(_with_collective(schedule, rng) if rng.random() < 0.3 else schedule))
 
 
 def _with_collective(schedule: Schedule, rng: random.Random) -> Schedule:
@@ -77,7 +78,7 @@ def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], hear
     here = ("copy", "copy") if kind == "copy" else ("copy", "kernel", "kernel", "kernel")
     what = rng.choice(("wait", "signal", "signal", *here))
     if what == "wait" and heard:
-        return [Wait(rng.choice(heard), rng.choice((1, 1, 2)))]
+        return [Wait(rng.choice(heard), rng.choice((1, 1, 1, 0)))]
     if what == "kernel" and kind != "copy":
         parts = []
         for count in rng.sample([*mine, None], rng.choice((1, 2))):
@@ -86,6 +87,24 @@ def _sync_steps(rng: random.Random, rank: int, kind: str, mine: list[Flag], hear
             parts.append(Part(nothing, Region("out", rank, (0, 0), (0, 0)), gates, count, inner=inner))
         return [Gemm(b, tuple(parts))]
     return [Copy(nothing, nothing)] if what == "copy" else [Signal(rng.choice(mine))]
+
+
+def _once(schedule: Schedule) -> Schedule:
+    """Without a second signal, or count, of a flag."""
+    seen: set[Flag] = set()
+
+    def first(flag: Flag | None) -> bool:
+        if flag is None or flag in seen:
+            return False
+        seen.add(flag)
+        return True
+
+    def step(old: Any) -> Any:
+        if isinstance(old, Signal):
+            return old if first(old.flag) else None
+        return map_parts(old, lambda part: part if first(part.count) else dataclasses.replace(part, count=None))
+
+    return map_steps(schedule, step)
 
 
 def _only_possible(schedule: Schedule) -> Schedule:

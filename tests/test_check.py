@@ -205,8 +205,8 @@ STRUCTURE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("shard_p2p", Copy, {"dst": region("a", 0, (0, 4), (0, 6))}, "is an input of the caller; no step may write it"),
     ("shard_p2p", Copy, {"src": region("a_full", 1, (4, 8), (0, 6))}, "neither a_full@1[4:8, 0:6] nor a_full@1[0:4, 0:6]"),
     ("shard_p2p", Wait, {"flag": Flag("free", 1, 0)}, "is waited for from rank 0; only rank 1 may wait for it"),
-    ("shard_p2p", Wait, {"at_least": -1}, "at_least is -1 for free[1]@0; it must be at least 0"),
-    ("shard_p2p", Wait, {"at_least": 2}, "it waits for 2 signals of free[1]@0; a call has 1"),
+    ("shard_p2p", Wait, {"at_least": -1}, "at_least is -1 for free[1]@0; it must be 1, or 0"),
+    ("shard_p2p", Wait, {"at_least": 2}, "at_least is 2 for free[1]@0; it must be 1, or 0"),
     ("shard_p2p", Signal, {"flag": Flag("arrived", 5)}, "arrived[0]@5 lies on no rank"),
     ("shard_p2p", Signal, {"flag": Flag("free", 0, 1)}, "free[1]@0 is advanced by rank"),
     ("shard_p2p", Gemm, {"b": region("b", 0, (0, 5), (0, 2))}, "has 6 columns but b@0[0:5, 0:2] has 5 rows"),
@@ -229,7 +229,7 @@ def test_structure_of_sums_and_counts() -> None:
     refused(change_part(schedule, Reduce, 0, srcs=()), "has no source; it needs at least one")
     refused(change_part(schedule, Reduce, 0, srcs=(region("recv", 0, (3, 4), (0, 4)),)), "has shape (1, 4), but it is summed")
     schedule = build(SCATTER, "track_and_trigger", 2)
-    refused(change_part(schedule, Gemm, 1, count=Flag("made", 0, 2)), "made[2]@0 is counted by two parts of one kernel")
+    refused(change_part(schedule, Gemm, 1, count=Flag("made", 0, 2)), "made[2]@0 is advanced by another step, or part, too")
     refused(change_part(schedule, Gemm, 2, adds=(region("recv", 0, (3, 4), (0, 4)),)), "has shape (1, 4), but it is added")
     refused(change_part(schedule, Gemm, 2, adds=(region("recv", 1, (0, 2), (0, 4)),)), "this operand must be local")
     refused(change_part(schedule, Gemm, 2, adds=(region("out", 0, (0, 2), (0, 4)),)), "while it writes out@0", "overlaps")

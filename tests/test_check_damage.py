@@ -1,9 +1,8 @@
 """The checker and a brute-force interpreter agree on damaged schedules, in both directions: 0 missed, 0 valid ones refused.
 
-No kind of damage is excepted, and what is damaged is of every family, with any fan-out, row multiple and uneven operands. With
-WEFT_DAMAGES=10000, all 9,996 damaged schedules agree (78 in a hundred of them are wrong), and so do all 10,000 schedules of
-synchronisation alone, where a verdict is about deadlock and nothing else; of those that are refused, one in six is refused
-because kernels with gates may fill the SMs of a rank.
+No kind of damage is excepted, and what is damaged is of every family, with any fan-out, row multiple and uneven operands.
+Schedules of synchronisation alone are judged, too: there a verdict is about deadlock and lost signals, and nothing else.
+WEFT_DAMAGES says how many schedules are tried.
 """
 
 from __future__ import annotations
@@ -59,9 +58,10 @@ def test_agrees_with_brute_force_on_whole_schedules() -> None:
 
 def test_agrees_with_brute_force_on_synchronisation_alone() -> None:
     seen: Counter[str] = Counter()
+    kinds = ("fill all SMs", "deadlock", "signalled again", "counted by a kernel")
     for seed in range(SYNCS):
         schedule = random_sync(random.Random(seed))
         said, wrong = refusal(schedule), verdict(schedule)
         assert bool(said) == bool(wrong), f"seed {seed}: check says {said!r}, brute force {wrong!r}"
-        seen["possible deadlock" if "fill all SMs" in said else "deadlock" if said else "right"] += 1
-    assert min(seen[kind] for kind in ("possible deadlock", "deadlock", "right")) > SYNCS // 100, seen
+        seen[next((kind for kind in kinds if kind in said), "right")] += 1
+    assert min(seen[kind] for kind in (*kinds, "right")) > SYNCS // 200, seen

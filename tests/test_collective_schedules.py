@@ -15,7 +15,6 @@ from weft.core.schedule import Collective, Copy, Lane, Reduce, Schedule, Signal,
 from weft.perf import run
 from weft.planner import plan
 from weft.runtime.bound import layout
-from weft.runtime.edges import Edges
 from weft.schedules import candidates, names
 
 OVERLAPS = [(op, name, False) for op in COLLECTIVE_OPS for name in names(op) if name != "sequential"]
@@ -44,7 +43,6 @@ def test_every_schedule_is_proved_and_keeps_to_its_room(problem: CollectiveProbl
     for name in names(problem.op):
         schedule = weft.build(problem, name, chunks, fan_out=fan_out)
         weft.check(schedule)
-        Edges(schedule)
         assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
         # A part begins at a multiple of 256 bytes: that is all there may be beyond the bound.
         assert layout(schedule).staging <= problem.staging_bytes + 2 * 256

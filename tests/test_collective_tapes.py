@@ -160,7 +160,7 @@ def test_a_wait_that_is_left_out_is_noticed(flag: str) -> None:
 
     def broken(seed: int) -> bool:
         world = World(build(problem("all_reduce", 3), "copy_engine", 1), in_place=True)
-        slots = FakeProgram(world.schedule, 0).edges.slots
+        slots = FakeProgram(world.schedule, 0).flags.slots
         gone = {flag_.rank * (1 << 20) + 4 * slot for flag_, found in slots.items() if flag_.name == flag for slot in found}
         world.lanes = [
             [[op for op in ops if callable(op) or op.kind != "wait" or op.address not in gone] for ops in lanes]

@@ -13,7 +13,6 @@ from weft.core.schedule import Bags, Copy, Lookup, Schedule, Signal, Step, Wait
 from weft.perf import run
 from weft.planner import plan
 from weft.planner.shortlist import shortlist
-from weft.runtime.edges import Edges
 from weft.schedules import candidates, names
 
 TABLES: tuple[tuple[tuple[int, ...], ...], ...] = (
@@ -32,7 +31,6 @@ def test_every_schedule_is_proved_and_goes_to_json_and_back(dims: tuple[tuple[in
     assert codec.loads(LookupProblem, codec.dumps(problem)) == problem
     for schedule in candidates(problem):
         weft.check(schedule)
-        Edges(schedule)
         assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
         run(schedule, machine.load("h200x8"))
 

@@ -39,7 +39,6 @@ from weft.core.schedule import (
     regions,
 )
 from weft.planner import plan
-from weft.runtime.edges import Edges
 from weft.schedules import build, candidates, names, unfit
 
 EVERY_OP: tuple[Op, ...] = (*OPS, *LOOKUP_OPS)
@@ -387,11 +386,6 @@ def test_no_lane_blocks_for_good_on_gpus(op: Op) -> None:
     schedule = build(problem_of(op, (2, 2)), "node_slices", 2)
     for seed in range(3):
         play([FakeProgram(schedule, rank) for rank in range(4)], seed)
-
-
-def test_flags_of_lookups_can_be_edges() -> None:
-    """On GPUs a flag is a word that its waiter lowers: none is signalled twice, or again before that."""
-    assert Edges(build(problem_of("embedding_bag_all_to_all", (2, 2)), "node_slices", 2)).words > 0
 
 
 def test_a_plan_of_slices_alone() -> None:

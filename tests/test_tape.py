@@ -19,7 +19,7 @@ from weft.compat.streams import Word
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Region, Schedule, waits
 from weft.runtime.bindings import Where
-from weft.runtime.edges import Edges
+from weft.runtime.flag_words import WaiterWords
 from weft.runtime.fused import growth
 from weft.runtime.pushes import push_growth
 from weft.runtime.tape import Item, Tape, Words, Work, merged, phases
@@ -34,7 +34,7 @@ class FakeProgram:
     """What a Tape asks of a CudaProgram, with addresses that name (rank, slot)."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.schedule, self.rank, self.edges = schedule, rank, Edges(schedule)
+        self.schedule, self.rank, self.flags = schedule, rank, WaiterWords(schedule)
         self.kernels: dict[int, object] = {}
         self.pushes: dict[tuple[str, int], object] = {}
         self.exchanges: dict[tuple[str, int], object] = {}
@@ -58,10 +58,10 @@ class FakeProgram:
         return Word("here", _PROGRESS + self.rank, where.position + 1)
 
     def gate_address(self, flag: Flag, where: Where) -> int:
-        return self.rank * _RANK_BYTES + 4 * self.edges.slot[flag, where.lane, where.position]
+        return self.rank * _RANK_BYTES + 4 * self.flags.slot[flag, where.lane, where.position]
 
     def waiters(self, flag: Flag) -> list[int]:
-        return [flag.rank * _RANK_BYTES + 4 * slot for slot in self.edges.slots[flag]]
+        return [flag.rank * _RANK_BYTES + 4 * slot for slot in self.flags.slots[flag]]
 
     def left_over(self) -> Iterator[tuple[int, int]]:
         """Words that the first call finds raised, as if a call had been before, and how far."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.checker.program import Do, Op, Program, ScheduleError
-
-Place = tuple[int, int, int]
-"""Rank, lane, position."""
+from weft.checker.program import Do, Op, Place, Program, ScheduleError
 
 
 def check_fused(program: Program) -> None:

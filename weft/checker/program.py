@@ -17,6 +17,9 @@ Rect = tuple[int, int, int, int]
 Access = tuple[int, Rect]
 """A rectangle of a memory."""
 
+Place = tuple[int, int, int]
+"""Rank, lane, position of a step."""
+
 CALLER = (-1, -1)
 """Lane and position of what the caller does between two calls."""
 
@@ -72,7 +75,8 @@ class Action(NamedTuple):
 
 class Op(NamedTuple):
     """One step. flag, at_least: of a wait or signal. fills: its waiting blocks may fill the rank's SMs. messages: of each
-    action, whether it is sent, and the other end."""
+    action, whether it is sent, and the other end. previous: flags whose signal of the call before a kernel waits for, where it
+    starts."""
 
     do: Do
     flag: int = -1
@@ -81,16 +85,19 @@ class Op(NamedTuple):
     needs_sms: bool = False
     fills: bool = False
     messages: tuple[tuple[bool, int], ...] = ()
+    previous: tuple[int, ...] = ()
 
 
 class Program(NamedTuple):
-    """ops: by rank, lane and position. per_call: advances of each flag in one call. memories: (buffer, rank) by number."""
+    """ops: by rank, lane and position. signalled: of each flag, whether a call advances it. waiters: by flag, the steps that
+    wait for it. memories: (buffer, rank) by number."""
 
     schedule: Schedule
     ops: tuple[tuple[tuple[Op, ...], ...], ...]
     flags: tuple[Flag, ...]
     owners: tuple[tuple[int, int] | None, ...]
-    per_call: tuple[int, ...]
+    signalled: tuple[bool, ...]
+    waiters: tuple[tuple[Place, ...], ...]
     memories: tuple[tuple[str, int], ...]
 
     def step(self, rank: int, lane: int, position: int) -> Step:

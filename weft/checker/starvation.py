@@ -22,11 +22,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from weft.checker.program import Do, Op, Program, ScheduleError
+from weft.checker.program import Do, Op, Place, Program, ScheduleError
 from weft.checker.walk import Occupied
-
-Place = tuple[int, int, int]
-"""Rank, lane, position."""
 
 MOST_STATES = 20_000
 """Orders tried before giving up; a schedule that needs more is refused."""

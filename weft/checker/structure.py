@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NoReturn
 
-from weft.checker.program import Access, Action, Do, Op, Program, ScheduleError, area, overlap
+from weft.checker.program import Access, Action, Do, Op, Place, Program, ScheduleError, area, overlap
 from weft.checker.shapes import (
     bags_fault,
     check_buffers,
@@ -67,7 +67,8 @@ def compile_schedule(schedule: Schedule) -> Program:
         ops,
         tuple(compiler.flags),
         tuple(compiler.owners),
-        tuple(compiler.per_call),
+        tuple(owner is not None for owner in compiler.owners),
+        tuple(tuple(waiters) for waiters in compiler.waiters),
         tuple(compiler.memories),
     )
 
@@ -76,7 +77,7 @@ class _Compiler:
     """Walks the steps in order; `rank`, `lane`, `position`, `step` are where it is."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.world_size = schedule.problem.world_size
+        self.schedule, self.world_size = schedule, schedule.problem.world_size
         self.problem = schedule.problem
         self.node_of = schedule.problem.node_of
         self.all_wide = schedule.problem.dtype == "float32"
@@ -88,9 +89,8 @@ class _Compiler:
         self.numbers: dict[Flag, int] = {}
         self.flags: list[Flag] = []
         self.owners: list[tuple[int, int] | None] = []
-        self.per_call: list[int] = []
-        self.to_check: list[tuple[int, int, tuple[int, Lane, int, Step]]] = []
-        self.counted_by_push: list[tuple[int, tuple[int, Lane, int, Step]]] = []
+        self.waiters: list[dict[Place, int]] = []
+        self.counted: set[int] = set()
 
     def lanes(self, rank: int, lanes: tuple[Lane, ...]) -> tuple[tuple[Op, ...], ...]:
         self.rank = rank
@@ -129,11 +129,8 @@ class _Compiler:
         if kind is Collective:
             return Op(_COLLECTIVE, actions=(self.collective(step),), needs_sms=on_sms)  # type: ignore[arg-type]
         actions = self.kernel(step)  # type: ignore[arg-type]
-        counts = [a.counts for a in actions if a.counts >= 0]
-        if len(counts) > len(set(counts)):
-            twice = next(self.flags[c] for c in counts if counts.count(c) > 1)
-            self.fail(f"{twice} is counted by two parts of one kernel, whose order is open; give each part its own flag")
-        return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions))
+        previous = dict.fromkeys(flag for action in actions for flag, at_least in action.waits if not at_least)
+        return Op(_WORK, -1, 0, actions, on_sms, on_sms and any(a.waits for a in actions), previous=tuple(previous))
 
     def kernel(self, step: Push | Gemm | Reduce | Lookup) -> tuple[Action, ...]:
         if isinstance(step, Push):
@@ -152,16 +149,18 @@ class _Compiler:
             known = self.numbers[flag] = len(self.flags)
             self.flags.append(flag)
             self.owners.append(None)
-            self.per_call.append(0)
+            self.waiters.append({})
         return known
 
     def gate(self, wait: Wait) -> tuple[int, int]:
         if wait.flag.rank != self.rank:
             self.fail(f"{wait.flag} is waited for from rank {self.rank}; only rank {wait.flag.rank} may wait for it")
-        if wait.at_least < 0:
-            self.fail(f"at_least is {wait.at_least} for {wait.flag}; it must be at least 0")
+        if wait.at_least not in (0, 1):
+            self.fail(f"at_least is {wait.at_least} for {wait.flag}; it must be 1, or 0 for the signal of the call before")
         flag = self.number(wait.flag)
-        self.to_check.append((flag, wait.at_least, (self.rank, self.lane, self.position, self.step)))
+        place = (self.rank, self.index, self.position)
+        if self.waiters[flag].setdefault(place, wait.at_least) != wait.at_least:
+            self.fail(f"it waits for {wait.flag} of this call and of the one before; use two steps, or two flags")
         return flag, wait.at_least
 
     def advance(self, flag: Flag) -> int:
@@ -175,7 +174,8 @@ class _Compiler:
             self.fail(
                 f"{flag} is advanced by rank {owner[0]} (its lane {owner[1]}) too; only one lane of one rank may advance it"
             )
-        self.per_call[number] += 1
+        else:
+            self.fail(f"{flag} is advanced by another step, or part, too; a call advances a flag once: use a flag for each")
         return number
 
     def access(self, region: Region, *, write: bool = False, remote: bool = True) -> Access:
@@ -236,7 +236,6 @@ class _Compiler:
             self.fail(f"{part.count} is not on rank {dst.rank}, which receives {dst}; a push tells its receivers alone")
         if not self.all_wide and self.buffers[src.buffer].float32 != self.buffers[dst.buffer].float32:
             self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
-        self.counted_by_push.append((self.number(part.count), (self.rank, self.lane, self.position, self.step)))
         return self.action(_COPY, (read,), write, (), part.count)
 
     def gemm(self, step: Gemm) -> tuple[Action, ...]:
@@ -349,6 +348,8 @@ class _Compiler:
         """Checked and numbered. What writes no element reads none either, but for a collective: its peers need what it has."""
         waits = tuple([self.gate(g) for g in gates]) if gates else ()
         number = -1 if count is None else self.advance(count)
+        if number >= 0:
+            self.counted.add(number)
         touched = write if area(write[1]) else None
         if touched is None and not collective:
             return Action(do, waits, number, (), None, accumulate, divide_by, (), None)
@@ -369,12 +370,17 @@ class _Compiler:
         return str(Region(name, rank, access[1][:2], access[1][2:]))
 
     def check_waits(self) -> None:
-        """No wait is for more signals than a call has."""
-        for flag, at_least, (rank, lane, position, step) in self.to_check:
-            if at_least > self.per_call[flag]:
-                self.rank, self.lane, self.position, self.step = rank, lane, position, step
-                self.fail(f"it waits for {at_least} signals of {self.flags[flag]}; a call has {self.per_call[flag]}")
-        for flag, (rank, lane, position, step) in self.counted_by_push:
-            if self.per_call[flag] > 1:
-                self.rank, self.lane, self.position, self.step = rank, lane, position, step
-                self.fail(f"{self.flags[flag]} is advanced by other steps, too; the flag of a push is that part's alone")
+        """No wait is for a flag that nothing advances, and what a kernel counts tile by tile has one step that waits for it."""
+        for number, waiters in enumerate(self.waiters):
+            flag, signalled = self.flags[number], self.owners[number] is not None
+            missing = next((place for place, at_least in waiters.items() if at_least and not signalled), None)
+            if missing is not None:
+                raise ScheduleError(f"{self.where(missing)}: it waits for {flag}, which nothing advances")
+            if number in self.counted and len(waiters) > 1:
+                others = " and ".join(map(self.where, waiters))
+                raise ScheduleError(f"{flag} is counted by a kernel, but {others} wait for it; give each a flag of its own")
+
+    def where(self, place: Place) -> str:
+        rank, index, position = place
+        lane = self.schedule.ranks[rank][index]
+        return f"rank {rank}, lane {lane.name}, step {position} ({lane.steps[position]})"

@@ -8,6 +8,10 @@ a call of a rank after all lanes of the call before, and between the two what th
 Parts are run in order, although nothing orders their accesses: one that waits may keep back those after it, on blocks that
 it holds, or where each part is a matmul of its own.
 
+A flag is lowered by the steps that wait for it (weft.core.schedule, "Flags"): by a Wait, and by a kernel for its gates on the
+call before, where it has passed them; by a kernel for its gates on this call at its end. Each is a node, and a signal of the
+second call must have those that lowered the first call's behind it.
+
 Waits only ever look back, to signals of their own call or of earlier ones. So a lane that gets stuck does so in every
 order, in the first call: that is a deadlock, and its message follows who waits for whom until the circle closes.
 """
@@ -21,21 +25,22 @@ from operator import or_
 from weft.checker.deadlock import Stuck, deadlock
 from weft.checker.effects import Effects
 from weft.checker.mail import Leg, Mail
-from weft.checker.program import Action, Do, Op, Program, ScheduleError
+from weft.checker.program import Action, Do, Op, Place, Program, ScheduleError
 
 CALLS = 2
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 
 
 class _Lane:
-    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. legs: its
-    ends of messages that are under way."""
+    """Where a lane is. part, joined: of its kernel, the next part, and all that its finished parts had behind them. gated: the
+    flags of this call that its kernel waits for. legs: its ends of messages that are under way."""
 
-    __slots__ = ("call", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
+    __slots__ = ("call", "gated", "index", "joined", "legs", "mask", "ops", "part", "position", "rank")
 
     def __init__(self, rank: int, index: int, ops: tuple[Op, ...]) -> None:
         self.rank, self.index, self.ops = rank, index, ops
         self.call = self.position = self.mask = self.part = self.joined = 0
+        self.gated: list[int] = []
         self.legs: list[Leg] = []
 
 
@@ -56,6 +61,8 @@ class Walk:
         self.open = [len(lanes) for lanes in self.lanes]
         self.passed = [0 for _ in self.lanes]
         self.signals: list[list[int]] = [[] for _ in program.flags]
+        self.passed_by: dict[tuple[int, Place], int] = {}
+        """By flag and waiting step: the node at which the step has lowered the flag's first signal."""
         self.parked: dict[int, list[tuple[_Lane, int]]] = {}
         self.ready: deque[tuple[_Lane, int]] = deque()
         self.meeting: list[_Lane] = []
@@ -86,6 +93,7 @@ class Walk:
                     self.parked.setdefault(op.flag, []).append((lane, -1))
                     return
                 lane.mask |= before
+                lane.mask |= self._lower(lane, op.flag, previous=not op.at_least)
             elif do is _SIGNAL:
                 self._signal(op.flag, lane.mask)
             elif do is _MESSAGES:
@@ -94,23 +102,57 @@ class Walk:
             elif do is not _WORK:
                 self._meet(lane, op)
                 return
-            elif not self._work(lane, op):
+            elif not self._pass_previous(lane, op) or not self._work(lane, op):
                 return
             lane.position += 1
         self._end_call(lane)
 
     def _left_by(self, lane: _Lane, flag: int, at_least: int) -> int | None:
-        """The set that the awaited signal left; None while it has not come."""
-        number = lane.call * self.program.per_call[flag] + at_least
-        if number <= 0:
+        """The set that a signal of this call, or (at_least = 0) of the one before, left; None while it has not come."""
+        call = lane.call - (not at_least)
+        if call < 0 or not self.program.signalled[flag]:
             return 0
         done = self.signals[flag]
-        return done[number - 1] if len(done) >= number else None
+        return done[call] if len(done) > call else None
+
+    def _lower(self, lane: _Lane, flag: int, *, previous: bool) -> int:
+        """The lane's step has passed a flag, and lowers it: the node, as a set, if that is the flag's first signal.
+
+        previous: it waited for the signal of the call before."""
+        if lane.call != previous:
+            return 0
+        place = (lane.rank, lane.index, lane.position)
+        node = self.passed_by[flag, place] = self.effects.node((*place, 0, lane.call))
+        return 1 << node
 
     def _signal(self, flag: int, mask: int) -> None:
+        if self.signals[flag]:
+            self._check_lowered(flag, mask)
         self.signals[flag].append(mask)
         if flag in self.parked:
             self.ready.extend(self.parked.pop(flag))
+
+    def _check_lowered(self, flag: int, mask: int) -> None:
+        """Before a flag is raised again, each step that waits for it has lowered it: else a signal would be lost."""
+        for place in self.program.waiters[flag]:
+            node = self.passed_by.get((flag, place))
+            if node is None or not mask >> node & 1:
+                name, waiter = self.program.flags[flag], self.program.where(*place)
+                raise ScheduleError(
+                    f"{name} may be signalled again before {waiter} has passed it; its signal must wait for that"
+                )
+
+    def _pass_previous(self, lane: _Lane, op: Op) -> bool:
+        """Wait for the flags of the call before where a kernel starts; False, and the lane parked, if one has not come."""
+        for flag in op.previous:
+            before = self._left_by(lane, flag, 0)
+            if before is None:
+                self.parked.setdefault(flag, []).append((lane, -1))
+                return False
+            lane.mask |= before
+        for flag in op.previous:
+            lane.mask |= self._lower(lane, flag, previous=True)
+        return True
 
     def _work(self, lane: _Lane, op: Op) -> bool:
         """Start a copy or kernel; whether it is done at once."""
@@ -133,7 +175,9 @@ class Walk:
             return False
         gates, inner = behind[: len(action.gates)], behind[len(action.gates) :]
         at = (lane.rank, lane.index, lane.position, part, lane.call)
-        mask = self.effects.act(action, at, reduce(or_, gates, lane.mask), lane.mask, inner)
+        before = reduce(or_, gates, lane.mask)
+        lane.gated += [flag for flag, at_least in action.waits if at_least]
+        mask = self.effects.act(action, at, before, lane.mask, inner)
         lane.joined |= mask
         if action.counts >= 0:
             self._signal(action.counts, mask)
@@ -165,6 +209,9 @@ class Walk:
 
     def _leave(self, lane: _Lane) -> None:
         lane.mask = lane.joined
+        for flag in dict.fromkeys(lane.gated):  # a kernel lowers its gates of this call at its end
+            lane.mask |= self._lower(lane, flag, previous=False)
+        lane.gated = []
         place = (lane.rank, lane.index, lane.position)
         if place in self.occupied and lane.call == 0:
             node = self.occupied[place].end = self.effects.node((*place, 0, 0))

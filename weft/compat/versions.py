@@ -18,7 +18,7 @@ _LOG = logging.getLogger("weft.compat")
 @cache
 def warn_of_untested_versions() -> None:
     """Log one warning for each package whose version is none of TESTED. Called when the first group is used."""
-    installed = {"torch": torch.__version__}
+    installed = {"torch": str(torch.__version__)}
     with suppress(PackageNotFoundError):  # CPU ranks need no Triton
         # Not imported for its version: when it is imported, Triton reads whether its kernels are to be interpreted.
         installed["triton"] = version_of("triton")

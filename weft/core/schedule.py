@@ -9,11 +9,14 @@ Time, within one call on one rank:
 
 and the next call on that rank starts after that. Nothing orders two ranks but flags and collectives.
 
-Flags. A flag is a word in the memory of `flag.rank`; only that rank waits on it, and exactly one lane of one rank advances
-it, by one at each Signal (or `count` of a part). Flags only grow: a flag that is signalled D times a call holds
-`epoch * D + v` after the v-th signal of call `epoch`, and `Wait(flag, at_least=v)` in that call waits for
-`>= epoch * D + v`. So nothing is ever reset, and `at_least=0` waits until the previous calls' signals are all in: it is how
-a writer learns that a buffer may be written again.
+Flags. A flag lies on `flag.rank`; only that rank's steps wait for it, and one step of one lane of one rank advances it, once a
+call: a Signal, or the `count` of a part. Each step that waits for a flag has its own view of it, which the signal raises and
+the step lowers once it has passed; so nothing grows, and a CUDA graph may replay a call. `Wait(flag)` waits for the signal of
+its own call. `Wait(flag, at_least=0)` waits for the signal of the call before, and for nothing in the first call: it is how a
+writer learns that a buffer may be written again. A Wait lowers its flag when it has passed; a kernel lowers its gates on the
+call before where it starts, for it waits for all of them there, and its gates on this call where it ends. No flag may be
+signalled again before every step that waits for it has lowered it, and what a kernel counts tile by tile has one step that
+waits for it: `weft.check` proves both. The CPU executor counts calls instead, which is the same thing where that holds.
 
 Buffers. "input" and "output" belong to the caller and to their own rank; "symmetric" may be read and written by peers;
 "local" is scratch of its rank. Peers may only touch symmetric buffers, and the output of a CollectiveProblem that says so:
@@ -74,7 +77,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on once `flag` holds at least the epoch's base plus `at_least` (0: all of the previous calls)."""
+    """Go on once `flag` has been signalled in this call (at_least=1), or in the call before (at_least=0)."""
 
     TAGGED: ClassVar[bool] = True
     flag: Flag
@@ -378,7 +381,7 @@ class Schedule:
 
     @cached_property
     def signals_per_call(self) -> Counter[Flag]:
-        """How often each flag is advanced in one call: D in the module's text."""
+        """How often each flag is advanced in one call: once, in a schedule that is right."""
         return Counter(flag for _, _, _, step in self for flag in advances(step))
 
     @cached_property

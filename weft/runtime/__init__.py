@@ -14,7 +14,7 @@ A program, which is a schedule bound to one rank:
     bound.py  bindings.py  arithmetic.py         what devices share: where things lie, the tensors of a call, torch's sums
     host.py  interpret.py  bags.py               on CPUs: lanes on threads, step by step; lookups
     cuda.py  tape.py  order.py                   on GPUs: lanes as streams get them, in an order in which none is stuck
-    edges.py  replay.py                          flags for graphs, calls as graphs
+    flag_words.py  replay.py                     words of flags on GPUs, calls as graphs
     cuda_space.py  pool.py  reach.py             what a team's programs share there: streams, the watch, symmetric memory
     alarm.py                                     who is told of a failure, in which thread
     driver.py                                    the CUDA driver, where torch has no name

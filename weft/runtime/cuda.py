@@ -5,10 +5,8 @@ to it. Symmetric buffers are torch's symmetric memory, of the ranks of a node; n
 and receives (weft.runtime.network), or puts (weft.runtime.nvshmem_wire). A call does not wait for the GPU; the space's watch
 bounds it.
 
-Flags are edges. A schedule's flags only grow, but a CUDA graph replays constants. So each (flag, step that waits for it) has
-a 32-bit word of its own: a signal writes 1 into each waiter's word (a kernel adds one for each tile), and the waiter, once
-past, writes 0. That is the same as growing if a flag is signalled once a call, and not again before its waiters are past it;
-`Edges` proves both when a schedule is bound.
+Each (flag, step that waits for it) has a 32-bit word of its own (weft.runtime.flag_words): a signal writes 1 into each waiter's
+word (a kernel adds one for each tile), and the waiter, once past, writes 0. The checker proves that no signal is lost.
 
     caller's stream (compute)       copy stream
     fork  ----------------------->  wait made >= tiles, write 0
@@ -41,7 +39,7 @@ from weft.kernels.shapes import PUSH_SMS
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.edges import Edges
+from weft.runtime.flag_words import WaiterWords
 from weft.runtime.network import sms_for
 from weft.runtime.nvshmem_wire import Mail
 from weft.runtime.products import Products, settings
@@ -67,7 +65,7 @@ class CudaProgram(BoundProgram):
 
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
-        self.edges = Edges(schedule)
+        self.flags = WaiterWords(schedule)
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Piece] = []
         try:
@@ -78,13 +76,13 @@ class CudaProgram(BoundProgram):
 
     def _set_up(self, schedule: Schedule) -> None:
         space = self.space
-        words = self._take(4 * (self.edges.words + max(map(len, schedule.ranks))))  # and how far each lane has come
+        words = self._take(4 * (self.flags.words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.memory, words.addresses
         super().__init__(space, schedule)
         self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
-        self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.edges.words + i) for i, lane in enumerate(lanes)}
-        own = (self._words.data_ptr() + 4 * slot for slot in range(self.edges.words))
+        self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
+        own = (self._words.data_ptr() + 4 * slot for slot in range(self.flags.words))
         self._raise_all = self.driver.words([Word("signal", address, _RELEASED) for address in own])
         self._raise_what_no_call_left()
         self.fixed = self._fixed_bindings()
@@ -130,7 +128,7 @@ class CudaProgram(BoundProgram):
         for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
             for wait in waits(step):
                 if wait.at_least == 0:
-                    words[self.edges.slot[wait.flag, lane.name, position]] = self.growth_of(wait.flag)
+                    words[self.flags.slot[wait.flag, lane.name, position]] = self.growth_of(wait.flag)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         piece = self._take(nbytes)
@@ -187,14 +185,14 @@ class CudaProgram(BoundProgram):
 
     def waiters(self, flag: Flag) -> list[int]:
         """The words that a signal raises."""
-        return [self._address_on(flag.rank) + 4 * slot for slot in self.edges.slots[flag]]
+        return [self._address_on(flag.rank) + 4 * slot for slot in self.flags.slots[flag]]
 
     def _address_on(self, rank: int) -> int:
         """Where the words of a rank of this node begin."""
         return self._addresses[rank - self.team.near.start]
 
     def gate_address(self, flag: Flag, where: Where) -> int:
-        return self._address_on(self.rank) + 4 * self.edges.slot[flag, where.lane, where.position]
+        return self._address_on(self.rank) + 4 * self.flags.slot[flag, where.lane, where.position]
 
     def count_address(self, flag: Flag) -> int:
         (address,) = self.waiters(flag)
@@ -441,10 +439,10 @@ class CudaProgram(BoundProgram):
         with torch.cuda.stream(self.space.rescue):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
-        come_to = dict(zip(self._progress_at, seen[self.edges.words :], strict=False))
+        come_to = dict(zip(self._progress_at, seen[self.flags.words :], strict=False))
         for lane in self.schedule.ranks[self.rank]:
             for where, wait in self._may_wait_for(lane, come_to[lane.name] - 1):
-                value, need = seen[self.edges.slot[wait.flag, lane.name, where.position]], self.growth_of(wait.flag)
+                value, need = seen[self.flags.slot[wait.flag, lane.name, where.position]], self.growth_of(wait.flag)
                 if value < need:
                     stuck.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {self.raiser(wait.flag)}")
                     break

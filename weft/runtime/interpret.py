@@ -32,6 +32,7 @@ from weft.core.schedule import (
     Step,
     Wait,
     advances,
+    waits,
 )
 from weft.runtime.arithmetic import Sliced, add_up, groups, multiply
 from weft.runtime.bags import look_up
@@ -167,7 +168,13 @@ class _LaneRun:
     def _advance(self, where: Where, nth: int) -> None:
         self.device.signal(*self.program.values(self.epoch, where.lane, where.position, where.step)[nth])
 
+    def _pass_previous(self, step: Gemm | Reduce, where: Where) -> None:
+        """A kernel's gates on the call before are passed where it starts, as on GPUs."""
+        for wait in dict.fromkeys(wait for wait in waits(step) if not wait.at_least):
+            self._wait(wait, where)
+
     def _gemm(self, step: Gemm, where: Where) -> None:
+        self._pass_previous(step, where)
         if self.device.fused(step, self.bindings, self.epoch, where):
             return
         counts = 0
@@ -191,6 +198,7 @@ class _LaneRun:
             sliced.multiply(self.bindings, number)
 
     def _reduce(self, step: Reduce, where: Where) -> None:
+        self._pass_previous(step, where)
         if self.device.fused(step, self.bindings, self.epoch, where):
             return
         counts = 0

@@ -167,7 +167,7 @@ class Tape:
 
     def _ever(self, gate: Wait) -> bool:
         """Whether it can ever be open: previous calls may have nothing to signal."""
-        return gate.at_least > 0 or self._program.edges.raised(gate.flag)
+        return gate.at_least > 0 or self._program.flags.raised(gate.flag)
 
     def _raise(self, flag: Flag, where: Where) -> Words:
         value = self._program.growth_of(flag)
