@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import weft
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Buffer, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Sum, Wait
+from weft.core.schedule import Buffer, Flag, Gemm, Lane, Reduce, Region, Schedule, Signal, Step, Sum, Wait
 
 M, N, K = 64, 96, 64
 
@@ -100,7 +100,7 @@ def own_first(problem: Problem) -> Schedule:
 
 
 def counted_at_the_end(problem: Problem) -> Schedule:
-    """What is gathered is free when the tiles that read it say so, not at a signal after the GEMM."""
+    """What is gathered is free once the tiles that read it have been counted, for which the lane waits after the GEMM."""
 
     def steps(rank: int, lane: Lane) -> Iterator[Step]:
         if lane.kind != "compute":
@@ -110,7 +110,10 @@ def counted_at_the_end(problem: Problem) -> Schedule:
         assert isinstance(gemm, Gemm)
         assert isinstance(signal, Signal)
         *others, last = gemm.parts
-        yield replace(gemm, parts=(*others, replace(last, count=signal.flag)))
+        read = Flag("read", rank)
+        yield replace(gemm, parts=(*others, replace(last, count=read)))
+        yield Wait(read)
+        yield signal
 
     return steps_of(weft.build(problem, "flag_gated", 1), "counted_at_the_end", steps)
 
@@ -195,5 +198,5 @@ def several_b_counted() -> list[tuple[int, int]]:
                 assert (out == K).all()
     dist.barrier()
     program = programs[-1]
-    free = [(flag, slot) for flag, slot in program.slots.items() if flag.name == "free" and flag.rank == rank]
-    return [(program._words[flag.rank].load(slot), 2 * program.growth_of(flag)) for flag, slot in free]
+    read = [(flag, slot) for flag, slot in program.slots.items() if flag.name == "read" and flag.rank == rank]
+    return [(program._words[flag.rank].load(slot), 2 * program.growth_of(flag)) for flag, slot in read]

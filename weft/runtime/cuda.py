@@ -61,7 +61,9 @@ _PUSH_SMS_ALONE = 64
 
 
 class CudaProgram(BoundProgram):
-    """A schedule on one GPU, with memory of its own: a data area, scratch, and a word for each edge."""
+    """A schedule on one GPU, with memory of its own: a data area, scratch, and a word for each step that waits for a flag."""
+
+    _waits_on_sms = False
 
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
@@ -113,6 +115,10 @@ class CudaProgram(BoundProgram):
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
+        self._waits_on_sms = bool(self.exchanges) or any(
+            isinstance(kernel.step, Gemm) and any(wait.at_least for wait in waits(kernel.step))
+            for kernel in self.kernels.values()
+        )
         self._silent = self._rehearsed = self._loads = self._has_asides = False
         self._loaded, self._allocates = set[Hashable](), 0
         self._times: list[tuple[Where | None, torch.cuda.Event, torch.cuda.Event]] = []
@@ -342,6 +348,8 @@ class CudaProgram(BoundProgram):
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
             self.space.after(caller, self._last_ticket)
+        if self._waits_on_sms and not self._silent:
+            self.space.turn.take(caller)
         zero_us, watched = time.perf_counter_ns() / 1e3, self.spans is not None
         ticket = self.space.begin(caller, self._stuck, rehearses=self._silent)
         self._times = []

@@ -49,6 +49,7 @@ from weft.runtime.alarm import addressed, raise_in
 from weft.runtime.network import CudaWire, transport_from_environment
 from weft.runtime.nvshmem import Heap
 from weft.runtime.replay import give_captures, private_pool, take_captures
+from weft.runtime.turn import Turn
 from weft.runtime.vendor import Abort, backend_of
 
 if TYPE_CHECKING:
@@ -98,10 +99,12 @@ class Pending:
 
 
 class CudaSpace:
-    """Symmetric memory, scratch, streams and the watch of one team on one GPU. Raises ValueError for a bound of calls above
-    _LONGEST_S."""
+    """Symmetric memory, scratch, streams and the watch of one team on one GPU. turn: that GPU's, of all teams; default: its
+    own. Raises
+    ValueError for a bound of calls above _LONGEST_S."""
 
-    def __init__(self, team: Team, device: torch.device) -> None:
+    def __init__(self, team: Team, device: torch.device, turn: Turn | None = None) -> None:
+        self.turn = turn or Turn()
         if team.timeout_s > _LONGEST_S:
             raise ValueError(
                 f"WEFT_TIMEOUT_S is {team.timeout_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"

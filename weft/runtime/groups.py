@@ -42,6 +42,7 @@ from weft.runtime.plain import PLAIN
 from weft.runtime.ragged_programs import RaggedPrograms
 from weft.runtime.reach import Reach, Reachable
 from weft.runtime.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
+from weft.runtime.turn import Turn
 from weft.runtime.widened import Widened, narrowed, widened
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class GroupState:
         self._earlier = KeptPlans(self.team)
         self._unproved, self._widened = Unproved(), Widened(self._choices, self._earlier.around)
         self._attached: dict[type, Any] = {}
-        self._ragged = RaggedPrograms(self.team, self._in_graphs)
+        self._ragged = RaggedPrograms(self.team, self._in_graphs, lambda device: GROUPS.turn(device))
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
 
@@ -315,7 +316,9 @@ class GroupState:
 
     def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
-            self._spaces[device] = HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device)
+            self._spaces[device] = (
+                HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device, GROUPS.turn(device))
+            )
         return self._spaces[device]
 
     def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -410,6 +413,7 @@ class Groups:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
         self._kept: dict[str, Schedule] = {}
         self._making: dict[str, threading.Lock] = {}
+        self._turns: dict[torch.device, Turn] = {}
         # No process group may be held until the interpreter ends: its threads would still run (docs/log.md).
         atexit.register(self.close_all)
 
@@ -436,6 +440,10 @@ class Groups:
                     self.close(other)
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
+
+    def turn(self, device: torch.device) -> Turn:
+        """Whose turn it is on a GPU, of all groups' programs that wait on SMs."""
+        return self._turns.setdefault(device, Turn())
 
     def known(self, name: str) -> GroupState | None:
         """The group's state, if it has been used. Not collective."""

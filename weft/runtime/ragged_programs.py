@@ -11,6 +11,7 @@ import torch
 
 from weft.comm.team import Team
 from weft.core.errors import WeftError
+from weft.runtime.turn import Turn
 
 if TYPE_CHECKING:
     from weft.runtime.ragged import Arrived, RaggedCall, RaggedProgram
@@ -22,10 +23,12 @@ rows as may arrive, and numbers of tokens may change at every step."""
 
 
 class RaggedPrograms:
-    """in_graphs: which of some programs any rank's graphs hold; collective."""
+    """in_graphs: which of some programs any rank's graphs hold; collective. turn: of a GPU."""
 
-    def __init__(self, team: Team, in_graphs: Callable[[Sequence[Any]], set[Any]]) -> None:
-        self._team, self._in_graphs = team, in_graphs
+    def __init__(
+        self, team: Team, in_graphs: Callable[[Sequence[Any]], set[Any]], turn: Callable[[torch.device], Turn]
+    ) -> None:
+        self._team, self._in_graphs, self._turn = team, in_graphs, turn
         self.kept: OrderedDict[tuple[object, ...], tuple[int, RaggedProgram]] = OrderedDict()
         self.peers: Peers | None = None
 
@@ -51,6 +54,8 @@ class RaggedPrograms:
             raise team.fail(error) from None
         if not capturing:
             team.repeat(number)
+        if call.a.is_cuda and not capturing:
+            self._turn(call.a.device).take(torch.cuda.current_stream(call.a.device).cuda_stream)
         try:
             return program.run(call)
         except BaseException as error:
