@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpus import GPUS, NEEDS_ONE, alarm
+from on_gpus import GPUS, NEEDS_ONE, SHARED, alarm
 from rank_pools import gpus
 
 from weft.compat.cuda_driver import checked, driver_api
@@ -289,7 +289,8 @@ def _groups() -> None:
             x = torch.full((1 << 22,), float(dist.get_rank() + call), device="cuda")
             dist.all_reduce(x, group=group)
             assert (x == sum(range(call, call + dist.get_world_size()))).all()
-    _slower(few)
+    if not SHARED:  # ranks of one GPU exchange through its memory, which two blocks can keep busy
+        _slower(few)
 
 
 def _slower(few: dist.ProcessGroup) -> None:

@@ -189,7 +189,7 @@ def _large() -> None:
         weft.close()
         torch.cuda.empty_cache()
     for name in ("track_and_trigger:1", "direct_store:1", "sequential_stores", "shard_p2p"):
-        faulthandler.dump_traceback_later(60, exit=True)
+        faulthandler.dump_traceback_later(180 if SHARED else 60, exit=True)
         torch.manual_seed(99)
         left = torch.randn(m, 64 * size, device=here(), dtype=torch.bfloat16)
         right = (torch.randn(64 * size, k, device=here()) / 8).bfloat16()
