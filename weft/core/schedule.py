@@ -28,12 +28,14 @@ Whoever has received a message knows that its sender's step had begun; a sender 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from weft.core import codec
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, Span1D
 
 LaneKind = Literal["compute", "copy", "blocks", "network"]
@@ -383,6 +385,11 @@ class Schedule:
     def signals_per_call(self) -> Counter[Flag]:
         """How often each flag is advanced in one call: once, in a schedule that is right."""
         return Counter(flag for _, _, _, step in self for flag in advances(step))
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that are the same for equal schedules, in every process. Computed once for each value."""
+        return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
 
     @cached_property
     def flags(self) -> tuple[Flag, ...]:

@@ -14,7 +14,7 @@ import torch
 
 from weft.comm.team import Team
 from weft.core.problem import CollectiveProblem, LookupProblem
-from weft.core.schedule import Collective, Flag, Lookup, Push, Reduce, Schedule, Wait, advances, regions
+from weft.core.schedule import Collective, Copy, Flag, Lookup, Push, Reduce, Schedule, SendReceive, Wait, advances, regions
 from weft.core.span import Span
 from weft.runtime.bindings import Bindings, Where
 
@@ -183,6 +183,19 @@ class BoundProgram(ABC):
             if rank == self.rank and isinstance(step, Reduce) and adds_pieces(step, self.schedule):
                 where = Where(rank, lane.name, position, step)
                 self.kernels[id(step)] = FusedSum(step, where, device, self, problem, by)
+
+    def refuse_several_results(self, count: int) -> None:
+        """Raises ValueError if `out` is several matrices, one for each b, and a step moves rows of it as if it were one."""
+        if count < 2:
+            return
+        moving = (Copy, Push, Collective, SendReceive)
+        for rank, lane, position, step in self.schedule:
+            if isinstance(step, moving) and any(region.buffer == "out" for region in regions(step)):
+                where = f"rank {rank}, lane {lane.name}, step {position} ({step})"
+                raise ValueError(
+                    f"schedule {self.schedule.name}: {where} moves whole rows of out, but with {count} b the result is {count} "
+                    "matrices; pass one b, or another schedule"
+                )
 
     def growth_of(self, flag: Flag) -> int:
         """How far one advance moves a flag's word: kernels count tiles."""

@@ -50,6 +50,11 @@ class Call(ABC):
         return {}
 
     @property
+    def results(self) -> int:
+        """How many matrices the result is, side by side. The same on every rank."""
+        return 1
+
+    @property
     def tried(self) -> bool:
         """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
         return True
@@ -107,6 +112,10 @@ class MatmulCall(Call):
         for name, tensor in self.extras.items():
             found[name] = (tensor,)
         return found
+
+    @property
+    def results(self) -> int:
+        return len(self.bs)
 
     @property
     def device(self) -> torch.device:

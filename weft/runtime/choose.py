@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -46,10 +47,12 @@ def effort() -> Effort:
     return word  # type: ignore[return-value]
 
 
-def choose(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
-    """The schedule that `spec` asks for. Raises ValueError if a kept value is for another problem."""
-    if spec in kept:
-        schedule = kept[spec]
+def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str, Schedule]) -> Schedule:
+    """The schedule that `spec` asks for. Raises ValueError if a value is for another problem, or is gone."""
+    if spec.startswith("value:"):
+        schedule = kept.get(spec)
+        if schedule is None:
+            raise ValueError(f"schedule {spec} is a weft.Schedule that no longer exists; keep it for as long as calls name it")
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
         return schedule

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from weft.comm.memory import free_symmetric
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.versions import warn_of_untested_versions
-from weft.core import codec
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
@@ -82,7 +81,7 @@ class GroupState:
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
 
-    def run(self, call: Call, kept: dict[str, Schedule]) -> dict[str, list[torch.Tensor]]:
+    def run(self, call: Call, kept: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
         scratch outlives the mode."""
         with self.lock, PLAIN:
@@ -131,7 +130,7 @@ class GroupState:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             return self._ragged.run(call)
 
-    def _meet(self, call: Call, kept: dict[str, Schedule]) -> Site:
+    def _meet(self, call: Call, kept: Mapping[str, Schedule]) -> Site:
         """Agree with the other ranks on a call; choose, check and bind its schedule if none of the kept ones is for it."""
         if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
@@ -154,6 +153,7 @@ class GroupState:
             raise  # of what ranks have agreed on, and so on all; what is one rank's alone has ended the team
         except BaseException as interrupt:
             raise self.team.fail(interrupt) from interrupt.__cause__
+        program.refuse_several_results(call.results)
         site = Site(number=0, program=program, empty=empty, wide=wide)
         if call.device.type == "cuda":
             site = self._known_by(call.key, replace(site, number=self.team.remember(call.agreed(sizes))))
@@ -174,7 +174,7 @@ class GroupState:
         rows = key[0].m  # told apart at once: there may be a hundred
         return next((program for program, known in self._programs.items() if known[0].m == rows and known == key), None)
 
-    def _made(self, call: Call, key: Key, kept: dict[str, Schedule]) -> BoundProgram:
+    def _made(self, call: Call, key: Key, kept: Mapping[str, Schedule]) -> BoundProgram:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
         problem, spec, device = key
         if spec in CHOSEN_HERE:
@@ -411,7 +411,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
-        self._kept: dict[str, Schedule] = {}
+        self._kept: WeakValueDictionary[str, Schedule] = WeakValueDictionary()
         self._making: dict[str, threading.Lock] = {}
         self._turns: dict[torch.device, Turn] = {}
         # No process group may be held until the interpreter ends: its threads would still run (docs/log.md).
@@ -473,10 +473,10 @@ class Groups:
         return known.choices() if (known := self.known(name)) else []
 
     def keep(self, schedule: Schedule) -> str:
-        """Remember a Schedule value; the string that names it in calls, the same on every rank."""
-        digest = hashlib.sha256(codec.dumps(schedule).encode()).hexdigest()[:16]
-        spec = f"value:{schedule.name}:{digest}"
-        self._kept[spec] = schedule
+        """The string that names a Schedule value in calls, the same on every rank. The value is remembered while its owner,
+        or a program that was bound for it, has it."""
+        spec = f"value:{schedule.name}:{schedule.digest}"
+        self._kept.setdefault(spec, schedule)
         return spec
 
     def close_all(self) -> None:
@@ -500,7 +500,7 @@ def _living(name: str) -> dist.ProcessGroup | None:
         return None
 
 
-def _checked(problem: Problem, spec: str, device: torch.device, kept: dict[str, Schedule]) -> Schedule:
+def _checked(problem: Problem, spec: str, device: torch.device, kept: Mapping[str, Schedule]) -> Schedule:
     schedule = choose(problem, spec, device, kept)
     check(schedule)
     return schedule

@@ -170,7 +170,7 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str, fan_out: b
     rank = dist.get_rank()
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
     given = _inputs(problem, rank, seed, on)
-    asked = _asked(problem, spec, on, fan_out)
+    asked, _held = _asked(problem, spec, on, fan_out)
     out = _run(problem, asked, given)
     tried: dict[str, float] = {}
     if spec == "auto":
@@ -183,14 +183,15 @@ def measure_site(problem: Problem, spec: str, seed: int, device: str, fan_out: b
     return Measured(spec=spec, max_error=error, rounds=rounds, spans=_spans(problem, asked, given), tried=tried)
 
 
-def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> str:
-    """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name."""
+def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> tuple[str, Schedule | None]:
+    """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name. Then
+    that one, too, to be kept for as long as it is named."""
     if fan_out in (None, fans_out(on)):
-        return spec
+        return spec, None
     name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
     here = replace(problem, nodes=GROUPS.state(name).team.nodes)
     plain, built = (schedules.build(here, *schedules.parse(spec), fan_out=fan) for fan in (not fan_out, bool(fan_out)))
-    return spec if built == plain else GROUPS.keep(built)
+    return (spec, None) if built == plain else (GROUPS.keep(built), built)
 
 
 def _stands_for(problem: Problem) -> Choice:
