@@ -126,6 +126,8 @@ A, B, C = torch.ones(4, 8), torch.ones(8, 2), torch.ones(9)
     [
         (lambda: weft.all_gather_matmul(A, None), "b is a NoneType; pass a matrix, or several in a list"),
         (lambda: weft.all_gather_matmul(A.to_sparse(), B), "a is torch.sparse_coo; weft takes strided tensors"),
+        (lambda: weft.all_gather_matmul(torch.nested.nested_tensor([A, A]), B), "a is a nested tensor; .*to_padded_tensor"),
+        (lambda: weft.matmul_all_reduce(A, torch.nested.nested_tensor([B, B])), "b is a nested tensor"),
         (lambda: weft.matmul_all_reduce(A, B.to_sparse()), "b is torch.sparse_coo"),
         (lambda: weft.matmul_all_reduce(A, B, bias=torch.ones(2).to_sparse()), "bias is torch.sparse_coo; .* bias.to_dense"),
         (lambda: weft.all_gather_matmul(A, B.to("meta")), "b is torch.float32 on meta, a is torch.float32 on cpu"),

@@ -77,6 +77,8 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, b
 
 def check_own(name: str, tensor: torch.Tensor) -> None:
     """That a tensor is strided, and this rank's part itself. Raises ValueError."""
+    if tensor.is_nested:
+        raise ValueError(f"{name} is a nested tensor; weft takes tensors with one shape: use {name}.to_padded_tensor(0.0)")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; weft takes strided tensors: use {name}.to_dense()")
     if type(tensor) not in _USUAL and _of_several_ranks(tensor):
@@ -110,4 +112,6 @@ def listed(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Te
 
 
 def shape_of(value: object) -> str:
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        return "a nested tensor" if value.is_nested else str(list(value.shape))
+    return f"a {type(value).__name__}"
