@@ -23,6 +23,11 @@ from weft.core.span import Span
 from weft.core.version import __version__
 from weft.runtime.bound import BoundProgram, Inputs, Outputs
 
+_M: dict[Op, str] = {
+    "all_gather_matmul": "rows of a of all ranks together (pass rows= if ranks have different numbers of rows)",
+}
+"""How users know M: they pass a part of it."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Call(ABC):
@@ -143,7 +148,7 @@ class MatmulCall(Call):
         common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
         return (
-            f"op: {self.op}\nM: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
+            f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
             f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
             f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
         )
