@@ -364,7 +364,7 @@ def _other_counts() -> str:
 @pytest.mark.ranks
 def test_new_counts_that_differ_are_told_apart(ranks: RankFixture) -> None:
     told = ranks(2).run(_other_counts)
-    assert any("RankMismatch" in text and "M: rank 0 has 196, rank 1 has 198" in text for text in told), told
+    assert any("RankMismatch" in text and "rank 0 has 196, rank 1 has 198" in text for text in told), told
 
 
 def _bound_in(rounds: Iterable[Iterable[int]], gpu: bool) -> list[int]:

@@ -143,12 +143,16 @@ class MatmulCall(Call):
         fixed = (self.op, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         return (fixed, self.a.shape[1], self.a.dtype, self.a.get_device(), tuple([b.shape for b in self.bs]), *self.extras)
 
+    def rows_line(self, rows: int) -> str:
+        """The line of its description that says how many rows it has."""
+        return f"{_M.get(self.op, 'M')}: {rows}\n"
+
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
         common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
         return (
-            f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
+            f"op: {self.op}\n{self.rows_line(self.rows)}row_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
             f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
             f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
         )

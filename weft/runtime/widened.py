@@ -101,7 +101,7 @@ class Widened:
         call from all others by its own share: with 17 and 18 columns, a rank that has 9 of both cannot."""
         if not isinstance(call, MatmulCall):
             return False
-        before, _, after = call.describe().partition(f"M: {call.rows}\n")
+        before, _, after = call.describe().partition(call.rows_line(call.rows))
         known = self._shares.setdefault((before, after), set())
         clear = not any(other != sizes and any(map(eq, other, sizes)) for other in known)
         if not clear and sizes not in known:
@@ -118,7 +118,7 @@ class Widened:
         unit = problem.row_multiple
         entries = range(found.m // unit)
         first = bisect_left(entries, True, lo=around.like[0] // unit + 1, key=lambda entry: serves(found, unit * entry))
-        before, _, after = call.agreed(sizes).partition(f"M: {call.rows}\n")
+        before, _, after = call.agreed(sizes).partition(call.rows_line(call.rows))
         step = _Step(first=unit * first, last=found.m, site=site, before=before, after=after)
         self._steps.setdefault(call.but_rows, []).append(step)
 
@@ -131,7 +131,7 @@ class Widened:
         for step in self._steps.get(call.but_rows, ()):
             if step.first <= rows <= step.last and self.may(call.key):
                 site = step.site if rows < step.last else replace(step.site, wide=0)
-                return f"{step.before}M: {rows}\n{step.after}", site
+                return f"{step.before}{call.rows_line(rows)}{step.after}", site
         return None
 
     def unlearn(self) -> None:
