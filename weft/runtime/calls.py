@@ -152,7 +152,8 @@ class MatmulCall(Call):
         common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
         return (
-            f"op: {self.op}\n{self.rows_line(self.rows)}row_multiple: {self.row_multiple}\n{common}\nnumber of b: {len(self.bs)}\n"
+            f"op: {self.op}\n{self.rows_line(self.rows)}row_multiple: {self.row_multiple}\n{common}\n"
+            f"number of b: {len(self.bs)}\n"
             f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
             f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
         )
