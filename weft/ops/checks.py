@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,7 @@ def spec_of(schedule: str | Schedule, op: Op) -> str:
     return schedule
 
 
+@lru_cache(maxsize=1024)
 def _check_name(schedule: str, op: Op) -> None:
     try:
         schedules.check_op(schedules.parse(schedule)[0], op)
