@@ -11,6 +11,7 @@ A generated part is a fenced block whose first line says what it is made of; thi
     ```text results MODE ...      measured_tables.py: operators, collectives and steps
     ```text models PART ...       model_tables.py: whole models, layers of them, profiles
     ```text t3 WHAT ...           study_tables.py: published evaluations, simulated
+    ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
 
 tests/test_docs.py holds that nothing is out of date. What takes long to make lies in files: T3's sensitivity, and what DLRM's
 study has beside its published case, in docs/t3_sensitivity.json and docs/dlrm_study.json, which `python docs/generate.py
@@ -36,6 +37,7 @@ from weft.core import machine
 from weft.core.machine import Topology
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
 from weft.core.schedule import Collective, Copy, Gemm, Push, Reduce, Region, Schedule, Signal, Store, Wait
+from weft.kernels import targets
 from weft.perf.rules import TERMS, Weights, estimates, heuristic
 from weft.planner.models import load_model, sites
 from weft.schedules import FAMILIES, names
@@ -48,7 +50,7 @@ _table = text_tables.table
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "docs/collectives.md", "docs/concurrent.md", "docs/controls.md", "docs/measured.md", "docs/nodes.md"),
-    *("docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
+    *("docs/kernels.md", "docs/models.md", "docs/planner.md", "docs/schedules.md", "docs/simulator.md"),
 )
 EXAMPLE = {"m": 12, "n": 12, "k": 12, "world_size": 3}
 EXAMPLE_ELEMENTS = 48
@@ -192,12 +194,19 @@ def errors(by: str) -> str:
     return _table(benchmark.rows(found, by))
 
 
+def compiled_for(_: str) -> str:
+    """Which kernels compile for which GPUs; below, why the others do not."""
+    reasons = [f"({at}) {reason}" for at, reason in enumerate(targets.reasons(), start=1)]
+    return "\n".join([_table(targets.rows()), *([""] if reasons else []), *reasons])
+
+
 MAKERS: dict[str, Callable[..., str]] = {
     "timeline": timeline,
     "families": families,
     "counts": counts,
     "chart": chart,
     "rules": decisions,
+    "targets": compiled_for,
     "simulated": errors,
     **measured_tables.MAKERS,
     **model_tables.MAKERS,

@@ -1,4 +1,4 @@
-"""Kernels as GPUs run them, compiled for an H100 that need not be there."""
+"""Kernels as GPUs run them, compiled for a GPU that need not be there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
+
+from weft.kernels.targets import TARGETS, Target
 
 
 def for_a_gpu(
@@ -16,8 +18,9 @@ def for_a_gpu(
     multiples: Collection[str] = (),
     warps: int,
     stages: int | None = None,
+    target: Target = TARGETS["sm_90"],
 ) -> Any:
-    """What Triton compiles of a kernel for compute capability 9.0: `asm["ptx"]`, `metadata.shared`.
+    """What Triton compiles of a kernel for a target: `asm["ptx"]`, `metadata.shared`.
 
     types: of arguments whose names do not say: else x_peers_ptr is *i64, x_ptr *i32, and any other i32. Pointers are multiples
     of 16 bytes, and so are the integers that `multiples` names. Skips the test where Triton is not installed.
@@ -33,7 +36,7 @@ def for_a_gpu(
     attributes = {(at,): [["tt.divisibility", 16]] for at in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
     options = {"num_warps": warps} | ({"num_stages": stages} if stages else {})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
 
 
 def all_reduce_for_a_gpu(kernel: Any, layout: Any) -> Any:

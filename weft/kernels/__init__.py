@@ -9,5 +9,5 @@ experts.py                                   what lies around experts' matmuls
 lookup.py  update.py  places.py              bags of embedding tables, their backward, and in which order it sums
 reduce.py  runs.py                           sums of partial results, and of contiguous elements of all ranks
 push.py  words.py                            copies by stores from some SMs; flags raised and lowered on a compute lane
-flags.py  launch.py                          what kernels that wait share; launches that bind nothing again
+launch.py  targets.py                        launches that bind nothing again; the GPUs that all of these compile for
 """

@@ -333,9 +333,10 @@ def _all_reduce_kernel(
             )
         else:
             total = tl.load(partial_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        # Before the branch: for sm_100, Triton 3.6 compiles no tensor-core product that is read only within one.
+        words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
         if live != 0:
             here, before = (calls + 1) % 3 * copy_bytes, calls % 3 * copy_bytes
-            words = as_words(total.to(ELEMENT), BLOCK_M, WIDTH)
             for step in tl.static_range(1, WORLD + 1):
                 peer = (rank + step) % WORLD
                 its = (valid[:, None] | SCATTER) & (

@@ -1,0 +1,189 @@
+"""Every kernel of weft as it is launched on a GPU, for compilers: types, constants and options, with everything turned on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import triton.language as tl
+
+from weft.core.problem import Op, Problem, split
+from weft.kernels import all_reduce, experts, gemm, gemm_kernel, lookup, push, ragged, ragged_rows, reduce, runs, segments
+from weft.kernels import update as update_kernels
+from weft.kernels import words as words_kernel
+from weft.kernels.shapes import SHAPES, Blocks
+from weft.kernels.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One way to launch a kernel. words: what distinguishes it from others of the kernel. types, multiples: as for
+    compiled.for_a_gpu."""
+
+    kernel: Any
+    words: str = ""
+    constants: Mapping[str, Any]
+    types: Mapping[str, str] = field(default_factory=dict)
+    multiples: tuple[str, ...] = ()
+    warps: int
+    stages: int | None = None
+
+
+def examples(module: str, target: Target) -> Iterator[Example]:
+    """Launches of the kernels of a module of weft.kernels, as on a GPU of this kind."""
+    yield from {
+        "gemm_kernel": _gemms,
+        "all_reduce": _all_reduces,
+        "ragged": _ragged,
+        "ragged_rows": _collect,
+        "segments": _layout,
+        "experts": _experts,
+        "lookup": _lookup,
+        "update": _update,
+        "push": _push,
+        "reduce": _reduce,
+        "runs": _runs,
+        "words": _words,
+    }[module](target)
+
+
+def gemm_example(blocks: Blocks, *, tma: bool, out_tma: bool = True, inner: bool = False) -> Example:
+    """Tiles that wait, add, count, and go to peers. tma: of the GPU. out_tma: results can be stored by descriptors."""
+    half = blocks.n // 2 if blocks.halves else blocks.n
+    types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k)) | {"out_ptr": "*bf16"}
+    types |= {"b_desc": _tile(blocks.k, blocks.n), "b_half_desc": _tile(blocks.k, half)}
+    types |= {"adds_desc": _tile(blocks.m, blocks.n), "adds_half_desc": _tile(blocks.m, half)}
+    for name in ("out", "far"):
+        stored = {f"{name}_desc": _tile(1, blocks.m, blocks.n), f"{name}_half_desc": _tile(1, blocks.m, half)}
+        types |= stored if out_tma else dict.fromkeys(stored, "*bf16")
+    types |= dict.fromkeys(("outs_ptr", "gates_ptr", "counts_ptr"), "*i64")
+    constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
+    constants |= {"FIELDS": gemm._FIELDS, "OUT_FIELDS": gemm._OUT_FIELDS, "SLICE_FIELDS": gemm._SLICE_FIELDS}
+    constants |= {"TWO_SOURCES": True, "B_TRANSPOSED": False, "GATED": True, "INNER": inner, "COUNTED": True, "ADDRESSED": True}
+    constants |= {"OUT_TMA": out_tma, "ASYNCHRONOUS": tma, "ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": gemm._ADD_FIELDS}
+    constants |= {"ADD_STAGES": gemm._add_stages(blocks, out_tma), "DIVIDE_BY": 4, "HALVES": blocks.halves}
+    return Example(
+        kernel=gemm_kernel.gemm_kernel,
+        words=f"{blocks.m} x {blocks.n}{', slices of K' * inner}",
+        constants=constants,
+        types=types,
+        multiples=("N", "K", "out_stride"),
+        warps=blocks.warps,
+        stages=blocks.stages,
+    )
+
+
+def _tile(*shape: int) -> str:
+    return f"tensordesc<bf16{list(shape)}>"
+
+
+def _gemms(target: Target) -> Iterator[Example]:
+    yield gemm_example(SHAPES[0], tma=target.tma)
+    yield gemm_example(SHAPES[3], tma=target.tma, inner=True)
+
+
+def _all_reduces(target: Target) -> Iterator[Example]:
+    hops: tuple[Literal["one", "two", "scatter"], ...] = ("one", "two", "scatter")
+    for way, rows, multiply in zip(hops, (16, 128, 512), (True, True, False), strict=True):
+        op: Op = "matmul_reduce_scatter" if way == "scatter" else "matmul_all_reduce"
+        problem = Problem(op=op, m=rows, n=8192, k=4 * 3584, world_size=4)
+        owned = problem.shards if way == "scatter" else split(8192, 4)
+        layout = all_reduce.plan(problem, 0, owned, hops=way, multiply=multiply, device=torch.device("cuda"), sms=132)
+        kernel, warps = all_reduce._all_reduce_kernel, layout.tiling.warps
+        types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | {"abort_ptr": "*i32"}
+        types |= dict.fromkeys(("boxes_ptr", "epochs_ptr", "status_ptr"), "*i64")
+        constants = {**all_reduce._constants(layout, False, False), "stride_bk": 1, "THREADS": target.warp * warps}
+        multiples = ("n", "k", "stride_am", "stride_bn")
+        yield Example(
+            kernel=kernel, words=f"{way}, {rows} rows", constants=constants, types=types, multiples=multiples, warps=warps
+        )
+
+
+_SEGMENTS = {"W": 8, "E": 4, "Q": 32, "EQ": 4, "GROUP_FIELDS": segments.GROUP_FIELDS, "PART_FIELDS": segments.PART_FIELDS}
+_SEGMENTS |= {"MOVE_FIELDS": segments.MOVE_FIELDS}
+_MOVING = {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "ALIGN": 8}
+
+
+def ragged_example(name: str, blocks: Blocks, *, tma: bool, transposed: bool = False, gated: bool = False) -> Example:
+    """A kernel of weft.kernels.ragged, by name."""
+    whole, tile, b_tile = (blocks.m, blocks.n), (blocks.m, blocks.k), (blocks.k, blocks.n)
+    types = {"out_desc": _tile(*whole), "product_desc": _tile(*whole), "a_desc": _tile(*tile), "landing_desc": _tile(*tile)}
+    types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile)), "notes_ptr": "*i64"}
+    types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
+    constants = {**_SEGMENTS, **_MOVING, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
+    constants |= {"B_TRANSPOSED": int(transposed), "ASYNCHRONOUS": int(tma)}
+    constants |= {"GATED": int(gated)} if name == "dispatch_kernel" else {}
+    kernel = getattr(ragged, name)
+    return Example(kernel=kernel, constants=constants, types=types, warps=blocks.warps, stages=blocks.stages)
+
+
+def _ragged(target: Target) -> Iterator[Example]:
+    for name in ("dispatch_kernel", "combine_kernel"):
+        yield ragged_example(name, SHAPES[0], tma=target.tma)
+
+
+def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: str, warps: int) -> Example:
+    """types: of the first arguments, in order."""
+    by_name = dict(zip(kernel.arg_names, types.split(), strict=False))
+    return Example(kernel=kernel, types=by_name, constants=constants, multiples=multiples, warps=warps)
+
+
+def _collect(_: Target) -> Iterator[Example]:
+    constants = {**_SEGMENTS, **_MOVING, "BLOCK_M": 128}
+    yield _typed(ragged_rows.collect_kernel, "*bf16 *bf16 *i32 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
+
+
+def _layout(_: Target) -> Iterator[Example]:
+    types = "*i64 *i32 *i64 *i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i64 i64"
+    constants = {**_SEGMENTS, "NOTES": segments.NOTES, "DISPATCH": 1, "MOVE_ROWS": 64, "TILE_ROWS": 128}
+    yield _typed(segments.layout_kernel, types, constants, warps=8)
+
+
+def _experts(_: Target) -> Iterator[Example]:
+    columns, top, counts = {"COLS": experts._COLS}, {"TOP": 2}, {"COUNTS": 8}
+    for name, types, constants in (
+        ("_spread_kernel", "*bf16 *i64 *bf16", top),
+        ("_total_kernel", "*bf16 *i64 *fp32 *bf16", top | {"WEIGHED": 1}),
+        ("_total_backward_kernel", "*bf16 *bf16 *i64 *fp32 *bf16 *fp32", top),
+        ("_swiglu_kernel", "*bf16 *i32 *bf16", counts),
+        ("_swiglu_backward_kernel", "*bf16 *bf16 *i32 *bf16", counts),
+    ):
+        yield _typed(getattr(experts, name), types, constants | columns, "width", warps=experts._WARPS)
+
+
+_TABLES = {"ROWS": 8, "WIDTH": 256, "ALIGN": 8, "ELEMENT": tl.bfloat16, "ITEM": 2}
+
+
+def _lookup(_: Target) -> Iterator[Example]:
+    constants = {**_TABLES, "WEIGHTED": False, "MEAN": True, "BAGS": lookup._BAGS, "PART": lookup._PART, "SLICE": lookup._SLICE}
+    yield _typed(lookup._lookup_kernel, "*i64 *i64 *i64 *i64 *i64 *i64 i64 i64 i64", constants, warps=1)
+
+
+def _update(_: Target) -> Iterator[Example]:
+    constants = {**_TABLES, "FIELDS": update_kernels._FIELDS}
+    types = "*i64 *i64 *i64 *i64 *fp32 *bf16 *i64 i64 i32 i32 fp32 fp32"
+    yield _typed(update_kernels._update_kernel, types, constants | {"KIND": 2}, warps=1)
+    yield _typed(update_kernels._weights_kernel, "*i64 *i64 *i1 *bf16 *i64 *fp32", constants, warps=1)
+
+
+def _push(_: Target) -> Iterator[Example]:
+    units = push._TILE_BYTES // 16
+    constants = {"UNITS": units, "ROUND": units, "LANES": 2, "UNIT_BYTES": 16, "ELEMENT": tl.int64, "RUNS": False}
+    yield _typed(push._push_kernel, "*i64 i64", constants | {"FIELDS": push._FIELDS}, warps=push._WARPS)
+
+
+def _reduce(_: Target) -> Iterator[Example]:
+    constants = {"SOURCES": 4, "ROWS": 4, "COLS": 1024, "FIELDS": reduce._FIELDS, "GATED": True, "ALIGN": 8}
+    types = "*bf16 *bf16 *i32 *i32 *i64 *i64 *i32 *i32"
+    yield _typed(reduce._reduce_kernel, types, constants, "src_stride", "out_stride", warps=8)
+
+
+def _runs(_: Target) -> Iterator[Example]:
+    constants = {"SOURCES": 4, "OWN": 1, "DIVIDE_BY": 4, "ELEMENT": tl.bfloat16, "TILE": runs._TILE, "ALIGN": 8}
+    yield _typed(runs._sum_runs_kernel, "*i64 i64 i64", constants, warps=runs._WARPS)
+
+
+def _words(_: Target) -> Iterator[Example]:
+    yield _typed(words_kernel._words_kernel, "*i64", {"KINDS": words_kernel._KINDS, "SIZE": words_kernel._LEAST}, warps=1)

@@ -1,0 +1,63 @@
+"""Every kernel compiles for every GPU that docs/kernels.md says it compiles for, down to what a driver loads. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+from compiled import for_a_gpu
+from kernel_examples import examples
+from triton.runtime.jit import JITFunction
+
+import weft.kernels
+from weft.kernels.targets import MODULES, NOT_COMPILED, TARGETS
+
+
+def kernels(module: str) -> set[str]:
+    """The kernels of a module: what Triton launches, and not what those call."""
+    found = vars(importlib.import_module(f"weft.kernels.{module}"))
+    return {
+        name
+        for name, value in found.items()
+        if isinstance(value, JITFunction) and name.endswith("_kernel") and value.__module__ == f"weft.kernels.{module}"
+    }
+
+
+def test_every_kernel_is_compiled() -> None:
+    """A new kernel needs an example; a reason without a kernel or a target is out of date."""
+    names = [module.name for module in pkgutil.iter_modules(weft.kernels.__path__)]
+    assert sorted(MODULES) == sorted(name for name in names if kernels(name))
+    for module in MODULES:
+        compiled = {example.kernel.__name__ for example in examples(module, TARGETS["sm_90"])}
+        assert compiled == kernels(module)
+    assert {key for key in NOT_COMPILED if key[0] not in MODULES or key[1] not in TARGETS} == set()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_kernel_compiles(module: str, name: str) -> None:
+    """It ends in machine code, and a block of it finds room in the GPU's shared memory, as the table says."""
+    target = TARGETS[name]
+    wrong = {example.words: why for example in examples(module, target) if (why := _wrong(example, target))}
+    if (module, name) in NOT_COMPILED:
+        assert wrong, f"it compiles: NOT_COMPILED need not list {module} and {name}"
+    else:
+        assert not wrong
+
+
+def _wrong(example: Any, target: Any) -> str:
+    """Why a launch would fail; empty if it would not."""
+    options = {"multiples": example.multiples, "warps": example.warps, "stages": example.stages}
+    try:
+        made = for_a_gpu(example.kernel, example.constants, example.types, target=target, **options)
+    except Exception as error:
+        return f"{example.kernel.__name__}: {error}"
+    if not made.asm.get(target.binary):
+        return f"{example.kernel.__name__}: no {target.binary}"
+    if made.metadata.shared > target.shared_bytes:
+        return f"{example.kernel.__name__}: {made.metadata.shared} bytes of shared memory; a block has {target.shared_bytes}"
+    return ""

@@ -1,0 +1,55 @@
+"""The GPUs that every kernel is compiled for in CI, by Triton's own compilers: no GPU is needed.
+
+docs/kernels.md shows `rows`, and tests/test_targets.py compiles what they promise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One architecture. gpus: products that have it. backend, arch: as Triton's GPUTarget takes them. warp: threads in a warp.
+    shared_bytes: the most shared memory of one block. tma: whether tensor descriptors are loaded by hardware; elsewhere Triton
+    makes pointers of them. binary: the last thing that Triton compiles to, which a driver loads."""
+
+    gpus: str
+    backend: str
+    arch: int | str
+    warp: int
+    shared_bytes: int
+    tma: bool
+    binary: str
+
+
+TARGETS = {
+    "sm_80": Target(gpus="A100", backend="cuda", arch=80, warp=32, shared_bytes=163 << 10, tma=False, binary="cubin"),
+    "sm_90": Target(gpus="H100, H200", backend="cuda", arch=90, warp=32, shared_bytes=227 << 10, tma=True, binary="cubin"),
+    "sm_100": Target(gpus="B200", backend="cuda", arch=100, warp=32, shared_bytes=227 << 10, tma=True, binary="cubin"),
+    "gfx942": Target(gpus="MI300X", backend="hip", arch="gfx942", warp=64, shared_bytes=64 << 10, tma=False, binary="hsaco"),
+}
+NOT_COMPILED: dict[tuple[str, str], str] = {
+    ("all_reduce", "gfx942"): "its tiles take 100 to 120 KiB of shared memory, a block there has 64",
+}
+"""Why a kernel, by the module that holds it, is not compiled for a target."""
+MODULES = (
+    *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
+    *("lookup", "update", "push", "reduce", "runs", "words"),
+)
+"""Those of this room that hold kernels."""
+
+
+def rows() -> list[tuple[str, ...]]:
+    """The table of which kernels compile for which GPUs, with a heading. Numbers refer to `reasons`."""
+    number = {reason: str(at) for at, reason in enumerate(reasons(), start=1)}
+    table = [("weft/kernels/", *(f"{name} ({target.gpus})" for name, target in TARGETS.items()))]
+    for module in MODULES:
+        marks = [NOT_COMPILED.get((module, name)) for name in TARGETS]
+        table.append((f"{module}.py", *("yes" if mark is None else f"no ({number[mark]})" for mark in marks)))
+    return table
+
+
+def reasons() -> tuple[str, ...]:
+    """Why some kernels are not compiled for some GPUs: each reason once, in the order of NOT_COMPILED."""
+    return tuple(dict.fromkeys(NOT_COMPILED.values()))
