@@ -106,7 +106,9 @@ class GroupState:
                 # What one rank captures, others may not: the order must stay that of all.
                 self._programs.move_to_end(site.program)
             try:  # peers wait for this rank: whatever ends its call must end theirs, with the reason
-                found = site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
+                found = site.program.run(
+                    call.inputs, outputs=call.outputs, reached=call.reached, invalidated=call.invalidated, spans=call.spans
+                )
             except BaseException as error:
                 raise self.team.fail(error) from error.__cause__
             if site.wide:
@@ -346,6 +348,13 @@ class GroupState:
         """As weft.runtime.unscheduled.wait."""
         unscheduled.wait(self.team, self._spaces.get(device), work)
 
+    def synchronize(self) -> None:
+        """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
+        for space in list(self._spaces.values()):
+            if isinstance(space, CudaSpace):
+                space.synchronize()
+        self.team.check_peers(may_leave=True)
+
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
         that callers have without asking for one."""
@@ -385,7 +394,8 @@ class GroupState:
         return list(self._choices.values())
 
     def close(self) -> None:
-        """Give everything back, whatever is raised on the way. Raises what cut a call of this thread's short meanwhile."""
+        """Give everything back, whatever is raised on the way. Raises what has made results of earlier calls invalid, if no
+        call has raised it."""
         spaces = [space.close for space in self._spaces.values()]
         first = [closes.close for closes in (*self._attached.values(), *self._programs)]
         with ExitStack() as rest:
@@ -397,9 +407,8 @@ class GroupState:
                 (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self.team.close)
             ):
                 rest.callback(close)
-        for space in self._spaces.values():
-            if isinstance(space, CudaSpace) and space.cut_short is not None:
-                raise space.cut_short
+        if self.team.unraised is not None:
+            raise self.team.unraised
 
     def _close_side_streams(self) -> None:
         while self._side:
@@ -418,12 +427,7 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        grad = torch.is_grad_enabled()
-        try:
-            return self.state(name).run(call, self._kept)
-        finally:
-            # Once more: what another thread raises in this one may cut short what puts modes back.
-            torch._C._set_grad_enabled(grad)
+        return self.state(name).run(call, self._kept)
 
     def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
         return self.state(name).run_ragged(call)
@@ -460,6 +464,11 @@ class Groups:
         else:
             work.wait()
 
+    def synchronize(self, name: str) -> None:
+        """As GroupState.synchronize; nothing in a group that has made no call."""
+        if known := self.known(name):
+            known.synchronize()
+
     def failed(self, name: str, error: BaseException) -> BaseException:
         """What a rank raises that the others, which may wait for it, are to be told."""
         return known.team.fail(error) if (known := self.known(name)) else error
@@ -487,8 +496,6 @@ class Groups:
     def close(self, name: str) -> None:
         known = self.known(name)
         if known and not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
-            # From here on no failure is raised in this thread: nothing is left half closed.
-            known.team.closing()
             self._states.pop(name, None)
             known.close()
 

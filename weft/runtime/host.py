@@ -245,10 +245,11 @@ class HostProgram(BoundProgram, Device):
         *,
         outputs: Outputs | None = None,
         reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        invalidated: Sequence[torch.Tensor] = (),
         spans: list[Span] | None = None,
     ) -> Outputs:
         self.space.reserve(self.layout.nbytes)
-        return super().run(inputs, outputs=outputs, reached=reached, spans=spans)
+        return super().run(inputs, outputs=outputs, reached=reached, invalidated=invalidated, spans=spans)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         self._program.run(self.epoch, self.bind(inputs, outputs))

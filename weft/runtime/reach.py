@@ -42,7 +42,7 @@ class Reachable:
             self._segments += segments
             piece = tuple(segment.matrix(0, 1, nbytes, torch.uint8)[0] for segment in segments)
         else:
-            space.held()
+            space.raise_if_failed()
             try:
                 memory, handle = gpu_symmetric(nbytes, space.team.near_meetings, space.device, meet=space.settle)
             except BaseException as error:  # this GPU is full, say: the others wait for this rank
