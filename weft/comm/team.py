@@ -30,8 +30,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -205,12 +205,9 @@ class Team:
         self._control[self.rank].write_text(slot, TEXT_BYTES, text)
         self._words[self.rank].store(_OFFERED + parity, mine)
         self._log_call(parity)
-        try:
+        with self.failing():  # peers take this call for begun
             self._tell()
             self._agree(text, within_s)
-        except BaseException as error:
-            # Peers take this call for begun: whatever ends it here, be it Ctrl-C, must end theirs.
-            raise self.fail(error) from error.__cause__
         return tuple(words.load(_OFFERED + parity) for words in self._words)
 
     def _agree(self, text: str, within_s: float | None) -> None:
@@ -275,10 +272,8 @@ class Team:
         """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective.
         Raises ValueError where shared memory is too small for it. What it raises ends the team: a peer may have found room."""
         self.check_usable()
-        try:
+        with self.failing():
             return self._allocated(Segment.create("data", nbytes))
-        except BaseException as error:
-            raise self.fail(error) from error.__cause__
 
     def _allocated(self, mine: Segment) -> list[Segment]:
         self._rounds += 1
@@ -389,6 +384,15 @@ class Team:
                 self._tell()
                 reap_stale()
         return error
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the team, so that it ends theirs."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def fail_later(self, error: WeftError, *, unraised: bool) -> None:
         """The team has failed, and no call of this rank's can raise that now: the next one does, with this error's words.

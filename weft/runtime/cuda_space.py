@@ -49,7 +49,8 @@ from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.streams import Driver, Word
 from weft.core.errors import WaitTimeout, WeftError
-from weft.runtime.invalid import INVALID_BYTE, LOGGER, Result, end_process, on_failure_from_environment, results_of
+from weft.core.logs import LOGGER
+from weft.runtime.invalid import INVALID_BYTE, Result, end_process, on_failure_from_environment, results_of
 from weft.runtime.network import CudaWire, transport_from_environment
 from weft.runtime.nvshmem import Heap
 from weft.runtime.replay import give_captures, private_pool, take_captures

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-LOGGER = logging.getLogger("weft")
+from weft.core.logs import LOGGER
+
 INVALID_BYTE = 0xFF
 _ON_FAILURE = ("raise", "abort")
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from weft.comm.team import Team
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout
 from weft.core.version import __version__
 from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
+from weft.runtime.host_wire import HostWire
 from weft.runtime.replay import Branches
-from weft.runtime.unscheduled import wait
 from weft.triton.host import Peers
 
 
@@ -220,12 +218,10 @@ def _unit_stride(b: torch.Tensor) -> torch.Tensor:
     return b if fits and b.data_ptr() % 16 == 0 else b.clone(memory_format=torch.contiguous_format)
 
 
-def on_host(team: Team, call: RaggedCall) -> Arrived:
-    """The same by torch and torch.distributed. Raises ValueError where rows do not fit, once all ranks have theirs."""
-    try:
-        asked, result, landed, counts = _moved_on_host(team, call)
-    except BaseException as error:  # the others wait for this rank's rows
-        raise team.fail(error) from error.__cause__
+def on_host(wire: HostWire, call: RaggedCall) -> Arrived:
+    """The same by torch and messages. Raises ValueError where rows do not fit, once all ranks have theirs."""
+    with wire.team.failing():  # the others wait for this rank's rows
+        asked, result, landed, counts = _moved_on_host(wire, call)
     least, rows = int(call.splits.min()), call.a.shape[0]
     if least < 0:
         raise ValueError(f"splits has {least}; it must be numbers of rows, 0 or more")
@@ -237,22 +233,22 @@ def on_host(team: Team, call: RaggedCall) -> Arrived:
     return Arrived(out=_filled(result, call.max_rows), counts=counts.to(torch.int32).contiguous(), rows=received)
 
 
-def _moved_on_host(team: Team, call: RaggedCall) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _moved_on_host(wire: HostWire, call: RaggedCall) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many rows splits ask for, the products here, the rows that a dispatch has brought here, and the counts of what came.
     Splits that are wrong count for as many rows as they may, so that all ranks come to the end."""
     sizes = call.splits.long().clamp(0, call.a.shape[0] + 1)  # one row too many is as wrong as many, and takes no room
-    everyone = [torch.empty_like(sizes) for _ in range(team.world_size)]
-    _awaited(team, dist.all_gather(everyone, sizes, group=team.group, async_op=True))
+    everyone = [torch.empty_like(sizes) for _ in range(wire.team.world_size)]
+    wire.share(sizes, everyone, f"rank {wire.team.rank}, counts of rows")
     sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
-    arriving = torch.stack([(each if call.dispatch else each.t())[team.rank] for each in everyone])  # by src_rank, expert
+    arriving = torch.stack([(each if call.dispatch else each.t())[wire.team.rank] for each in everyone])  # by src_rank, expert
     asked = int(sizes.sum())
     kept = call.a[:asked]
     pieces = kept.new_zeros(asked, kept.shape[1])
     pieces[: kept.shape[0]] = kept
     if not call.dispatch:
         product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
-        return asked, _exchanged(team, product, sent, arriving), kept[:0], arriving
-    landed = _by_other(_exchanged(team, pieces, sent, arriving), arriving)
+        return asked, _exchanged(wire, product, sent, arriving), kept[:0], arriving
+    landed = _by_other(_exchanged(wire, pieces, sent, arriving), arriving)
     result = _grouped(landed, call.b, arriving.sum(0).tolist())
     if call.gated:
         gate, up = result.float().chunk(2, -1)
@@ -260,18 +256,12 @@ def _moved_on_host(team: Team, call: RaggedCall) -> tuple[int, torch.Tensor, tor
     return asked, result, landed, arriving.t()
 
 
-def _exchanged(team: Team, rows: torch.Tensor, sent: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-    """all_to_all of rows, by the sums of counts."""
+def _exchanged(wire: HostWire, rows: torch.Tensor, sent: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    """All-to-all of rows, by the sums of counts."""
     received = rows.new_empty(int(arriving.sum()), rows.shape[1])
-    heights = arriving.sum(1).tolist(), sent.sum(1).tolist()
-    _awaited(team, dist.all_to_all_single(received, rows.contiguous(), *heights, group=team.group, async_op=True))
+    given = torch.split(rows.contiguous(), sent.sum(1).tolist())
+    wire.all_to_all(given, torch.split(received, arriving.sum(1).tolist()), f"rank {wire.team.rank}, rows")()
     return received
-
-
-def _awaited(team: Team, work: dist.Work | None) -> None:
-    """Until a collective has ended; a rank that raised on the way here, or is late, ends the wait."""
-    assert work is not None, "this rank is in the group"
-    wait(team, None, work)
 
 
 def _by_other(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+from weft.core.logs import LOGGER
 from weft.core.problem import Problem
 from weft.core.schedule import Collective
-from weft.runtime.invalid import LOGGER
 
 
 def _gather_options() -> Any:

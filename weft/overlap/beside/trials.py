@@ -18,13 +18,13 @@ rank's count, medians are compared, and sequential wins ties. No other use waits
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.comm.team import Team
 from weft.core.errors import WeftError
+from weft.core.logs import warn_once
 from weft.core.machine import Machine, load
 from weft.overlap.beside.collectives import Collective, rehearsed
 from weft.overlap.beside.device import Device
@@ -221,7 +221,7 @@ class Judge:
             reason = str(error)
         if all(self._meet(f"{spec} is ready", int(not reason))):
             return True
-        warnings.warn(f"{spec} is not tried for {self.key}: {reason or 'another rank cannot'}", stacklevel=2)
+        warn_once(f"{spec} is not tried for {self.key}: {reason or 'another rank cannot'}")
         return False
 
     def _meet(self, text: str, mine: int) -> tuple[int, ...]:
