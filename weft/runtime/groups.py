@@ -31,6 +31,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
 from weft.runtime.bound import BoundProgram, Closes, MayBeHeld
+from weft.runtime.bounded import bounded
 from weft.runtime.calls import Call, MatmulCall, Site
 from weft.runtime.choose import CHOSEN_HERE, choose, contenders, effort, fans_out, predicted
 from weft.runtime.cuda import CudaProgram
@@ -341,6 +342,18 @@ class GroupState:
         """As weft.runtime.unscheduled.watched."""
         with self.lock:
             return unscheduled.watched(self.team, self._spaces.get(device), what, alike, work)
+
+    def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
+        """Begin a collective of gloo's on CPUs, once ranks have met; a function that waits for it. It is given a group of the
+        same ranks, which is abandoned after a failure. Raises PeerLost or WaitTimeout."""
+        work = self.watched(what, "", torch.device("cpu"), lambda: collective(self.wire().group))
+        return lambda: self.await_work(what, work)
+
+    def await_work(self, what: str, work: dist.Work | None) -> None:
+        """Wait for a collective of gloo's on CPUs, within the bound. Raises PeerLost or WaitTimeout."""
+        if work is not None:
+            with self.team.failing():
+                bounded(self.team, lambda: f"rank {self.team.rank}: {what}: not all ranks have taken part", work.wait)
 
     def wire(self) -> HostWire:
         """Messages between the hosts of this team's ranks. Collective at its first use."""

@@ -10,11 +10,14 @@ A message has a sender and a receiver, so the rank that does not come can be nam
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from weft.comm.team import Team
@@ -22,6 +25,8 @@ from weft.runtime.bounded import bounded
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
+_LATER_S = 5.0
+"""So much after weft's own bound gloo ends a wait, which it does without naming a rank."""
 
 
 class HostWire:
@@ -29,13 +34,7 @@ class HostWire:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        # No group that torch knows by name: names of groups that some ranks make on their own are used again.
-        store, bound = team.store("wire"), timedelta(seconds=team.timeout_s)
-        self._backend: Any = bounded(
-            team,
-            lambda: f"rank {team.rank}: expected connections of all ranks; not all have come",
-            lambda: ProcessGroupGloo(store, team.rank, team.world_size, bound),
-        )
+        self._backend: Any = _connected(team, team.store("wire"))
 
     def begin(self, sends: Messages, receives: Messages, what: object) -> Callable[[], None]:
         """Send and receive all of these. Returns a function that waits until that is done, and raises PeerLost or WaitTimeout.
@@ -71,5 +70,33 @@ class HostWire:
         taken[rank].copy_(given[rank])
         return self.begin([(given[other], other) for other in others], [(taken[other], other) for other in others], what)
 
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the team, for gloo's collectives on connections that are abandoned with the team. Collective at its
+        first use. torch knows it by no name."""
+        store = self.team.store("collectives")
+        group = dist.ProcessGroup(store, self.team.rank, self.team.world_size)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, _connected(self.team, store))
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        return group
+
     def close(self) -> None:
+        """Let go of all connections. gloo waits until its collectives have ended, at their bound if a rank is lost: so that is
+        left to a thread then."""
+        held = [self._backend, self.__dict__.pop("group", None)]
         self._backend = None
+        if self.team.broken is not None and held[1] is not None:
+            threading.Thread(target=held.clear, name=f"weft-closes-{self.team.rank}", daemon=True).start()
+        else:
+            held.clear()
+
+
+def _connected(team: Team, store: Any) -> Any:
+    """Connections of gloo's among a team's ranks. Collective. Of no group that torch knows by name: names of groups that some
+    ranks make on their own are used again."""
+    bound = timedelta(seconds=team.timeout_s + _LATER_S)
+    return bounded(
+        team,
+        lambda: f"rank {team.rank}: expected connections of all ranks; not all have come",
+        lambda: ProcessGroupGloo(store, team.rank, team.world_size, bound),
+    )

@@ -70,7 +70,7 @@ class StepTrial:
             self.device.prepare(self.way, probe)
             return
         tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
-        judge = Judge(key=key, team=self.sites.team, device=self.device)
+        judge = Judge(key=key, team=self.sites.team, meet=self.sites.meet, device=self.device)
         self._turns = in_blocks(judge, judge.ready(tried, probe))
 
     @property

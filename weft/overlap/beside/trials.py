@@ -103,12 +103,13 @@ Steps = Generator[str, Turn, Settled]
 class Judge:
     """What all trials of one key have in common.
 
-    team: the ranks that agree. device: runs and times. residents: caps of the computation's kernels to try, asked for once
-    these have run. fixed: nothing of the computation can be changed any more: it is a graph.
+    team: the ranks that agree. meet: how they do. device: runs and times. residents: caps of the computation's kernels to try,
+    asked for once these have run. fixed: nothing of the computation can be changed any more: it is a graph.
     """
 
     key: str
     team: Team
+    meet: Callable[[str, int], tuple[int, ...]]
     device: Device
     residents: Callable[[], tuple[int, ...]] = tuple
     fixed: bool = False
@@ -225,7 +226,7 @@ class Judge:
         return False
 
     def _meet(self, text: str, mine: int) -> tuple[int, ...]:
-        return self.team.enter(f"concurrent {self.key}: {text}", mine)
+        return self.meet(f"concurrent {self.key}: {text}", mine)
 
     def _alone_us(self, name: str, call: Callable[[], object]) -> float:
         """A part by itself, on the slowest rank. Once before it counts, as libraries load what they need."""
