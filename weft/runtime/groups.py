@@ -366,6 +366,7 @@ class GroupState:
         for space in list(self._spaces.values()):
             if isinstance(space, CudaSpace):
                 space.synchronize()
+        self._ragged.synchronize()
         self.team.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:

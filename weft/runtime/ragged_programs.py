@@ -95,6 +95,12 @@ class RaggedPrograms:
             with self._team.failing():
                 self.kept.pop(key)[1].close()
 
+    def synchronize(self) -> None:
+        """Wait until the calls so far have ended on this rank's device; raise what they have noted. Not collective."""
+        with self._team.failing():
+            for _, program in list(self.kept.values()):
+                program.raise_all_noted(self._team)
+
     def close(self) -> None:
         if self.peers is not None:
             if self.peers.device.type == "cuda":
