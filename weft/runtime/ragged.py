@@ -6,7 +6,8 @@
 
 No host waits for another in a call on GPUs, or for its device: what goes wrong there (rows that did not fit, a peer that
 does not come) is noted on the device, which writes it to the host's memory, too. The next call that finds it there raises
-it, and `weft.synchronize`, which waits for the device. On CPUs all hosts know all counts before a row moves, and all raise the same.
+it, and `weft.synchronize`, which waits for the device. On CPUs all hosts know all counts before a row moves, and all raise
+the same.
 """
 
 from __future__ import annotations
@@ -260,17 +261,16 @@ def _shared(wire: HostWire, call: RaggedCall) -> list[tuple[torch.Tensor, int]]:
 def _check_fits(everyone: Sequence[tuple[torch.Tensor, int]], dispatch: bool, max_rows: int) -> None:
     """Raise ValueError for the first rank whose splits are wrong, or at which more rows arrive than it has room for."""
     for rank, (sizes, rows) in enumerate(everyone):
-        if int(sizes.min()) < 0:
-            raise ValueError(f"splits has {int(sizes.min())} on rank {rank}; it must be numbers of rows, 0 or more")
-        if int(sizes.sum()) > rows:
-            raise ValueError(f"splits add up to {int(sizes.sum())} on rank {rank}, but a has {rows} rows")
+        counts = sizes.flatten().tolist()  # their sum may be past what 64 bits hold
+        if min(counts) < 0:
+            raise ValueError(f"splits has {min(counts)} on rank {rank}; it must be numbers of rows, 0 or more")
+        if sum(counts) > rows:
+            raise ValueError(f"splits add up to {sum(counts)} on rank {rank}, but a has {rows} rows")
     for rank in range(len(everyone)):
         arrive = sum(int((sizes if dispatch else sizes.t())[rank].sum()) for sizes, _ in everyone)
         if arrive > max_rows:
-            more = arrive - max_rows
-            raise ValueError(
-                f"max_rows is {max_rows}, but {arrive} rows arrived at rank {rank}: {more} too many; none was moved"
-            )
+            more = f"{arrive - max_rows} too many; none was moved"
+            raise ValueError(f"max_rows is {max_rows}, but {arrive} rows arrived at rank {rank}: {more}")
 
 
 def _moved_on_host(

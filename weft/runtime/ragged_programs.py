@@ -23,7 +23,8 @@ rows as may arrive, and numbers of tokens may change at every step."""
 
 
 class RaggedPrograms:
-    """in_graphs: which of some programs any rank's graphs hold; collective. turn: of a GPU. wire: the team's messages, for CPUs."""
+    """in_graphs: which of some programs any rank's graphs hold; collective. turn: of a GPU. wire: the team's messages, for
+    CPUs."""
 
     def __init__(
         self,
