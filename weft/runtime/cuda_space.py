@@ -88,8 +88,8 @@ _TOLD_S = 1.0
 """So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
-_INVALID_S = 0.05
-"""How long the release waits until NaN is where peers' data arrive."""
+_INVALID_S, _DRAINED_S = 0.05, 5.0
+"""How long the release waits until NaN is where peers' data arrive, and `close` until it is in all results."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
 
@@ -438,14 +438,18 @@ class CudaSpace:
             for _, invalidate in self._releases.values():
                 if invalidate is not None:
                     invalidate(stream)
-        deadline = time.monotonic() + _INVALID_S
-        while not self._invalidating.query() and time.monotonic() < deadline:
-            time.sleep(_DRAIN_S)
+        self._await_invalid(_INVALID_S)
         for call in calls:
             # A call that is still being enqueued raises in the thread that enqueues it, and returns nothing.
             if call.results and call.ticket <= self._ended:
                 self.driver.wait(stream, self._done[call.ticket % _TICKETS])
                 self._invalid += [result.invalidate(self._make_nan) for result in call.results]
+
+    def _await_invalid(self, within_s: float) -> None:
+        """Wait until what has been made invalid so far is NaN, for so long at most."""
+        deadline = time.monotonic() + within_s
+        while not self._invalidating.query() and time.monotonic() < deadline:
+            time.sleep(_DRAIN_S)
 
     def _make_nan(self, address: int, nbytes: int) -> None:
         self.driver.fill(address, INVALID_BYTE, nbytes, self._invalidating.cuda_stream)
@@ -492,6 +496,8 @@ class CudaSpace:
         streams = (self.rescue, self._invalidating, *self._streams.values(), *([self._aside] if self._aside else ()))
         for stream in streams:
             give_back(stream)
+        with suppress(RuntimeError):  # a device that is lost writes nothing
+            self._await_invalid(_DRAINED_S)
         self._invalid.clear()
         give_captures(self.captures)
         self._streams, self._releases = {}, {}

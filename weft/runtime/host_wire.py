@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from weft.comm.team import Team
+from weft.compat.gloo import connections, nameless_group
 from weft.runtime.bounded import bounded
 
 Messages = Sequence[tuple[torch.Tensor, int]]
@@ -75,10 +74,7 @@ class HostWire:
         """The ranks of the team, for gloo's collectives on connections that are abandoned with the team. Collective at its
         first use. torch knows it by no name."""
         store = self.team.store("collectives")
-        group = dist.ProcessGroup(store, self.team.rank, self.team.world_size)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, _connected(self.team, store))
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        return group
+        return nameless_group(store, self.team.rank, self.team.world_size, _connected(self.team, store))
 
     def close(self) -> None:
         """Let go of all connections. gloo waits until its collectives have ended, at their bound if a rank is lost: so that is
@@ -92,11 +88,9 @@ class HostWire:
 
 
 def _connected(team: Team, store: Any) -> Any:
-    """Connections of gloo's among a team's ranks. Collective. Of no group that torch knows by name: names of groups that some
-    ranks make on their own are used again."""
-    bound = timedelta(seconds=team.timeout_s + _LATER_S)
+    """Connections of gloo's among a team's ranks. Collective."""
     return bounded(
         team,
         lambda: f"rank {team.rank}: expected connections of all ranks; not all have come",
-        lambda: ProcessGroupGloo(store, team.rank, team.world_size, bound),
+        lambda: connections(store, team.rank, team.world_size, team.timeout_s + _LATER_S),
     )

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from weft.compat.storages import WeakStorage
 from weft.core.logs import LOGGER
 
 INVALID_BYTE = 0xFF
@@ -49,16 +50,11 @@ class Result:
     __slots__ = ("_address", "_nbytes", "_storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._address, self._nbytes = tensor.data_ptr(), tensor.nbytes
-        self._storage: int | None = tensor.untyped_storage()._weak_ref()
-
-    def __del__(self) -> None:
-        if self._storage is not None:
-            torch.UntypedStorage._free_weak_ref(self._storage)
+        self._address, self._nbytes, self._storage = tensor.data_ptr(), tensor.nbytes, WeakStorage(tensor)
 
     def invalidate(self, fill: Callable[[int, int], None]) -> Any:
         """Call fill(address, nbytes) if somebody still holds the memory. Returns what keeps it alive meanwhile, or None."""
-        alive = torch.UntypedStorage._new_with_weak_ptr(self._storage)
+        alive = self._storage.alive()
         if alive is not None and self._nbytes:
             fill(self._address, self._nbytes)
         return alive
