@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,15 +36,26 @@ def bounded(team: Team, explain: Callable[[], str], work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name=f"weft-waits-{team.rank}", daemon=True).start()
     team.until(done.is_set, lambda: explain() + suspended(team), grace_s=_GRACE_S)
-    if not raised:
-        return found[0]
-    if not isinstance(raised[0], RuntimeError) or isinstance(raised[0], WeftError):
-        raise raised[0]
-    deadline = time.monotonic() + _NAMED_S
-    while time.monotonic() < deadline:
-        team.check_peers()
-        time.sleep(0.02)
-    raise team.fail(PeerLost(f"{explain()}: {raised[0]}"))
+    with named(team, explain):
+        if raised:
+            raise raised[0]
+    return found[0]
+
+
+@contextmanager
+def named(team: Team, explain: Callable[[], str]) -> Iterator[None]:
+    """What a library raises when a connection has broken becomes a PeerLost that names the rank which was lost, if a reason
+    comes soon."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, WeftError):
+            raise
+        deadline = time.monotonic() + _NAMED_S
+        while time.monotonic() < deadline:
+            team.check_peers()
+            time.sleep(0.02)
+        raise team.fail(PeerLost(f"{explain()}{suspended(team)}: {error}")) from error
 
 
 def suspended(team: Team) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from weft.comm.team import Team
 from weft.compat.gloo import connections, nameless_group
-from weft.runtime.bounded import bounded
+from weft.runtime.bounded import bounded, named
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
@@ -39,8 +39,14 @@ class HostWire:
         """Send and receive all of these. Returns a function that waits until that is done, and raises PeerLost or WaitTimeout.
         Empty messages are left out, on both sides. what: for errors."""
         waiting = [""]
-        under_way = [(f"a message of rank {rank}", self._backend.recv([one], rank, 0)) for one, rank in receives if one.numel()]
-        under_way += [(f"rank {rank} to receive", self._backend.send([one], rank, 0)) for one, rank in sends if one.numel()]
+        under_way = list[tuple[str, Any]]()
+        with named(self.team, lambda: f"{what}: connections are broken"):
+            for one, rank in receives:
+                if one.numel():
+                    under_way.append((f"a message of rank {rank}", self._backend.recv([one], rank, 0)))
+            for one, rank in sends:
+                if one.numel():
+                    under_way.append((f"rank {rank} to receive", self._backend.send([one], rank, 0)))
 
         def wait() -> None:
             for waiting[0], one in under_way:
