@@ -166,7 +166,7 @@ import sys
 from pathlib import Path
 from weft.planner.cache import Cache, Entry, Key, space
 from weft.planner.between import Between
-from weft.problem import Problem
+from weft.core.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())
 cache, me, enough = Cache(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])

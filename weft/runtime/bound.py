@@ -246,8 +246,8 @@ class BoundProgram(ABC):
         spans: list[Span] | None = None,
     ) -> Outputs:
         """One call: the output buffers by name, `out` as one matrix for each b. outputs: the caller's own, contiguous; new ones
-        if not given. reached: those of them that peers write, every rank's, by rank. invalidated: what a failure makes invalid, if
-        not the outputs. spans: filled with what ran, if given."""
+        if not given. reached: those of them that peers write, every rank's, by rank. invalidated: what a failure makes invalid,
+        if not the outputs. spans: filled with what ran, if given."""
         self.spans, self._reached, self._invalidated = spans, reached, invalidated
         inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
         outputs = self._allocate(inputs) if outputs is None else outputs
