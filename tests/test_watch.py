@@ -473,13 +473,16 @@ def test_a_group_gives_back_all_it_has_whatever_is_raised(ranks: Ranks) -> None:
     assert ranks.team.broken is not None, "the team is closed, too"
 
 
-@pytest.mark.parametrize("raised_before", [False, True])
-def test_a_group_that_closes_raises_what_no_call_has(ranks: Ranks, raised_before: bool) -> None:
+@pytest.mark.parametrize("raised_before", ["", "by the call", "by the next call"])
+def test_a_group_that_closes_raises_what_no_call_has(ranks: Ranks, raised_before: str) -> None:
     closed: list[Any] = []
     ranks.call()
+    if raised_before == "by the call":
+        with pytest.raises(MemoryError), ranks.team.failing():
+            raise MemoryError("planted")
     ranks.peer_fails()
     assert ranks.failed()
-    if raised_before:
+    if raised_before == "by the next call":
         with pytest.raises(PeerLost):
             ranks.team.check_usable()
     ranks.space.close = lambda: closed.append(1)  # type: ignore[method-assign]

@@ -104,6 +104,7 @@ class Team:
         self._known = Remembered(2, _NUMBERS)
         self.broken: BaseException | None = None
         self.unraised: WeftError | None = None
+        self._raised = False
         self._lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
@@ -391,8 +392,14 @@ class Team:
         try:
             yield
         except BaseException as error:
+            self._is_raised()
             self.fail(error)
             raise
+
+    def _is_raised(self) -> None:
+        """A call of this rank's raises why the team has failed: `weft.close` need not."""
+        with self._lock:
+            self._raised, self.unraised = True, None
 
     def fail_later(self, error: WeftError, *, unraised: bool) -> None:
         """The team has failed, and no call of this rank's can raise that now: the next one does, with this error's words.
@@ -400,11 +407,10 @@ class Team:
         self.fail(error)
         with self._lock:
             self.broken = error
-            self.unraised = error if unraised else None
+            self.unraised = error if unraised and not self._raised else None
 
     def _again(self, text: str) -> WeftError:
         """The failure of this team, to be raised once more: of its own type, with this text."""
-        self.unraised = None
         return (type(self.broken) if isinstance(self.broken, WeftError) else WeftError)(text)
 
     def peer_failed(self) -> bool:
@@ -462,6 +468,7 @@ class Team:
         if self._closed:
             raise WeftError(self._remedy[1])
         if self.broken:
+            self._is_raised()
             raise self._again(self._remedy[0].format(reason(self.broken)))
 
     def _others(self) -> list[int]:

@@ -363,11 +363,12 @@ class GroupState:
 
     def synchronize(self) -> None:
         """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
-        for space in list(self._spaces.values()):
-            if isinstance(space, CudaSpace):
-                space.synchronize()
-        self._ragged.synchronize()
-        self.team.check_peers(may_leave=True)
+        with self.team.failing():
+            for space in list(self._spaces.values()):
+                if isinstance(space, CudaSpace):
+                    space.synchronize()
+            self._ragged.synchronize()
+            self.team.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams

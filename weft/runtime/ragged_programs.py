@@ -97,10 +97,10 @@ class RaggedPrograms:
                 self.kept.pop(key)[1].close()
 
     def synchronize(self) -> None:
-        """Wait until the calls so far have ended on this rank's device; raise what they have noted. Not collective."""
-        with self._team.failing():
-            for _, program in list(self.kept.values()):
-                program.raise_all_noted(self._team)
+        """Wait until the calls so far have ended on this rank's device; raise what they have noted, which ends the calls of all
+        ranks. Not collective."""
+        for _, program in list(self.kept.values()):
+            program.raise_all_noted(self._team)
 
     def close(self) -> None:
         if self.peers is not None:
