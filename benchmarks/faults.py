@@ -164,6 +164,7 @@ def _next(trial: Trial, now: bool, call: int, on: torch.device) -> Work:
 def _right(given: Work, on: torch.device) -> None:
     call, expected = given
     out = call()
+    weft.synchronize()
     if on.type == "cuda":
         torch.cuda.synchronize()
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -26,7 +27,7 @@ def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
         team = Team.__new__(Team)
         team.timeout_s, team.rank, team.world_size = timeout_s, rank, world_size
         team.calls = team._meetings = team._compared = team._rounds = 0
-        team._known, team._aware, team._closing = {}, set(), set()
+        team._known, team.unraised, team._raised = {}, None, False
         team.broken, team._relay, team._lock = None, None, threading.Lock()
         team.nodes, team.one_host, team.near = (), True, range(world_size)
         team.pids = [os.getpid()] * world_size
@@ -75,6 +76,10 @@ class FakeDriver:
     def wait(self, stream: int, event: Event) -> None:
         self.log.append(("wait", stream, event))
 
+    def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
+        self.log.append(("fill", nbytes))
+        ctypes.memset(address, byte, nbytes)
+
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
         return lambda stream: self.log.append(("words", stream))
 
@@ -111,6 +116,7 @@ def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
     """The space of a team. `close` it."""
     monkeypatch.setattr(cuda_space, "Driver", FakeDriver)
     monkeypatch.setattr(cuda_space, "current_lane_priority", lambda: -1)
+    monkeypatch.setattr(cuda_space, "priority_number", lambda priority: -5)
     monkeypatch.setattr(cuda_space, "comm_stream", lambda **_: FakeStream(7))
     monkeypatch.setattr(cuda_space, "give_back", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
@@ -121,7 +127,7 @@ def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
 
 
 def wait_for(ready: Callable[[], object], within_s: float = 60.0) -> bool:
-    """Whether something comes true in time, which is long where it should. Errors of another thread's are raised in here."""
+    """Whether something comes true in time, which is long where it should."""
     deadline = time.monotonic() + within_s
     while not ready() and time.monotonic() < deadline:
         time.sleep(1e-3)

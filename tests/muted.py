@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from weft.core.errors import PeerLost, WaitTimeout
+import weft
+from weft.core.errors import WeftError
 
 
 @contextmanager
@@ -34,12 +35,25 @@ def muted(rank: int) -> Iterator[None]:
         CudaProgram._one = one  # type: ignore[method-assign]
 
 
-def told_without(rank: int, call: Callable[[], object]) -> str:
-    """What this rank is told of a call in which `rank` is muted: "right", or the error."""
+def told_of(call: Callable[[], object]) -> str:
+    """What this rank is told of a call: "right", or the error that the call or weft.synchronize raises. A result that the call
+    itself finds to be wrong must come with such an error."""
+    wrong: AssertionError | None = None
     try:
-        with muted(rank):
+        try:
             call()
-            torch.cuda.synchronize()
-    except (PeerLost, WaitTimeout) as error:
+        except AssertionError as error:
+            wrong = error
+        weft.synchronize()
+        torch.cuda.synchronize()
+    except (WeftError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
+    if wrong is not None:
+        raise wrong
     return "right"
+
+
+def told_without(rank: int, call: Callable[[], object]) -> str:
+    """What this rank is told of a call in which `rank` is muted."""
+    with muted(rank):
+        return told_of(call)

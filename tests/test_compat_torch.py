@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from weft.compat import fsdp
 from weft.compat.autograd import NO_BACKWARD, backward_pass
 from weft.compat.cublas import carveout, has_carveout, set_carveout
+from weft.compat.gloo import connections, nameless_group
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
+from weft.compat.storages import WeakStorage
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 
 ROOT = Path(__file__).parents[1]
@@ -153,3 +155,40 @@ def _fsdp_from_within() -> None:
 @pytest.mark.ranks
 def test_fully_shard_from_within(ranks: RankFixture) -> None:
     ranks(2).run(_fsdp_from_within)
+
+
+def test_memory_is_referred_to_without_being_kept() -> None:
+    """Also where only a view of the tensor is left."""
+    whole = torch.zeros(4, 3)
+    weak, view = WeakStorage(whole), whole[1:]
+    del whole
+    storage = weak.alive()
+    assert storage.data_ptr() == view.untyped_storage().data_ptr()
+    del storage, view
+    assert weak.alive() is None
+
+
+def _nameless() -> list[float]:
+    """Collectives and messages on connections that torch has no name for."""
+    world = dist.group.WORLD
+    assert world is not None
+    rank, size = world.rank(), world.size()
+    store = dist.PrefixStore("nameless", world.get_group_store())  # type: ignore[attr-defined]
+    backend = connections(store, rank, size, 60.0)
+    group, summed, meant = (
+        nameless_group(store, rank, size, backend),
+        torch.full((3,), float(rank)),
+        torch.full((3,), float(rank)),
+    )
+    works = [dist.all_reduce(summed, group=group, async_op=True)]
+    works.append(dist.all_reduce(meant, dist.ReduceOp.AVG, group=group, async_op=True))
+    got = torch.zeros(3)
+    for work in (*works, backend.recv([got], 1 - rank, 0), backend.send([summed], 1 - rank, 0)):
+        assert work is not None
+        work.wait()
+    return [float(summed[0]), float(meant[0])]
+
+
+@pytest.mark.ranks
+def test_gloo_connects_ranks_without_a_name(ranks: RankFixture) -> None:
+    assert ranks(2).run(_nameless) == [[1.0, 0.5]] * 2

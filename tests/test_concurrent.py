@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from concurrent_work import OPS, Exchange, Products
 from conftest import RankFixture
+from logged import logged
 
 import weft
 from weft.overlap.beside import Settled
@@ -100,8 +100,7 @@ def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: b
     sites.HostDevice = lambda device: Scripted(script, abilities)  # type: ignore[assignment, misc, return-value]
     exchange, products, taken = Exchange("all_reduce", CPU), Products(CPU), []
     try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+        with logged() as seen:
             for turn in range(uses):
                 exchange.fill(turn)
                 if repeatable:
@@ -111,7 +110,7 @@ def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: b
                         products.check(products())
                     taken.append(context.way)
                 exchange.check(turn)
-        return _told(), taken, products.calls, [str(warning.message) for warning in seen]
+        return _told(), taken, products.calls, seen
     finally:
         weft.close()
         sites.HostDevice = plain  # type: ignore[misc]

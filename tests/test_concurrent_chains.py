@@ -66,11 +66,11 @@ def test_a_smaller_microbatch_is_no_site_of_its_own(ranks: RankFixture) -> None:
     assert ranks(2).run(_stages) == [True] * 2
 
 
-def test_gradients_that_could_not_be_averaged_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_could_not_be_averaged_raise() -> None:
     under_way: torch.futures.Future[object] = torch.futures.Future()
     device = HostDevice(torch.device("cpu"))
-    monkeypatch.setattr(device, "_begun", lambda way, one: SimpleNamespace(get_future=lambda: under_way))
-    given = device.future(PLAIN, None, torch.ones(2))  # type: ignore[arg-type]
+    fake: Any = SimpleNamespace(ranks=None, enqueue=lambda group, async_op: SimpleNamespace(get_future=lambda: under_way))
+    given = device.future(PLAIN, fake, torch.ones(2))
     under_way.set_exception(RuntimeError("Connection closed by peer"))
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         given.wait()

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from logged import warned
 
 from weft.overlap import controls
 from weft.overlap.beside import cuda
@@ -269,7 +270,7 @@ def test_kernels_of_which_it_cannot_be_told_need_caps(monkeypatch: pytest.Monkey
         raise ValueError("kernel has 2 compiled variants")
 
     monkeypatch.setattr(controls, "occupancy", occupancy)
-    with pytest.warns(UserWarning, match="kernels are not capped: kernel has 2 compiled variants; or pass residents"):
+    with warned("kernels are not capped: kernel has 2 compiled variants; or pass residents"):
         assert Kernels([Kernel(8)]).residents() == ()
     assert Kernels([Kernel(8)], caps=(2,)).residents() == (2,)
     with pytest.raises(ValueError, match="residents has 0; at least one block"):

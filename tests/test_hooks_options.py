@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from logged import warned
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
@@ -163,7 +164,7 @@ def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
 
 
 def test_what_copy_engines_cannot_sum_is_not_tried() -> None:
-    with pytest.warns(UserWarning, match="copy_engine is not tried: gradients are torch.float64"):
+    with warned("copy_engine is not tried: gradients are torch.float64"):
         ways = ways_of("auto", DDP_WAYS, without=(), no_copies=why_not_summed([torch.float64, torch.float32]))
     assert ways == tuple(way for way in DDP_WAYS if not way.startswith("copy_engine"))
     assert why_not_summed([torch.bfloat16, torch.float32]) == ""

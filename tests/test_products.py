@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from logged import warned
 
 import weft
 from weft.compat.cublaslt import Algorithm, stored, supports
@@ -202,7 +203,7 @@ def test_a_missing_library_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "cuda", "99.0")
     monkeypatch.setattr(torch.version, "hip", None)
     products._library.cache_clear()
-    with pytest.warns(UserWarning, match=r"left to torch: cuBLASLt is not found \(libcublasLt.so.99"):
+    with warned(r"left to torch: cuBLASLt is not found \(libcublasLt.so.99"):
         assert products._library(0) is None
     assert products._library(0) is None  # and no second warning, which would be an error here
     products._library.cache_clear()

@@ -1,16 +1,14 @@
-"""How failures end on GPUs, without one: who is told, what is released, what is given back, also if more goes wrong meanwhile.
+"""How failures end on GPUs, without one: what is logged, raised, released, made invalid and given back, whatever goes wrong.
 
 The team is that of two ranks in one process; the device is one that a test drives (tests/lone_ranks.py).
 """
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +26,10 @@ from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import MatmulCall
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_space import Pending
+from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState, Site
+from weft.runtime.invalid import results_of
+from weft.runtime.plain import PLAIN
 from weft.runtime.tape import Words
 from weft.schedules import build
 
@@ -41,9 +42,11 @@ class Ranks:
     def __init__(self, space: FakeSpace, peer: Team) -> None:
         self.space, self.team, self.peer = space, space.team, peer
 
-    def call(self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False) -> int:
-        """One that is enqueued, and waits on the device."""
-        ticket = self.space.begin(STREAM, lambda: stuck, rehearses=rehearses)
+    def call(
+        self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
+    ) -> int:
+        """One that is enqueued, and waits on the device. out: what it returns."""
+        ticket = self.space.begin(STREAM, lambda: stuck, rehearses=rehearses, results=results_of(out))
         if begun:
             self.space.begun(ticket)
         self.space.end(STREAM, ticket)
@@ -52,6 +55,18 @@ class Ranks:
 
     def peer_fails(self) -> None:
         self.peer.fail(MemoryError("planted"))
+
+    def failed(self) -> bool:
+        """Whether the watch has ended what it does at a failure."""
+        return wait_for(lambda: self.team.broken is not None and not self.space.watching)
+
+    def raised_after(self, strike: Callable[[], object], kind: type[BaseException], match: str) -> None:
+        """After something has happened, the next call, and weft.synchronize, raise this."""
+        strike()
+        assert self.failed()
+        for call in (self.team.check_usable, self.space.synchronize, lambda: self.team.check_peers(may_leave=True)):
+            with pytest.raises(kind, match=match):
+                call()
 
 
 @pytest.fixture
@@ -64,24 +79,74 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     space.close()
 
 
-def _waits_after(strike: Callable[[], object]) -> None:
-    strike()
-    wait_for(lambda: False, LONG_S)
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_waits_is_told_whether_the_device_has_come_to_the_call_or_not(ranks: Ranks, begun: bool) -> None:
+    """A call behind other work of the caller's would begin later, and find all flags raised: it is invalid, too."""
+    out = torch.ones(4, 3)
+    ranks.call(begun=begun, out=out)
+    ranks.raised_after(ranks.peer_fails, PeerLost, "rank 1 failed: planted")
+    assert bool(out.isnan().all())
+
+
+def test_what_calls_returned_is_nan_once_and_no_memory_of_others(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """Part of a tensor, what the caller has dropped, integers; and a call that has ended. One line is logged."""
+    whole, ended, whole_numbers, dropped = torch.ones(4, 3), torch.ones(3), torch.ones(3, dtype=torch.int32), torch.ones(3)
+    ranks.space.ended(ranks.call(out=ended))
+    ranks.call(out=whole[1:3])
+    ranks.call(out=whole_numbers)
+    ranks.call(out=dropped)
+    ranks.space.begin(STREAM, lambda: "a flag", rehearses=False, results=results_of([[ended]]))  # not enqueued yet
+    del dropped
+    ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
+    assert whole.isnan().sum(1).tolist() == [0, 3, 3, 0]
+    assert bool((ended == 1).all())
+    assert bool((whole_numbers == 1).all())
+    fills = [entry for entry in ranks.space.driver.log if entry[0] in ("wait", "fill")]
+    assert [entry[0] for entry in fills] == ["wait", "fill", "wait"]
+    (line,) = [record for record in caplog.records if record.name == "weft"]
+    assert (line.levelname, "planted; meanwhile a flag" in line.getMessage()) == ("ERROR", True)
+
+
+def test_what_peers_send_is_nan_before_anything_is_released(ranks: Ranks) -> None:
+    done: list[str] = []
+    ranks.space.keep_releasable(0, lambda: done.append("released"), lambda stream: done.append(f"invalid on {stream}"))
+    ranks.call()
+    ranks.peer_fails()
+    assert wait_for(lambda: "released" in done)
+    assert done[0] == "invalid on 7"
+    assert done.count("invalid on 7") == 1
+
+
+def test_no_thread_is_interrupted(ranks: Ranks) -> None:
+    """Whatever the user's thread does, it gets no error out of nowhere."""
+    ranks.call()
+    ranks.space.captured()
+    ranks.peer_fails()
+    assert ranks.failed()
+    _nothing_for(0.1)
+
+
+def test_a_process_that_is_to_end_does_so_once_peers_know(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(cuda_space, "end_process", lambda: ends.append(ranks.team._words[0].load(_STATE)))
+    ranks.space._on_failure = "abort"
+    ranks.call()
+    ranks.peer_fails()
+    assert wait_for(lambda: ends)
+    assert ends == [_TOLD]
+
+
+def test_what_is_to_be_done_at_a_failure_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_ON_FAILURE", "ignore")
+    with pytest.raises(ValueError, match="WEFT_ON_FAILURE is 'ignore'; use raise or abort"):
+        check_environment()
 
 
 def _nothing_for(seconds: float) -> None:
-    """Whatever another thread raises in this one is raised in here."""
+    """Whatever another thread raises in this one would be raised in here."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(1e-3)
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_who_waits_is_told_whether_the_device_has_come_to_the_call_or_not(ranks: Ranks, begun: bool) -> None:
-    """A call behind other work of the caller's would begin later, find all flags raised, and give rubbish."""
-    ranks.call(begun=begun)
-    with pytest.raises(PeerLost, match="rank 1 failed: planted"):
-        _waits_after(ranks.peer_fails)
 
 
 def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +156,8 @@ def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.Monkey
     ranks.space.ended(ticket)
     ranks.peer_fails()
     ranks.peer.told(0.0)
-    assert wait_for(ranks.space._told.is_set)
-    _nothing_for(0.1)
+    assert ranks.failed()
+    assert ranks.team.unraised is None, "weft.close has nothing to raise"
 
 
 def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,21 +165,22 @@ def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks,
     held, look = threading.Event(), FakeSpace._look
     monkeypatch.setattr(FakeSpace, "_look", lambda self: held.is_set() or look(self))
     held.set()
-    ticket = ranks.call()
+    out = torch.ones(3)
+    ticket = ranks.call(out=out)
     ranks.peer_fails()
     time.sleep(2 * cuda_space._TOLD_S)
     ranks.space.ended(ticket)
     (call,) = ranks.space._pending
     assert ranks.space._ended_rightly(call, ())
     assert not ranks.space._ended_rightly(call, (call,))
-    with pytest.raises(PeerLost, match="planted"):
-        _waits_after(held.clear)
+    ranks.raised_after(held.clear, PeerLost, "planted")
+    assert bool(out.isnan().all())
 
 
 def test_a_call_that_is_enqueued_after_the_watch_has_looked_raises_by_itself(ranks: Ranks) -> None:
     """Also where no peer says that it has failed: it may be dead, or merely late."""
     ranks.team.pids[1] = 0
-    assert wait_for(ranks.space._told.is_set)
+    assert ranks.failed()
     assert not ranks.team.peer_failed()
     with pytest.raises(PeerLost, match="died"):
         ranks.call()
@@ -122,13 +188,12 @@ def test_a_call_that_is_enqueued_after_the_watch_has_looked_raises_by_itself(ran
 
 def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> None:
     ranks.team.timeout_s = 0.05
-    with pytest.raises(WaitTimeout, match=r"arrived\[1\]@0 after 0.05 s"):
-        _waits_after(lambda: ranks.call(stuck="arrived[1]@0"))
+    ranks.raised_after(lambda: ranks.call(stuck="arrived[1]@0"), WaitTimeout, r"arrived\[1\]@0 after 0.05 s")
 
 
 def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.team.timeout_s = 0.05
-    call = Pending(ticket=ranks.call(rehearses=True), thread=0, stuck=lambda: "a collective", rehearses=True)
+    call = Pending(ticket=ranks.call(rehearses=True), stuck=lambda: "a collective", rehearses=True)
     ranks.space._hold_to_bound(call)
     assert 500 < call.deadline - time.monotonic() <= cuda_space._FIRST_S
     call.deadline = time.monotonic() - 1
@@ -157,8 +222,7 @@ def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, mo
     state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
     assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7
     ranks.space.begun(1)
-    with pytest.raises(PeerLost, match="meanwhile rank 0: a gradient: perhaps not all ranks have begun it"):
-        _waits_after(ranks.peer_fails)
+    ranks.raised_after(ranks.peer_fails, PeerLost, "meanwhile rank 0: a gradient: perhaps not all ranks have begun it")
     assert aborted.wait(LONG_S)
     with pytest.raises(WeftError, match="broken"):
         state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7)
@@ -189,43 +253,18 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
     assert kept == [("a", stream), ("out", stream)]
 
 
-def test_a_thread_that_has_an_error_of_its_own_gets_no_second_one(ranks: Ranks) -> None:
+def test_what_waits_is_released_after_an_error_of_ones_own(ranks: Ranks) -> None:
     ranks.call()
     released = threading.Event()
     ranks.space.keep_releasable(0, released.set)
     with pytest.raises(MemoryError, match="planted"):
         raise ranks.team.fail(MemoryError("planted"))
     assert wait_for(released.is_set)
-    _nothing_for(0.1)
 
 
-def test_a_thread_that_closes_is_left_alone_and_hears_of_it_afterwards(ranks: Ranks) -> None:
-    ranks.call()
-    ranks.team.closing()
-    ranks.peer_fails()
-    assert wait_for(ranks.space._told.is_set)
-    _nothing_for(0.1)
-    assert str(ranks.space.cut_short).startswith("rank 1 failed: planted; meanwhile a flag")
-
-
-def test_a_thread_that_python_has_not_started_works_for_others(ranks: Ranks) -> None:
-    """autograd's threads make the calls of a backward pass; what they compute is read elsewhere."""
-    done = threading.Event()
-
-    def backward() -> None:
-        ranks.call()
-        done.set()
-
-    _thread.start_new_thread(backward, ())
-    assert done.wait(LONG_S)
-    with pytest.raises(PeerLost, match="planted"):
-        _waits_after(ranks.peer_fails)
-
-
-def test_who_has_a_graph_is_told_whenever_it_comes(ranks: Ranks) -> None:
+def test_nothing_is_captured_once_a_peer_has_failed(ranks: Ranks) -> None:
     ranks.space.captured()
-    with pytest.raises(PeerLost, match="planted"):
-        _waits_after(ranks.peer_fails)
+    ranks.peer_fails()
     with pytest.raises(PeerLost):
         ranks.space.captured()
 
@@ -260,8 +299,10 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     ranks.space.begun(ticket)
     ranks.space.end(STREAM, ticket)
     ranks.space.keep_releasable(0, released.set)
+    (partial(setattr, ranks.space.driver, "lost", True) if lost else ranks.peer_fails)()
+    assert ranks.failed()
     with pytest.raises(WeftError, match="the device is lost" if lost else "cannot be told: AttributeError"):
-        _waits_after(partial(setattr, ranks.space.driver, "lost", True) if lost else ranks.peer_fails)
+        ranks.team.check_usable()
     ranks.space.driver.lost = False
     assert wait_for(released.is_set)
     assert ranks.team.broken
@@ -273,8 +314,7 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
     answers = threading.Event()
     ticket = ranks.space.begin(STREAM, lambda: str(answers.wait(LONG_S)), rehearses=False)
     ranks.space.begun(ticket)
-    with pytest.raises(PeerLost, match=r"planted; meanwhile .* the driver does not answer"):
-        _waits_after(ranks.peer_fails)
+    ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile .* the driver does not answer")
     answers.set()
 
 
@@ -290,8 +330,7 @@ def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monke
     assert waited == [], "its event is another call's by now"
     ranks.space.after(STREAM, 1)
     assert len(waited) == 1
-    with pytest.raises(PeerLost, match="planted"):
-        _waits_after(ranks.peer_fails)
+    ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
 
 
 def _lost_with(ranks: Ranks) -> None:
@@ -302,8 +341,10 @@ def _lost_with(ranks: Ranks) -> None:
 def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
     """What CUDA says of memory of a process that is gone tells nobody which one."""
     ranks.call()
+    _lost_with(ranks)
+    assert ranks.failed()
     with pytest.raises(PeerLost, match=r"rank 1 \(process 0\) died"):
-        _waits_after(partial(_lost_with, ranks))
+        ranks.team.check_usable()
     ranks.space.driver.lost = False
 
 
@@ -397,7 +438,7 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
         raise KeyError("planted")
 
     with pytest.raises(KeyError):
-        program._submit(raises)
+        program._submit(raises, {})
     assert not ranks.space.done(1)
     ranks.space.ended(1)
     assert ranks.space.done(1)
@@ -432,12 +473,21 @@ def test_a_group_gives_back_all_it_has_whatever_is_raised(ranks: Ranks) -> None:
     assert ranks.team.broken is not None, "the team is closed, too"
 
 
-def test_a_call_cut_short_while_its_group_closes_is_told_at_the_end(ranks: Ranks) -> None:
+@pytest.mark.parametrize("raised_before", ["", "by the call", "by the next call"])
+def test_a_group_that_closes_raises_what_no_call_has(ranks: Ranks, raised_before: str) -> None:
     closed: list[Any] = []
-    ranks.space.cut_short = PeerLost("rank 1 died")
+    ranks.call()
+    if raised_before == "by the call":
+        with pytest.raises(MemoryError), ranks.team.failing():
+            raise MemoryError("planted")
+    ranks.peer_fails()
+    assert ranks.failed()
+    if raised_before == "by the next call":
+        with pytest.raises(PeerLost):
+            ranks.team.check_usable()
     ranks.space.close = lambda: closed.append(1)  # type: ignore[method-assign]
     state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
-    with pytest.raises(PeerLost, match="rank 1 died"):
+    with nullcontext() if raised_before else pytest.raises(PeerLost, match="planted; meanwhile a flag"):
         state.close()
     del ranks.space.close
     assert closed == [1]
@@ -471,16 +521,23 @@ def test_a_rank_of_another_node_is_waited_for_too() -> None:
     assert time.monotonic() - began < LONG_S / 2
 
 
-def test_modes_are_put_back_whatever_cuts_that_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_short(call: object, kept: object) -> None:
-        torch.set_grad_enabled(False)
-        raise PeerLost("raised where modes are put back")
+def test_modes_are_put_back_whatever_is_raised() -> None:
+    """Also where one call runs within another."""
 
-    monkeypatch.setattr(GROUPS, "state", lambda name: SimpleNamespace(run=cut_short))
-    with torch.enable_grad():
-        with pytest.raises(PeerLost):
-            GROUPS.run("world", cast(Any, None))
-        assert torch.is_grad_enabled()
+    def modes() -> tuple[bool, bool, bool]:
+        return torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    with torch.autocast("cpu"), torch.inference_mode():
+        with suppress(PeerLost), PLAIN:
+            with suppress(KeyError), PLAIN:
+                assert modes() == (False, False, False)
+                raise KeyError("planted")
+            assert modes() == (False, False, False)
+            raise PeerLost("planted")
+        assert modes()[:2] == (True, True)
+    with torch.enable_grad(), suppress(PeerLost), PLAIN:
+        raise PeerLost("planted")
+    assert modes() == (False, False, True)
 
 
 def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -> None:
@@ -492,9 +549,9 @@ def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) ->
     assert time.monotonic() - began < LONG_S / 2
 
 
-def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for given, warned in (("1", 1), ("7", 1), ("8", 0), ("32", 0), ("", 0), ("all", 0)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            cuda_space._warn_of_few_queues()
-        assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in str(one.message) for one in caught] == [True] * warned
+        caplog.clear()
+        cuda_space._warn_of_few_queues()
+        assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in one for one in caplog.messages] == [True] * warned

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         matmul_all_reduce,
         matmul_all_to_all,
         matmul_reduce_scatter,
+        synchronize,
     )
     from weft.overlap import collectives as collectives
     from weft.overlap import controls as controls
@@ -109,6 +110,7 @@ _HOMES = {
     "parallelize": "models.parallelize",
     "plan": "planner",
     "simulate": "perf",
+    "synchronize": "ops",
     "timeline": "schedules.timelines",
 }
 
@@ -172,5 +174,6 @@ __all__ = [
     "parallelize",
     "plan",
     "simulate",
+    "synchronize",
     "timeline",
 ]

@@ -6,18 +6,20 @@ Every other one is told, soon; none takes what was cut short for a result; and a
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from muted import told_without
+from muted import told_of, told_without
 from on_gpus import NEEDS_TWO, SIZES, alarm
 from rank_pools import gpus, ranks_on_gpus
 from rank_work import check_gather, check_scatter, here
@@ -66,17 +68,26 @@ def _replays_until(victim: int, how: int) -> tuple[str, float]:
     struck = time.monotonic() + 0.5
     if dist.get_rank() == victim:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), how)).start()
-    message = ""
-    try:
-        while time.monotonic() < struck + 30:
-            graph.replay()
-            torch.cuda.synchronize()
-    except PeerLost as error:
-        message = f"{type(error).__name__}: {error}"
+    message, slowest = "", 0.0
+    while not message and time.monotonic() < struck + 30:
+        began = time.monotonic()
+        graph.replay()
+        torch.cuda.synchronize()
+        slowest = max(slowest, time.monotonic() - began)
+        try:
+            weft.synchronize()
+        except PeerLost as error:
+            message = f"{type(error).__name__}: {error}"
     ended = time.monotonic() - struck
+    for _ in range(3):  # each replay ends from now on, too
+        began = time.monotonic()
+        graph.replay()
+        torch.cuda.synchronize()
+        slowest = max(slowest, time.monotonic() - began)
+    assert slowest < BOUND_S, slowest
     # The GPU is usable, and calls say what happened.
     assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
-    with pytest.raises(WeftError, match="broken"):
+    with pytest.raises(PeerLost, match="broken"):
         weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
     return message, ended
 
@@ -119,10 +130,7 @@ def _wakes_too_late(victim: int, step: int) -> str:
     if dist.get_rank() == victim:
         CudaProgram._one, CudaSpace._look = slow, drowsy  # type: ignore[method-assign, assignment]
     try:
-        check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1)
-        message = "right"
-    except WeftError as error:
-        message = f"{type(error).__name__}: {error}"
+        message = told_of(lambda: check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1))
     finally:
         CudaProgram._one, CudaSpace._look = one, look  # type: ignore[method-assign]
     torch.cuda.synchronize()
@@ -161,8 +169,10 @@ def _vendor_waits_for(victim: int, how: str, again: str) -> tuple[str, float]:
     if rank == victim:
         time.sleep(2 * BOUND_S)
     try:
-        weft.matmul_reduce_scatter(a, b, schedule="sequential")
+        out = weft.matmul_reduce_scatter(a, b, schedule="sequential")
         torch.cuda.synchronize()
+        assert bool(out.isnan().all()), "a result without the lost rank's part"
+        weft.synchronize()
     except WeftError as error:
         message = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - began
@@ -216,6 +226,7 @@ def _different_calls() -> str:
             weft.all_gather_matmul(a, b, schedule="flag_gated:1")
         torch.cuda.synchronize()
         time.sleep(1)
+        weft.synchronize()
     except WeftError as error:
         message = f"{type(error).__name__}: {error}"
     torch.cuda.synchronize()
@@ -237,12 +248,8 @@ def _operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _told(work: Callable[[], object]) -> tuple[str, float]:
     """What some work, or waiting for the GPU behind it, raises, and after how many seconds."""
-    began, message = time.monotonic(), "right"
-    try:
-        work()
-        torch.cuda.synchronize()
-    except (WeftError, MemoryError) as error:
-        message = f"{type(error).__name__}: {error}"
+    began = time.monotonic()
+    message = told_of(work)
     return message, time.monotonic() - began
 
 
@@ -352,6 +359,8 @@ def _comes_late(what: str) -> tuple[str, float]:
             time.sleep(2 * BOUND_S)
         if what == "backward":
             out.backward()
+            torch.cuda.synchronize()
+            assert not bool(gathered.grad.isnan().any()), "a gradient without a late rank's part"  # type: ignore[union-attr]
             return
         for _ in range(1500 if what == "many calls" else 1):
             weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
@@ -369,3 +378,49 @@ def test_whoever_reads_what_a_late_rank_is_missing_from_is_told(pool: Ranks, wha
     assert all(message != "right" for message, _ in told), told
     assert any(message.startswith("WaitTimeout: rank") for message, _ in told), told
     assert all(seconds < 6 * BOUND_S for _, seconds in told), told
+
+
+@alarm(60)
+def _is_lost_behind(victim: int, schedule: str) -> tuple[str, str, int, float]:
+    """`victim` dies while the others' call waits for it on the GPU, and their threads call weft no more. What their results are
+    once the GPU has ended; then what the next call and weft.synchronize raise, how many lines are logged, and how soon."""
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    logging.getLogger("weft").addHandler(handler)
+    a, b = _operands()
+    weft.matmul_reduce_scatter(a, b, schedule=schedule)
+    torch.cuda.synchronize()
+    dist.barrier()
+    struck = time.monotonic()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with suppress(PeerLost):  # the call itself raises where the peer is known to be dead by then
+        out = weft.matmul_reduce_scatter(a, b, schedule=schedule)
+        later = out.float().sum()
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - struck
+        assert bool(out.isnan().all()), out
+        assert bool(later.isnan()), "what is computed from a result, in the order of the stream"
+    seconds = time.monotonic() - struck
+    said = []
+    for call in (lambda: weft.matmul_reduce_scatter(a, b, schedule=schedule), weft.synchronize):
+        with pytest.raises(PeerLost) as caught:
+            call()
+        said.append(str(caught.value))
+    return said[0], said[1], len([line for line in lines if line.levelno >= logging.ERROR]), seconds
+
+
+@pytest.mark.parametrize("schedule", ["track_and_trigger:2", "sequential_stores"])
+def test_results_that_a_dead_rank_is_missing_from_are_nan(schedule: str) -> None:
+    """No thread is interrupted: the log, NaN, the next call and weft.synchronize say it."""
+    with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        ranks.start(_is_lost_behind, 1, schedule)
+        with pytest.raises(RankFailed) as caught:
+            ranks.finish(timeout_s=60)
+    assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
+    called, synchronized, lines, seconds = caught.value.results[0]
+    assert "rank 1 (process" in called, called
+    assert "rank 1 (process" in synchronized, synchronized
+    assert lines == 1
+    assert seconds < BOUND_S

@@ -30,8 +30,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -88,7 +88,8 @@ class Team:
 
     timeout_s: bound of every wait. remedy: what calls say after it has failed, and after it was closed. nodes: as a Problem has
     them. one_host: whether they are all of one host. near: the ranks of this one's node, itself among them. topic: what tells
-    this team from all others. Raises ValueError if the ranks of a host are no neighbours.
+    this team from all others. broken: why it has failed. unraised: the same, as long as calls that have returned are invalid
+    and no later call has raised it. Raises ValueError if the ranks of a host are no neighbours.
     """
 
     _remedy, _closed = OF_A_GROUP, False
@@ -102,8 +103,8 @@ class Team:
         self.calls = self._meetings = self._compared = 0
         self._known = Remembered(2, _NUMBERS)
         self.broken: BaseException | None = None
-        self._aware: set[int] = set()
-        self._closing: set[int] = set()
+        self.unraised: WeftError | None = None
+        self._raised = False
         self._lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
@@ -205,12 +206,9 @@ class Team:
         self._control[self.rank].write_text(slot, TEXT_BYTES, text)
         self._words[self.rank].store(_OFFERED + parity, mine)
         self._log_call(parity)
-        try:
+        with self.failing():  # peers take this call for begun
             self._tell()
             self._agree(text, within_s)
-        except BaseException as error:
-            # Peers take this call for begun: whatever ends it here, be it Ctrl-C, must end theirs.
-            raise self.fail(error) from error.__cause__
         return tuple(words.load(_OFFERED + parity) for words in self._words)
 
     def _agree(self, text: str, within_s: float | None) -> None:
@@ -275,10 +273,8 @@ class Team:
         """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective.
         Raises ValueError where shared memory is too small for it. What it raises ends the team: a peer may have found room."""
         self.check_usable()
-        try:
+        with self.failing():
             return self._allocated(Segment.create("data", nbytes))
-        except BaseException as error:
-            raise self.fail(error) from error.__cause__
 
     def _allocated(self, mine: Segment) -> list[Segment]:
         self._rounds += 1
@@ -337,8 +333,7 @@ class Team:
         all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
         """
         if self.broken:
-            self.aware()
-            raise PeerLost(reason(self.broken))
+            raise self._again(reason(self.broken))
         self._hear()
         self._compare()
         dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
@@ -383,7 +378,6 @@ class Team:
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
-        self.aware()
         with self._lock:
             if self.broken is None:
                 self.broken = error
@@ -392,36 +386,42 @@ class Team:
                 reap_stale()
         return error
 
-    def aware(self) -> None:
-        """A failure of this team is raised in this thread just now: it is told of no other."""
-        with self._lock:
-            self._aware.add(threading.get_ident())
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the team, so that it ends theirs."""
+        try:
+            yield
+        except BaseException as error:
+            self._is_raised()
+            self.fail(error)
+            raise
 
-    def closing(self) -> None:
-        """This thread closes the team: nobody raises anything in it meanwhile."""
+    def _is_raised(self) -> None:
+        """A call of this rank's raises why the team has failed: `weft.close` need not."""
         with self._lock:
-            self._closing.add(threading.get_ident())
+            self._raised, self.unraised = True, None
 
-    def tell(self, threads: Iterable[int], raise_in: Callable[[int], object]) -> bool:
-        """Call `raise_in` for those of some threads that are not aware of a failure; from here on they are. Whether one of them
-        was left out, since it closes the team."""
+    def fail_later(self, error: WeftError, *, unraised: bool) -> None:
+        """The team has failed, and no call of this rank's can raise that now: the next one does, with this error's words.
+        unraised: calls that have returned were under way, so that `weft.close` raises it, too, if no other call has."""
+        self.fail(error)
         with self._lock:
-            unaware = set(threads) - self._aware
-            for thread in unaware - self._closing:
-                raise_in(thread)
-            self._aware |= unaware
-            return bool(unaware & self._closing)
+            self.broken = error
+            self.unraised = error if unraised and not self._raised else None
+
+    def _again(self, text: str) -> WeftError:
+        """The failure of this team, to be raised once more: of its own type, with this text."""
+        return (type(self.broken) if isinstance(self.broken, WeftError) else WeftError)(text)
 
     def peer_failed(self) -> bool:
         """Whether a peer says that it has failed: what it sends from then on may be worthless."""
         return any(self._words[peer].load(_STATE) in _ENDED_BADLY for peer in range(self.world_size) if peer != self.rank)
 
     def told(self, within_s: float) -> None:
-        """After a failure, once this rank's calls have been told of it: returns when those of all that live have been, too, or
-        after so long.
+        """After a failure that this rank knows of: returns when all ranks that live know of one, too, or after so long.
 
-        Only then may a rank let go on what waits on its device: what that sends without having what it waited for, a call of
-        another rank's that knows of no failure would take for results.
+        Only then may a rank release what waits on its device: what that sends without having what it waited for, another rank
+        that knows of no failure would take for results.
         """
         own = self._words[self.rank]
         if own.load(_STATE) == _FAILED:
@@ -459,16 +459,17 @@ class Team:
         self.__dict__.pop("group", None)
 
     def check_usable(self) -> None:
-        """Raise WeftError, with the reason, if this team has failed here, or is another process's."""
+        """Raise WeftError if this team has failed here, or is another process's: with the reason, and of the failure's type."""
         if self.forked:
             raise WeftError(
                 f"process {os.getpid()} is a fork of process {self.pids[self.rank]}, which is rank {self.rank} of this group: "
                 "call weft there, or start processes by spawn and give them a group of their own"
             )
+        if self._closed:
+            raise WeftError(self._remedy[1])
         if self.broken:
-            self.aware()
-            failed, closed = self._remedy
-            raise WeftError(closed if self._closed else failed.format(reason(self.broken)))
+            self._is_raised()
+            raise self._again(self._remedy[0].format(reason(self.broken)))
 
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]

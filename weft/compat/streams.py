@@ -76,6 +76,10 @@ class Driver:
 
         return copy_rows
 
+    def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
+        """Set every byte of some memory. It needs no kernel that would have to be loaded."""
+        checked(self.api.cuMemsetD8Async(address, byte, nbytes, stream))
+
     def event(self) -> Any:
         """An event without a time."""
         return checked(self.api.cuEventCreate(self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING))

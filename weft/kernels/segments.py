@@ -214,8 +214,6 @@ def layout_kernel(
     """One block. Writes the tables, goals, and received, the counts in the order of landing; sets both words of turn to 0."""
     words = tl.arange(0, NOTES)
     noted = tl.load(notes_ptr + words)
-    if tl.max(tl.abs(noted), axis=0) != 0:
-        tl.store(host_address.to(tl.pointer_type(tl.int64)) + words, noted)
     call = tl.load(calls_ptr) + 1
     slot = call % 2 * W * W * E
     told = _publish(
@@ -288,6 +286,12 @@ def layout_kernel(
     tl.store(turn_ptr, 0)
     tl.store(turn_ptr + 1, 0)
     tl.store(calls_ptr, call)
+
+    # The host sees what this call has noted so far, and what earlier ones have noted anywhere.
+    tl.debug_barrier()
+    noted = tl.load(notes_ptr + words)
+    if tl.max(tl.abs(noted), axis=0) != 0:
+        tl.store(host_address.to(tl.pointer_type(tl.int64)) + words, noted)
 
 
 @triton.jit

@@ -35,6 +35,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "synchronize",
 ]
 
 
@@ -42,9 +43,23 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     """Give back what weft holds for a group: segments, threads, programs. The next call starts anew. Not collective.
 
     After an error, every rank of the group calls this before the group is used again. Raises PeerLost or WaitTimeout, once all
-    is given back, if a call that was still under way on a GPU could not end: what it returned is worthless.
+    is given back, if a call that was still under way on a GPU could not end, and no call has raised that: what it returned is
+    invalid.
     """
     GROUPS.close(group_of(group)[0])
+
+
+def synchronize(group: dist.ProcessGroup | None = None) -> None:
+    """Wait until all that this rank has called in a group has ended on its device, and raise what has failed. Not collective.
+
+    On GPUs a call returns before it has ended. If a peer is lost then, or a flag does not come within WEFT_TIMEOUT_S, weft logs
+    the error at once (logger "weft"), lets the GPU go on, and fills the floating-point results of unfinished calls with NaN;
+    integer results stay as they are, and are invalid. The next call of the group raises the error, and so does this function:
+    call it before results leave the program, as before a checkpoint is written.
+
+    Raises PeerLost, WaitTimeout or RankMismatch. Where the group has made no call, there is nothing to wait for.
+    """
+    GROUPS.synchronize(group_of(group)[0])
 
 
 def choices(group: dist.ProcessGroup | None = None) -> list[Choice]:

@@ -19,12 +19,12 @@ import os
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core import codec
+from weft.core.logs import warn_once
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import FAMILIES, check_chunks, check_op, parse, spec
 
@@ -102,9 +102,7 @@ def from_environment() -> Cache | None:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        warnings.warn(
-            f"measured plans are not kept: {error} Set WEFT_CACHE_DIR to a folder of yours, or to nothing", stacklevel=2
-        )
+        warn_once(f"measured plans are not kept: {error} Set WEFT_CACHE_DIR to a folder of yours, or to nothing")
         return None
     return Cache(Path(base) / "weft")
 
@@ -131,7 +129,7 @@ class Cache:
             if entry.key == key:
                 return entry
             reason = f"it is for {entry.key.problem} on {dict(entry.key.machine)}"
-        warnings.warn(f"a kept plan is skipped, {path}: {reason}", stacklevel=2)
+        warn_once(f"a kept plan is skipped, {path}: {reason}")
         return None
 
     def write(self, entry: Entry) -> None:
@@ -144,7 +142,7 @@ class Cache:
             self._remove_stale()
             _replace(path, codec.dumps(entry))
         except OSError as error:
-            warnings.warn(f"a measured plan is not kept: {error}; set WEFT_CACHE_DIR to a folder of yours", stacklevel=2)
+            warn_once(f"a measured plan is not kept: {error}; set WEFT_CACHE_DIR to a folder of yours")
 
     def _remove_stale(self) -> None:
         for path in self.folder.glob(".*.tmp"):

@@ -16,7 +16,7 @@ A program, which is a schedule bound to one rank:
     cuda.py  tape.py  order.py                   on GPUs: lanes as streams get them, in an order in which none is stuck
     flag_words.py  replay.py                     words of flags on GPUs, calls as graphs
     cuda_space.py  pool.py  reach.py             what a team's programs share there: streams, the watch, symmetric memory
-    alarm.py                                     who is told of a failure, in which thread
+    invalid.py                                   what a failure does to results, and to the process
     driver.py                                    the CUDA driver, where torch has no name
     products.py  cublaslt.py                     matmuls, each by the algorithm of cuBLAS that was fastest
 
@@ -27,7 +27,8 @@ Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
 What others move, and the rest:
 
-    vendor.py  unscheduled.py                    NCCL's collectives; the process group's that no schedule describes
+    vendor.py  unscheduled.py                    NCCL's collectives; what no schedule describes
+    bounded.py  invalid.py                       waits in gloo, within weft's bound; results that must not be used
     network.py  host_wire.py                     messages between nodes: NCCL's, gloo's
     ranks.py  versions.py                        rank processes of weft's own; versions of all that takes part
 """

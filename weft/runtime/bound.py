@@ -118,6 +118,7 @@ class BoundProgram(ABC):
         self._outputs = [buffer for buffer in schedule.buffers if buffer.kind == "output"]
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
+        self._invalidated: Sequence[torch.Tensor] = ()
         self._space = space
         self.kernels: dict[int, FusedStep] = {}
         self.pushes: dict[tuple[str, int], FusedPush] = {}
@@ -241,11 +242,13 @@ class BoundProgram(ABC):
         *,
         outputs: Outputs | None = None,
         reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        invalidated: Sequence[torch.Tensor] = (),
         spans: list[Span] | None = None,
     ) -> Outputs:
         """One call: the output buffers by name, `out` as one matrix for each b. outputs: the caller's own, contiguous; new ones
-        if not given. reached: those of them that peers write, every rank's, by rank. spans: filled with what ran, if given."""
-        self.spans, self._reached = spans, reached
+        if not given. reached: those of them that peers write, every rank's, by rank. invalidated: what a failure makes invalid,
+        if not the outputs. spans: filled with what ran, if given."""
+        self.spans, self._reached, self._invalidated = spans, reached, invalidated
         inputs = {name: [self.prepare(name, one) for one in tensors] for name, tensors in inputs.items()}
         outputs = self._allocate(inputs) if outputs is None else outputs
         self.play(inputs, outputs)

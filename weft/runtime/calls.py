@@ -60,6 +60,11 @@ class Call(ABC):
         return 1
 
     @property
+    def invalidated(self) -> Sequence[torch.Tensor]:
+        """Of the caller's tensors, those that a failure makes invalid."""
+        return ()
+
+    @property
     def tried(self) -> bool:
         """Whether calls with results of their own may stand for it in a trial. The same on every rank."""
         return True

@@ -15,7 +15,6 @@ agreed values, so that ranks choose alike; and of the environment, which is to b
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, get_args
@@ -24,6 +23,7 @@ import torch
 
 from weft import schedules
 from weft.core import machine
+from weft.core.logs import warn_once
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, Problem
 from weft.core.schedule import Schedule
@@ -114,7 +114,7 @@ def _profile(problem: Problem, device: torch.device) -> Machine | None:
             lacks = f"the machine profile says nothing of {problem.dtype}"
             profile.tflops(problem.dtype)
     except ValueError as error:
-        warnings.warn(f"{lacks} ({error}): sequential", stacklevel=3)
+        warn_once(f"{lacks} ({error}): sequential")
         return None
     return profile
 

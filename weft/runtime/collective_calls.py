@@ -81,6 +81,15 @@ class CollectiveCall(Call):
         return {"out": [self._elements(tensor.view(self.out.dtype)) for tensor in self.reach.by_rank]}
 
     @property
+    def invalidated(self) -> Sequence[torch.Tensor]:
+        """The result, in its own dtype. Of an all-gather in place, all but the part that this rank has given itself."""
+        flat = _plain(self.out).view(-1)
+        at = (self.a.data_ptr() - flat.data_ptr()) // flat.element_size()
+        if self.op == "all_gather" and 0 <= at < flat.numel():
+            return flat[:at], flat[at + self.a.numel() :]
+        return (flat,)
+
+    @property
     def tried(self) -> bool:
         """Not where peers write the result itself, nor where a second one might not fit."""
         return self.reach is None and self.out.numel() * self.out.element_size() <= _MOST_TRIED_BYTES

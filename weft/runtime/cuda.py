@@ -39,6 +39,7 @@ from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
+from weft.runtime.invalid import INVALID_BYTE, results_in
 from weft.runtime.network import sms_for
 from weft.runtime.products import Products, settings
 from weft.runtime.replay import Replays, lie
@@ -123,7 +124,7 @@ class CudaProgram(BoundProgram):
         self._last_ticket = 0
         self._forks = {lane.name: (self.driver.event(), self.driver.event()) for lane in lanes if lane.kind != "compute"}
         self._aside = self.driver.event(), self.driver.event()
-        space.keep_releasable(id(self), self._release)
+        space.keep_releasable(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
 
     def _raise_what_no_call_left(self) -> None:
         """What a call waits for of the calls before it is raised for the first one."""
@@ -255,7 +256,7 @@ class CudaProgram(BoundProgram):
         if self._replayable and self.spans is None and not capturing:
             graph = self._replays.find(inputs, outputs)
         if graph is not None:
-            self._replay(graph)
+            self._replay(graph, self._invalid(outputs))
             return
         bindings = self.bind(inputs, outputs)
         if capturing:
@@ -265,15 +266,15 @@ class CudaProgram(BoundProgram):
             return
         if self._forks:
             self._load(bindings, self._how(inputs, outputs))
-        self._submit(lambda: self._fork_and_join(bindings), allocates=self._allocates)
+        self._submit(lambda: self._fork_and_join(bindings), self._invalid(outputs), allocates=self._allocates)
 
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
         if not self._products:
-            self._submit(graph.replay)
+            self._submit(graph.replay, outputs)
             return
         caller = self.space.current_stream()
         self.space.after_replays(caller)
-        self._submit(graph.replay)
+        self._submit(graph.replay, outputs)
         self.space.replayed(caller)
 
     def _tape(self, bindings: Bindings) -> Tape:
@@ -293,7 +294,7 @@ class CudaProgram(BoundProgram):
         self.space.captures.ready()
         spans, self.spans, self._silent = self.spans, None, True
         before = self.space.allocated()
-        self._submit(lambda: self._fork_and_join(bindings))
+        self._submit(lambda: self._fork_and_join(bindings), {})
         self._allocates = self.space.allocated() - before
         self.spans, self._silent, self._rehearsed = spans, False, True
         self.space.settle()
@@ -335,15 +336,16 @@ class CudaProgram(BoundProgram):
             if isinstance(item, Words):
                 self._submission(item)
 
-    def _submit(self, enqueue: Callable[[], None], *, allocates: int = 0) -> None:
-        """One call on the caller's stream, after the program's last one, and under watch. allocates: bytes, on the way."""
+    def _submit(self, enqueue: Callable[[], None], outputs: Outputs, *, allocates: int = 0) -> None:
+        """One call on the caller's stream, after the program's last one, and under watch. outputs: what it writes, which a
+        failure makes invalid. allocates: bytes, on the way."""
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
             self.space.after(caller, self._last_ticket)
         if self._waits_on_sms and not self._silent:
             self.space.turn.take(caller)
         zero_us, watched = time.perf_counter_ns() / 1e3, self.spans is not None
-        ticket = self.space.begin(caller, self._stuck, rehearses=self._silent)
+        ticket = self.space.begin(caller, self._stuck, rehearses=self._silent, results=results_in(outputs))
         self._times = []
         if watched:
             self._timed(None, caller, lambda: None)
@@ -470,6 +472,15 @@ class CudaProgram(BoundProgram):
             yield from ((Where(self.rank, lane.name, at, step), wait) for wait in waits(step))
             if not isinstance(step, Wait):
                 return
+
+    def _invalid(self, outputs: Outputs) -> Outputs:
+        """What a failure makes invalid: the outputs, or what the caller gave for results."""
+        return {"invalidated": list(self._invalidated)} if self._invalidated else outputs
+
+    def _invalidate_arrivals(self, stream: int) -> None:
+        """Set the memory in which peers' data arrive to NaN: what is computed from it is NaN, too."""
+        memory = self._area.memory
+        self.driver.fill(memory.data_ptr(), INVALID_BYTE, memory.numel(), stream)
 
     def _release(self) -> None:
         """Raise every word of this rank beyond what any wait needs, so that its streams drain.

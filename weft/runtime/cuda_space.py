@@ -6,20 +6,26 @@ word into host memory took 3.2 us of every call. The thread looks in the relaxed
 graph capture of another thread.
 
     caller: begun 7 ... done 7      begun 8 ...
-    watch:  done 7 in time? -> next;   a peer dead, or the bound over -> say which wait is stuck, raise in the callers'
-            threads, release the blocked streams once all ranks know
+    watch:  done 7 in time? -> next;   a peer dead, or the bound over -> log which wait is stuck, release the blocked streams
+            once all ranks know, write NaN into what the unfinished calls return
 
-A released stream goes on without what it waited for, and so sends rubbish. Thus a rank releases its own only when no peer can
-take that for results any more: when the peers' watches have told their calls (Team.told), or after a second. A rank that was
-stopped, or slow, for longer finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
+The watch raises nothing in threads of others. The next call of the group raises the error, or `weft.synchronize`.
 
-Told is whoever has made a call that has not ended, whether the device has come to it or not: it would run on rubbish. A graph
-that replays calls is none that the space could see, and memory that peers write may be read at any time: so the threads that
-have such are told whenever a failure comes. After a failure each replay would wait again: so the watch goes on releasing until
-the space is closed.
+A released stream goes on without what it waited for, so what it computes and sends is invalid. Thus a rank releases its own
+only when no peer can take that for results any more: when the peers' watches know of the failure (Team.told), or after a
+second. A rank that was stopped, or slow, for longer finds at the end of the call that it enqueues then that a peer has failed
+(`raise_if_failed`).
 
-A collective of the vendor's waits for its peers by itself, and no word that the space could raise ends it: its communicator has
-to be aborted, which is the caller's. That is done where a schedule here has such a collective and, a while after all else was
+Invalid is every call that has not ended when the failure is seen, whether the device has come to it or not. Its results become
+NaN twice over. Before the release the memory in which peers' data arrive is set to NaN, so that whatever the released streams
+compute from it is NaN, too, in the order of the streams. Once the call has ended, its results themselves are set to NaN
+(weft.runtime.invalid), on a stream that waits for the call's end.
+
+A CUDA graph of the caller's that replays calls is none that the space could see: of its replays only the memory in which peers'
+data arrive is NaN. After a failure each replay would wait again: so the watch goes on releasing until the space is closed.
+
+A collective of NCCL's waits for its peers by itself, and no word that the space could raise ends it: its communicator has to be
+aborted, which is the caller's. That is done where a schedule here has such a collective and, a while after all else was
 released, the calls under way have not ended, or a captured one may be replayed. The group then serves nobody any more.
 """
 
@@ -27,16 +33,14 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -45,7 +49,8 @@ from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.streams import Driver, Word
 from weft.core.errors import WaitTimeout, WeftError
-from weft.runtime.alarm import addressed, raise_in
+from weft.core.logs import LOGGER
+from weft.runtime.invalid import INVALID_BYTE, Result, end_process, on_failure_from_environment, results_of
 from weft.runtime.network import CudaWire
 from weft.runtime.replay import give_captures, private_pool, take_captures
 from weft.runtime.turn import Turn
@@ -64,8 +69,9 @@ launches. Then the launch waits within the driver, where nobody can be told of a
 behind it: those of the watch, too. A call and what comes between two of them are some ten launches."""
 _ASKS_S = 2.0
 """How long the watch asks what a call waits for, for the same reason."""
-_ASIDE_PRIORITY = -3
-"""Of the signals' stream: lanes have -1, calls beside the caller's -2 (weft.runtime.groups), the rescue the highest."""
+_ASIDE_PRIORITY, _INVALID_PRIORITY = -3, -4
+"""Of the signals' stream, and of the one that invalidates results: lanes have -1, calls beside the caller's -2
+(weft.runtime.groups), the rescue the highest."""
 _QUEUES = 8
 """Hardware queues that CUDA has for streams, unless told otherwise."""
 _LOOKS_PER_S = 20_000_000
@@ -81,17 +87,19 @@ _TOLD_S = 1.0
 """So long a peer may take to tell its calls of a failure: its watch looks every half second, at least."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
+_INVALID_S, _DRAINED_S = 0.05, 5.0
+"""How long the release waits until NaN is where peers' data arrive, and `close` until it is in all results."""
 _IDLE_TICKS = 25
 """A team without calls under way looks after its peers this much more rarely (graphs may be replaying)."""
 
 
 @dataclass(kw_only=True)
 class Pending:
-    """A call under way. thread: who made it. stuck: what it waits for, in words. rehearses: it waits for no flag, but perhaps
-    for compilers. deadline: set once it has begun."""
+    """A call under way. results: what it returns. stuck: what it waits for, in words. rehearses: it waits for no flag, but
+    perhaps for compilers. deadline: set once it has begun."""
 
     ticket: int
-    thread: int
+    results: tuple[Result, ...] = ()
     stuck: Callable[[], str]
     rehearses: bool
     deadline: float = math.inf
@@ -122,6 +130,7 @@ class CudaSpace:
         self._priority = current_lane_priority()
         # Of another priority than the lanes', so that no hardware queue is shared with a lane, or a graph's branch, that waits.
         self.rescue = comm_stream(priority="high", device=device)
+        self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
         self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
@@ -132,16 +141,18 @@ class CudaSpace:
         """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace, that of `captures`."""
         self._looked = time.monotonic()
         self._pending: deque[Pending] = deque()
-        self._callers, self._holders = set[int](), set[int]()
         self._captures = False
-        self.cut_short: WeftError | None = None
-        """What ended calls of a thread that could not be told, since it was closing the team."""
+        self._on_failure = on_failure_from_environment()
+        self._invalid: list[Any] = []
+        """What keeps the memory of invalid results alive while it is written."""
         self.has_collectives = False
         """Whether a schedule here has the vendor's collectives."""
         self._abort: Abort | None = None
-        self._releases: dict[int, Callable[[], None]] = {}
+        self._releases: dict[int, tuple[Callable[[], None], Callable[[int], None] | None]] = {}
         self._releasing = threading.Lock()
-        self._stop, self._told = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self.watching = True
+        """Whether the watch has seen no failure, or has yet to end what it does then."""
         self._watch = threading.Thread(target=self._watch_calls, name=f"weft-watch-{team.rank}", daemon=True)
         self._watch.start()
 
@@ -211,10 +222,11 @@ class CudaSpace:
             return torch.cuda.current_stream(self.device)
         return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
-    def keep_releasable(self, key: int, release: Callable[[], None]) -> None:
-        """Call `release` if the team fails, also when no call is under way: a graph may be replaying."""
+    def keep_releasable(self, key: int, release: Callable[[], None], invalidate: Callable[[int], None] | None = None) -> None:
+        """If the team fails, call `invalidate` with a stream once and then `release` again and again, also when no call is
+        under way: a graph may be replaying."""
         with self._releasing:
-            self._releases[key] = release
+            self._releases[key] = release, invalidate
 
     def forget(self, key: int) -> None:
         with self._releasing:
@@ -235,9 +247,9 @@ class CudaSpace:
         tries, launched_by = self.tries, self._words_launcher
         return lambda stream: do_words(table, tries=tries, launched_by=launched_by, stream=stream)
 
-    def begin(self, stream: int, stuck: Callable[[], str], *, rehearses: bool) -> int:
+    def begin(self, stream: int, stuck: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()) -> int:
         """A new call's ticket. It is under watch from when `stream` comes here, also while it is still being enqueued; for one
-        that rehearses the bound is that of first calls.
+        that rehearses the bound is that of first calls. results: what it returns.
 
         Waits, bounded, where so many calls are under way that its events still belong to one of them.
         """
@@ -247,9 +259,7 @@ class CudaSpace:
             # The watch bounds each call. Together, with what else the stream has, they may take longer.
             self.team.until(lambda: self.done(ticket - _TICKETS + 1), stuck, max(self.team.timeout_s, _FIRST_S))
         self.driver.record(self._begun[ticket % _TICKETS], stream)
-        thread = threading.get_ident()
-        self._callers.add(thread)
-        self._pending.append(Pending(ticket=ticket, thread=thread, stuck=stuck, rehearses=rehearses))
+        self._pending.append(Pending(ticket=ticket, results=tuple(results), stuck=stuck, rehearses=rehearses))
         return ticket
 
     def _reusable(self, ticket: int) -> bool:
@@ -258,13 +268,8 @@ class CudaSpace:
         return last_user <= self._seen_done or self.done(last_user)
 
     def captured(self) -> None:
-        """This thread captures a call, and may replay it later."""
+        """A graph captures a call, and may replay it later. Raises as raise_if_failed."""
         self._captures = True
-        self.held()
-
-    def held(self) -> None:
-        """This thread has what a failure makes worthless at any time. Raises as raise_if_failed."""
-        self._holders.add(threading.get_ident())
         self.raise_if_failed()
 
     def end(self, stream: int, ticket: int) -> None:
@@ -273,11 +278,17 @@ class CudaSpace:
         self._ended = ticket
 
     def raise_if_failed(self) -> None:
-        """Raise PeerLost if this rank or a peer has failed by now: for what the watch cannot have seen when it did."""
+        """Raise if this rank or a peer has failed by now: for what the watch cannot have seen when it did."""
         if self.team.broken is not None or self.team.peer_failed():
-            # Mostly the watch raises its own error in here.
-            self._told.wait(2 * _TOLD_S)
             self.team.check_peers()
+
+    def synchronize(self) -> None:
+        """Wait until all calls so far have ended on this rank's device. Bounded: the watch bounds each, and all of them
+        together have the bound of first calls. Raises what has failed."""
+        last = self._tickets
+        stuck = f"rank {self.team.rank}: calls are under way"
+        self.team.until(lambda: self.done(last), lambda: stuck, max(self.team.timeout_s, _FIRST_S))
+        self.raise_if_failed()
 
     def watched(self, what: str, work: Callable[[], T]) -> T:
         """Run what enqueues the vendor's collectives on torch's current stream, watched as a first call is: it may compile."""
@@ -288,8 +299,10 @@ class CudaSpace:
             return work()
         stream, rank = self.current_stream(), self.team.rank
         ticket = self.begin(stream, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
+        call = self._pending[-1]
         try:
             done = work()
+            call.results = tuple(results_of(done))
         finally:
             self.end(stream, ticket)
         self.raise_if_failed()
@@ -329,6 +342,7 @@ class CudaSpace:
                 idle += 1
             if (self._pending or idle % _IDLE_TICKS == 0) and not self._look():
                 break
+        self.watching = False
         released = ended = time.monotonic()
         while not self._stop.wait(_DRAIN_S if self._pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
             with suppress(RuntimeError):  # a device that is lost has nothing that waits
@@ -342,7 +356,7 @@ class CudaSpace:
         """End the vendor's collectives whose peers do not come."""
         if self.has_collectives and (self._captures or self._pending):
             self.has_collectives = False
-            _say("aborts the process group, in whose collective a call waits: destroy it")
+            LOGGER.error("aborts the process group, in whose collective a call waits: destroy it")
             self._abort = Abort(backend_of(self.team.group, self.device).abort, str(self.team.rank))
 
     def _pass_done(self) -> bool:
@@ -353,7 +367,7 @@ class CudaSpace:
         return self._seen_done > before
 
     def _look(self) -> bool:
-        """False once the team has failed: then everything has been released and said."""
+        """False once the team has failed, and that has been logged."""
         first, doubtful = None, self._doubtful()
         try:
             if not doubtful:
@@ -395,18 +409,47 @@ class CudaSpace:
             raise self.team.fail(WaitTimeout(f"{self._stuck(call)} after {bound_s:g} s"))
 
     def _fail(self, error: WeftError, first: Pending | None, doubtful: Sequence[Pending] = ()) -> None:
-        """Raise in the threads that wait, then let the streams drain: they wake into the error, not into results."""
+        """Log the error, keep it for the next call, and make what unfinished calls return invalid once it is written."""
         self.team.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {self._stuck(first)}")
-        waiting = [call.thread for call in (*doubtful, *self._under_way_or_queued())]
-        if self.team.tell(addressed({*waiting, *self._holders}, self._callers), partial(raise_in, error)) and waiting:
-            self.cut_short = error
-        self._told.set()
-        _say(str(error))
+        invalid = [*doubtful, *self._under_way_or_queued()]
+        self.team.fail_later(error, unraised=bool(invalid))
+        LOGGER.error(str(error))
         self.team.told(_TOLD_S)
+        if self._on_failure == "abort":
+            end_process()
+        with suppress(RuntimeError):  # a device that is lost has no results
+            self._invalidate(invalid)
         if self.wire:
             self.wire.abort()
+
+    def _invalidate(self, calls: Sequence[Pending]) -> None:
+        """Before anything is released: NaN where peers' data arrive, and, behind the end of each call, in its results.
+
+        A memset is a kernel, for which there is no room while one that spins holds the SMs. So it is on no stream that releases
+        anything, and is waited for only so long.
+        """
+        stream = self._invalidating.cuda_stream
+        with self._releasing:
+            for _, invalidate in self._releases.values():
+                if invalidate is not None:
+                    invalidate(stream)
+        self._await_invalid(_INVALID_S)
+        for call in calls:
+            # A call that is still being enqueued raises in the thread that enqueues it, and returns nothing.
+            if call.results and call.ticket <= self._ended:
+                self.driver.wait(stream, self._done[call.ticket % _TICKETS])
+                self._invalid += [result.invalidate(self._make_nan) for result in call.results]
+
+    def _await_invalid(self, within_s: float) -> None:
+        """Wait until what has been made invalid so far is NaN, for so long at most."""
+        deadline = time.monotonic() + within_s
+        while not self._invalidating.query() and time.monotonic() < deadline:
+            time.sleep(_DRAIN_S)
+
+    def _make_nan(self, address: int, nbytes: int) -> None:
+        self.driver.fill(address, INVALID_BYTE, nbytes, self._invalidating.cuda_stream)
 
     def _stuck(self, call: Pending) -> str:
         """What a call waits for, in words, as far as that can be told: its program may be closed by now, its device lost."""
@@ -436,7 +479,7 @@ class CudaSpace:
         """Let all that waits go on, unless what was enqueued for that last time is still under way."""
         with self._releasing:
             if self.rescue.query():
-                for release in self._releases.values():
+                for release, _ in self._releases.values():
                     release()
 
     def close(self) -> None:
@@ -447,8 +490,12 @@ class CudaSpace:
             self._abort.ended()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
-        for stream in (self.rescue, *self._streams.values(), *([self._aside] if self._aside else ())):
+        streams = (self.rescue, self._invalidating, *self._streams.values(), *([self._aside] if self._aside else ()))
+        for stream in streams:
             give_back(stream)
+        with suppress(RuntimeError):  # a device that is lost writes nothing
+            self._await_invalid(_DRAINED_S)
+        self._invalid.clear()
         give_captures(self.captures)
         self._streams, self._releases = {}, {}
         # Freed here: where its last user went, as in a garbage collection while a stream is captured, CUDA may refuse to.
@@ -463,13 +510,9 @@ def _warn_of_few_queues() -> None:
     """Lanes wait for each other. Where all streams share a queue of the GPU, one that waits may hold up what it waits for."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if given.isdecimal() and int(given) < _QUEUES:
-        warnings.warn(
-            f"CUDA_DEVICE_MAX_CONNECTIONS is {given}: streams that wait for each other may share a hardware queue, and calls "
-            f"may end in WaitTimeout; leave it out ({_QUEUES} is CUDA's default), or use schedule='sequential'",
-            stacklevel=2,
+        LOGGER.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is %s: streams that wait for each other may share a hardware queue, and calls may end "
+            "in WaitTimeout; leave it out (%d is CUDA's default), or use schedule='sequential'",
+            given,
+            _QUEUES,
         )
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody may be there to read it
-        print(f"weft: {text}", file=sys.stderr, flush=True)

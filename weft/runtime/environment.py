@@ -11,6 +11,7 @@ from weft.comm.nodes import ranks_per_node
 from weft.comm.team import timeout_from_environment
 from weft.runtime.choose import effort, profile_for
 from weft.runtime.collective_calls import staging_from_environment
+from weft.runtime.invalid import on_failure_from_environment
 
 _PREFIX = "WEFT_"
 
@@ -32,6 +33,7 @@ def _load_machine() -> None:
 
 READ: dict[str, Callable[[], object]] = {
     "WEFT_TIMEOUT_S": timeout_from_environment,
+    "WEFT_ON_FAILURE": on_failure_from_environment,
     "WEFT_EFFORT": effort,
     "WEFT_MACHINE": _load_machine,
     "WEFT_MACHINE_FORCE": lambda: None,

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
 from weft.core.problem import LookupProblem
 from weft.kernels.places import Places, places_of, sort_indices
+from weft.runtime.unscheduled import AllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,12 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """One backward on one rank. indices, offsets, weights: those of the forward, of this rank's tables. wait: for a collective
-    that is under way."""
+    """One backward on one rank. indices, offsets, weights: those of the forward, of this rank's tables. all_to_all: begins to
+    exchange gradients."""
 
     problem: LookupProblem
     rank: int
-    group: dist.ProcessGroup
-    wait: Callable[[dist.Work], None]
+    all_to_all: AllToAll
     indices: torch.Tensor
     offsets: torch.Tensor
     weights: torch.Tensor | None
@@ -98,13 +97,12 @@ class Backward:
         gives = [grad.shape[0] * problem.columns(rank) for rank in range(problem.world_size)]
         takes = [(high - low) * own for low, high in problem.shards]
         landed = grad.new_empty(sum(takes))
-        work = dist.all_to_all_single(landed, packed, takes, gives, group=self.group, async_op=True)
+        wait = self.all_to_all(landed, packed, takes, gives)
 
         def arrive() -> torch.Tensor:
             # Until then what is sent must live.
             _ = packed
-            if work is not None:
-                self.wait(work)
+            wait()
             return landed.view(problem.m, own)
 
         return arrive

@@ -9,10 +9,9 @@ from __future__ import annotations
 import atexit
 import gc
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -27,21 +26,25 @@ from weft.comm.memory import free_symmetric
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.versions import warn_of_untested_versions
+from weft.core.logs import warn_once
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
 from weft.runtime.bound import BoundProgram, Closes, MayBeHeld
+from weft.runtime.bounded import bounded
 from weft.runtime.calls import Call, MatmulCall, Site
 from weft.runtime.choose import CHOSEN_HERE, choose, contenders, effort, fans_out, predicted
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host import HostProgram, HostSpace
+from weft.runtime.host_wire import HostWire
 from weft.runtime.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved, agree
 from weft.runtime.plain import PLAIN
 from weft.runtime.ragged_programs import RaggedPrograms
 from weft.runtime.reach import Reach, Reachable
 from weft.runtime.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
 from weft.runtime.turn import Turn
+from weft.runtime.unscheduled import AllToAll
 from weft.runtime.widened import Widened, narrowed, widened
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ class GroupState:
         self._earlier = KeptPlans(self.team)
         self._unproved, self._widened = Unproved(), Widened(self._choices, self._earlier.around)
         self._attached: dict[type, Any] = {}
-        self._ragged = RaggedPrograms(self.team, self._in_graphs, lambda device: GROUPS.turn(device))
+        self._ragged = RaggedPrograms(self.team, self._in_graphs, lambda device: GROUPS.turn(device), self.wire)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self.reachable = Reachable(self.team.rank)
 
@@ -105,10 +108,10 @@ class GroupState:
             if not capturing:
                 # What one rank captures, others may not: the order must stay that of all.
                 self._programs.move_to_end(site.program)
-            try:  # peers wait for this rank: whatever ends its call must end theirs, with the reason
-                found = site.program.run(call.inputs, outputs=call.outputs, reached=call.reached, spans=call.spans)
-            except BaseException as error:
-                raise self.team.fail(error) from error.__cause__
+            with self.team.failing():
+                found = site.program.run(
+                    call.inputs, outputs=call.outputs, reached=call.reached, invalidated=call.invalidated, spans=call.spans
+                )
             if site.wide:
                 assert isinstance(asked, MatmulCall)
                 found = narrowed(found, asked, self.team.rank, self.team.world_size)
@@ -116,14 +119,12 @@ class GroupState:
 
     def _as_bound(self, call: Call, site: Site) -> Call:
         """The call as the site's program is for it. Peers are in the call: what is raised on the way ends theirs."""
-        try:
+        with self.team.failing():
             call = call.filled(self.team.world_size) if site.empty else call
             if not site.wide:
                 return call
             assert isinstance(call, MatmulCall)
             return widened(call, site.wide, self.team.rank, self.team.world_size)
-        except BaseException as error:
-            raise self.team.fail(error) from error.__cause__
 
     def run_ragged(self, call: RaggedCall) -> Arrived:
         """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
@@ -227,7 +228,7 @@ class GroupState:
             return site
         choice = Choice(problem=problem, spec=BASE, trials=trials)
         whence = "taken over" if asked == "auto" else f"chosen by {asked!r}"
-        warnings.warn(f"{choice}: {spec} was {whence}, but is no faster here; sequential is put back", stacklevel=2)
+        warn_once(f"{choice}: {spec} was {whence}, but is no faster here; sequential is put back")
         self._programs[site.program] = (problem, spec, device)
         if asked == "auto":
             self._choices[problem, device] = choice
@@ -342,9 +343,32 @@ class GroupState:
         with self.lock:
             return unscheduled.watched(self.team, self._spaces.get(device), what, alike, work)
 
-    def wait(self, work: dist.Work, device: torch.device) -> None:
-        """As weft.runtime.unscheduled.wait."""
-        unscheduled.wait(self.team, self._spaces.get(device), work)
+    def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
+        """Begin a collective of gloo's on CPUs, once ranks have met; a function that waits for it. It is given a group of the
+        same ranks, which is abandoned after a failure. Raises PeerLost or WaitTimeout."""
+        work = self.watched(what, "", torch.device("cpu"), lambda: collective(self.wire().group))
+        return lambda: self.await_work(what, work)
+
+    def await_work(self, what: str, work: dist.Work | None) -> None:
+        """Wait for a collective of gloo's on CPUs, within the bound. Raises PeerLost or WaitTimeout."""
+        if work is not None:
+            with self.team.failing():
+                bounded(self.team, lambda: f"rank {self.team.rank}: {what}: not all ranks have taken part", work.wait)
+
+    def wire(self) -> HostWire:
+        """Messages between the hosts of this team's ranks. Collective at its first use."""
+        space = self._space(torch.device("cpu"))
+        assert isinstance(space, HostSpace)
+        return space.wire
+
+    def synchronize(self) -> None:
+        """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
+        with self.team.failing():
+            for space in list(self._spaces.values()):
+                if isinstance(space, CudaSpace):
+                    space.synchronize()
+            self._ragged.synchronize()
+            self.team.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
@@ -385,7 +409,8 @@ class GroupState:
         return list(self._choices.values())
 
     def close(self) -> None:
-        """Give everything back, whatever is raised on the way. Raises what cut a call of this thread's short meanwhile."""
+        """Give everything back, whatever is raised on the way. Raises what has made results of earlier calls invalid, if no
+        call has raised it."""
         spaces = [space.close for space in self._spaces.values()]
         first = [closes.close for closes in (*self._attached.values(), *self._programs)]
         with ExitStack() as rest:
@@ -397,9 +422,8 @@ class GroupState:
                 (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self.team.close)
             ):
                 rest.callback(close)
-        for space in self._spaces.values():
-            if isinstance(space, CudaSpace) and space.cut_short is not None:
-                raise space.cut_short
+        if self.team.unraised is not None:
+            raise self.team.unraised
 
     def _close_side_streams(self) -> None:
         while self._side:
@@ -418,12 +442,7 @@ class Groups:
         atexit.register(self.close_all)
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        grad = torch.is_grad_enabled()
-        try:
-            return self.state(name).run(call, self._kept)
-        finally:
-            # Once more: what another thread raises in this one may cut short what puts modes back.
-            torch._C._set_grad_enabled(grad)
+        return self.state(name).run(call, self._kept)
 
     def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
         return self.state(name).run_ragged(call)
@@ -453,16 +472,20 @@ class Groups:
         """As GroupState.watched; as it is in a group that has been closed."""
         return known.watched(what, alike, device, work) if (known := self.known(name)) else work()
 
-    def wait(self, name: str, work: dist.Work, device: torch.device) -> None:
-        """As GroupState.wait; as it is in a group that has been closed."""
-        if known := self.known(name):
-            known.wait(work, device)
-        else:
-            work.wait()
+    def all_to_all(self, name: str, what: str, device: torch.device) -> AllToAll:
+        """How a group's ranks exchange elements of a device's. In a group that has been closed, by the process group."""
+        if device.type == "cpu" and (known := self.known(name)):
+            return unscheduled.by_messages(known.wire, what)
+        return unscheduled.by_group(_resolve_process_group(name))  # type: ignore[arg-type]
 
-    def failed(self, name: str, error: BaseException) -> BaseException:
-        """What a rank raises that the others, which may wait for it, are to be told."""
-        return known.team.fail(error) if (known := self.known(name)) else error
+    def synchronize(self, name: str) -> None:
+        """As GroupState.synchronize; nothing in a group that has made no call."""
+        if known := self.known(name):
+            known.synchronize()
+
+    def failing(self, name: str) -> AbstractContextManager[None]:
+        """A context in which the group's other ranks may wait for this one: what is raised in it ends their waits."""
+        return known.team.failing() if (known := self.known(name)) else nullcontext()
 
     def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
@@ -487,8 +510,6 @@ class Groups:
     def close(self, name: str) -> None:
         known = self.known(name)
         if known and not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
-            # From here on no failure is raised in this thread: nothing is left half closed.
-            known.team.closing()
             self._states.pop(name, None)
             known.close()
 

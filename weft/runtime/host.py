@@ -92,7 +92,7 @@ class HostSpace:
     def __init__(self, team: Team) -> None:
         self.team = team
         self.data: dict[int, Segment] = {}
-        self.wire: HostWire | None = None
+        self._wire: HostWire | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self._threads: dict[str, LaneThread] = {}
 
@@ -126,6 +126,13 @@ class HostSpace:
             self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
         return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
 
+    @property
+    def wire(self) -> HostWire:
+        """The team's messages. Collective at its first use."""
+        if self._wire is None:
+            self._wire = HostWire(self.team)
+        return self._wire
+
     def thread(self, lane: str) -> LaneThread:
         if lane not in self._threads:
             self._threads[lane] = LaneThread(f"{lane}-{self.team.rank}")
@@ -136,9 +143,9 @@ class HostSpace:
             thread.close()
         for segment in self.data.values():
             segment.close()
-        if self.wire:
-            self.wire.close()
-        self._threads, self.data, self._scratch, self.wire = {}, {}, {}, None
+        if self._wire:
+            self._wire.close()
+        self._threads, self.data, self._scratch, self._wire = {}, {}, {}, None
 
 
 class HostProgram(BoundProgram, Device):
@@ -154,8 +161,7 @@ class HostProgram(BoundProgram, Device):
         self._words = {rank: segment.words(0, self.words_needed + 1) for rank, segment in self._segments.items()}
         self._meetings = 0
         self._waiting: dict[str, Callable[[], str]] = {}
-        if self.team.nodes and space.wire is None:
-            space.wire = HostWire(self.team)
+        self._wire = space.wire if self.team.nodes else None
 
     def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
         """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
@@ -245,10 +251,11 @@ class HostProgram(BoundProgram, Device):
         *,
         outputs: Outputs | None = None,
         reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING,
+        invalidated: Sequence[torch.Tensor] = (),
         spans: list[Span] | None = None,
     ) -> Outputs:
         self.space.reserve(self.layout.nbytes)
-        return super().run(inputs, outputs=outputs, reached=reached, spans=spans)
+        return super().run(inputs, outputs=outputs, reached=reached, invalidated=invalidated, spans=spans)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         self._program.run(self.epoch, self.bind(inputs, outputs))
@@ -294,7 +301,7 @@ class HostProgram(BoundProgram, Device):
     def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
         """Every rank stages its source in shared memory, meets the others, reads theirs, and meets them again. On several nodes
         it sends its source to all."""
-        wire = self.space.wire
+        wire = self._wire
         if wire:
             staged = [torch.empty(self._staged_shape(step, rank), dtype=self.dtype) for rank in range(self.team.world_size)]
             wire.share(src, staged, where)
@@ -323,9 +330,9 @@ class HostProgram(BoundProgram, Device):
             self._meet(where)
 
     def send_receive(self, step: SendReceive, bindings: Bindings, where: Where) -> None:
-        assert self.space.wire, f"{where} on one node"
+        assert self._wire, f"{where} on one node"
         sends = [(bindings.view(send.src), send.to) for send in step.sends]
-        self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives], where)
+        self._wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives], where)
 
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
         """Where a rank puts its source."""

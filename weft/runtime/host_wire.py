@@ -1,28 +1,31 @@
-"""What CPU ranks of different nodes exchange: gloo's messages, on connections of a team's own.
+"""What CPU ranks send each other as messages: gloo's, on connections of a team's own.
 
-Sends and receives of one step go on together. They wait on a thread of their own, so that the lane meanwhile looks after its
-peers: a rank that is lost ends the wait at once, and what still waits then ends with the connection, or at the bound.
+Messages go between nodes, and where no schedule describes what moves: rows in numbers that only the ranks' hosts know, and
+gradients of lookups. They never go through the process group of the caller's. If a call ends between two exchanges, ranks have
+begun different ones; on a shared process group the next call would receive what was meant for the last one. These connections
+are abandoned with the team, and the next team makes its own.
+
+A message has a sender and a receiver, so the rank that does not come can be named, which a collective cannot do.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+import torch.distributed as dist
 
 from weft.comm.team import Team
-from weft.core.errors import PeerLost
-from weft.runtime.bindings import Where
+from weft.compat.gloo import connections, nameless_group
+from weft.runtime.bounded import bounded, named
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
-_NAMED_S = 2.0
-"""How long after a connection has broken its reason may take to come: which rank is lost."""
+_LATER_S = 5.0
+"""So much after weft's own bound gloo ends a wait, which it does without naming a rank."""
 
 
 class HostWire:
@@ -30,45 +33,70 @@ class HostWire:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        # No group that torch knows by name: names of groups that some ranks make on their own are used again.
-        bound = timedelta(seconds=team.timeout_s)
-        self._backend: Any = ProcessGroupGloo(team.store("wire"), team.rank, team.world_size, bound)
+        self._backend: Any = _connected(team, team.store("wire"))
 
-    def exchange(self, sends: Messages, receives: Messages, where: Where) -> None:
+    def begin(self, sends: Messages, receives: Messages, what: object) -> Callable[[], None]:
+        """Send and receive all of these. Returns a function that waits until that is done, and raises PeerLost or WaitTimeout.
+        Empty messages are left out, on both sides. what: for errors."""
+        waiting = [""]
+        under_way = list[tuple[str, Any]]()
+        with named(self.team, lambda: f"{what}: connections are broken"):
+            for one, rank in receives:
+                if one.numel():
+                    under_way.append((f"a message of rank {rank}", self._backend.recv([one], rank, 0)))
+            for one, rank in sends:
+                if one.numel():
+                    under_way.append((f"rank {rank} to receive", self._backend.send([one], rank, 0)))
+
+        def wait() -> None:
+            for waiting[0], one in under_way:
+                one.wait()
+
+        def finish() -> None:
+            if under_way:
+                bounded(self.team, lambda: f"{what}: expected {waiting[0]}; it has not come to that", wait)
+
+        return finish
+
+    def exchange(self, sends: Messages, receives: Messages, what: object) -> None:
         """Send and receive all of these. Raises PeerLost or WaitTimeout."""
-        done, broken = threading.Event(), list[RuntimeError]()
+        self.begin(sends, receives, what)()
 
-        def work() -> None:
-            try:
-                under_way = [self._backend.send([sent], to, 0) for sent, to in sends]
-                under_way += [self._backend.recv([got], source, 0) for got, source in receives]
-                for one in under_way:
-                    one.wait()
-            except RuntimeError as error:
-                broken.append(error)
-            done.set()
-
-        threading.Thread(target=work, name=f"weft-wire-{self.team.rank}", daemon=True).start()
-        peers = sorted({rank for _, rank in (*sends, *receives)})
-        self.team.until(done.is_set, lambda: f"{where}: expected messages of ranks {peers}; not all have come")
-        if broken:
-            self._explain(broken[0], where)
-
-    def _explain(self, error: RuntimeError, where: Where) -> None:
-        """Raise PeerLost with the reason, if it comes soon."""
-        deadline = time.monotonic() + _NAMED_S
-        while time.monotonic() < deadline:
-            self.team.check_peers()
-            time.sleep(0.02)
-        raise self.team.fail(PeerLost(f"{where}: {error}"))
-
-    def share(self, mine: torch.Tensor, theirs: Sequence[torch.Tensor], where: Where) -> None:
+    def share(self, mine: torch.Tensor, theirs: Sequence[torch.Tensor], what: object) -> None:
         """Give a tensor to every rank, and fill theirs, by rank, with what they give."""
         others = [rank for rank in range(self.team.world_size) if rank != self.team.rank]
         mine = mine.contiguous()
         theirs[self.team.rank].copy_(mine)
-        sends = [(mine, rank) for rank in others if mine.numel()]
-        self.exchange(sends, [(theirs[rank], rank) for rank in others if theirs[rank].numel()], where)
+        self.exchange([(mine, rank) for rank in others], [(theirs[rank], rank) for rank in others], what)
+
+    def all_to_all(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor], what: object) -> Callable[[], None]:
+        """given[rank] goes to each rank, taken[rank] is filled by it: contiguous. Returns a function that waits, as `begin`."""
+        rank, others = self.team.rank, [rank for rank in range(self.team.world_size) if rank != self.team.rank]
+        taken[rank].copy_(given[rank])
+        return self.begin([(given[other], other) for other in others], [(taken[other], other) for other in others], what)
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the team, for gloo's collectives on connections that are abandoned with the team. Collective at its
+        first use. torch knows it by no name."""
+        store = self.team.store("collectives")
+        return nameless_group(store, self.team.rank, self.team.world_size, _connected(self.team, store))
 
     def close(self) -> None:
+        """Let go of all connections. gloo waits until its collectives have ended, at their bound if a rank is lost: so that is
+        left to a thread then."""
+        held = [self._backend, self.__dict__.pop("group", None)]
         self._backend = None
+        if self.team.broken is not None and held[1] is not None:
+            threading.Thread(target=held.clear, name=f"weft-closes-{self.team.rank}", daemon=True).start()
+        else:
+            held.clear()
+
+
+def _connected(team: Team, store: Any) -> Any:
+    """Connections of gloo's among a team's ranks. Collective."""
+    return bounded(
+        team,
+        lambda: f"rank {team.rank}: expected connections of all ranks; not all have come",
+        lambda: connections(store, team.rank, team.world_size, team.timeout_s + _LATER_S),
+    )

@@ -11,8 +11,7 @@ Row counts are looked up in what ranks have found together, so that they find th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from functools import cache
 from typing import get_args
 
@@ -79,7 +78,7 @@ class KeptPlans:
         if device.type == "cuda":
             numbers = self._team.enter("GPUs of the group", gpu_number(device))
             self._links[device] = links_between([numbers[rank] for rank in self._team.near])
-        with self._alone():
+        with self._team.failing():
             entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = encode(entry.spec) if entry else 0
         chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
@@ -115,17 +114,9 @@ class KeptPlans:
         good = as_good(choice.trials, choice.spec)
         self._between.add(choice.problem, choice.spec, good)
         if self._cache and self._team.rank == 0:
-            with self._alone():
+            with self._team.failing():
                 key = self._key(choice.problem, device)
                 self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us, as_good=good))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """What is raised in here, a warning that is an error, say, is this rank's alone: the others are told."""
-        try:
-            yield
-        except BaseException as error:
-            raise self._team.fail(error) from error.__cause__
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from contextlib import ExitStack
 
 import torch
 
@@ -11,31 +11,30 @@ import torch
 class PlainMode(threading.local):
     """A context in which tensors are plain ones, nothing is recorded for a backward pass, and matmuls keep to their dtypes:
     the compute lane runs on the caller's thread, whose autocast would round what is summed in float32. torch's own contexts
-    take some 20 us of a call, so that those of inference mode and of autocast are entered only from within."""
+    take some 20 us of a call, so that those of inference mode and of autocast are entered only from within. It may be entered
+    again within itself, and whatever is raised on the way in or out, the modes that were entered are left."""
 
     def __init__(self) -> None:
-        self._grad = False
-        self._inference: torch.inference_mode | None = None
-        self._exact: Any = None
+        self._entered: list[tuple[bool, ExitStack | None]] = []
+        """For each time that this thread has entered: whether gradients were recorded, and torch's contexts."""
 
     def __enter__(self) -> None:
-        if torch._C._is_any_autocast_enabled():
-            self._exact = torch._C._DisableAutocast()
-            self._exact.__enter__()
-        if torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode(False)
-            self._inference.__enter__()
-        self._grad = torch.is_grad_enabled()
+        contexts: ExitStack | None = None
+        if torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled():
+            with ExitStack() as entering:
+                if torch._C._is_any_autocast_enabled():
+                    entering.enter_context(torch._C._DisableAutocast())
+                if torch.is_inference_mode_enabled():
+                    entering.enter_context(torch.inference_mode(False))
+                contexts = entering.pop_all()
+        self._entered.append((torch.is_grad_enabled(), contexts))
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *raised: object) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        if self._inference is not None:
-            self._inference.__exit__(*raised)
-            self._inference = None
-        if self._exact is not None:
-            self._exact.__exit__(*raised)
-            self._exact = None
+        grad, contexts = self._entered.pop()
+        torch._C._set_grad_enabled(grad)
+        if contexts is not None:
+            contexts.close()
 
 
 PLAIN = PlainMode()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +26,7 @@ from functools import cache
 import torch
 
 from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, Library, Product, library, supports
+from weft.core.logs import warn_once
 
 WORKSPACE = 128 << 10
 """Bytes a lane. More gain nothing: 1.0715 over all products measured, instead of 1.0725."""
@@ -261,5 +261,5 @@ def _library(device: int) -> Library | None:
     try:
         return library(device)
     except OSError as error:
-        warnings.warn(f"matmuls are left to torch: cuBLASLt is not found ({error})", stacklevel=2)
+        warn_once(f"matmuls are left to torch: cuBLASLt is not found ({error})")
         return None

@@ -5,15 +5,17 @@
     on_host         the same by torch, for CPUs without the interpreter, whose hosts may read the splits
 
 No host waits for another in a call on GPUs, or for its device: what goes wrong there (rows that did not fit, a peer that
-does not come) is noted on the device, reaches the host during the next call, and is raised by the one after that.
+does not come) is noted on the device, which writes it to the host's memory, too. The next call that finds it there raises
+it, and `weft.synchronize`, which waits for the device. On CPUs all hosts know all counts before a row moves, and all raise
+the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from weft.comm.team import Team
 from weft.compat.streams import Driver
@@ -21,9 +23,12 @@ from weft.core.errors import WaitTimeout
 from weft.core.version import __version__
 from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
+from weft.runtime.host_wire import HostWire
 from weft.runtime.replay import Branches
-from weft.runtime.unscheduled import wait
 from weft.triton.host import Peers
+
+_ENDED_S = 600.0
+"""Bound of the wait for all calls so far. Each of them has a bound of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +159,20 @@ class RaggedProgram:
 
     def raise_noted(self) -> None:
         """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout)."""
-        notes = self.exchange.host_notes.tolist()
+        self._raise(self.exchange.host_notes.tolist())
+
+    def raise_all_noted(self, team: Team) -> None:
+        """The same, once the device has ended the calls so far."""
+        device = self.shape.device
+        if device.type != "cuda":
+            return self._raise(self.exchange.notes.tolist())
+        stream = self._last or torch.cuda.current_stream(device)
+        ended = stream.record_event()
+        team.until(ended.query, lambda: f"rank {self.peers.rank}: calls with splits are under way", _ENDED_S)
+        with torch.cuda.stream(stream):
+            return self._raise(self.exchange.notes.tolist())
+
+    def _raise(self, notes: list[int]) -> None:
         if notes[CUT]:
             self.exchange.host_notes.zero_()
             self.exchange.notes.zero_()
@@ -167,8 +185,8 @@ def _cut(kind: int, rows: int, capacity: int) -> str:
     if kind == NEGATIVE:
         return f"splits of an earlier call has {rows}; it must be numbers of rows, 0 or more"
     if kind == IN_A:
-        return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; those past its end were left out"
-    return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; those past it were left out"
+        return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; {rows - capacity} were not sent"
+    return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; {rows - capacity} of them were dropped"
 
 
 def _shape(call: RaggedCall, rank: int, world_size: int, a_rows: int) -> Shape:
@@ -220,58 +238,66 @@ def _unit_stride(b: torch.Tensor) -> torch.Tensor:
     return b if fits and b.data_ptr() % 16 == 0 else b.clone(memory_format=torch.contiguous_format)
 
 
-def on_host(team: Team, call: RaggedCall) -> Arrived:
-    """The same by torch and torch.distributed. Raises ValueError where rows do not fit, once all ranks have theirs."""
-    try:
-        asked, result, landed, counts = _moved_on_host(team, call)
-    except BaseException as error:  # the others wait for this rank's rows
-        raise team.fail(error) from error.__cause__
-    least, rows = int(call.splits.min()), call.a.shape[0]
-    if least < 0:
-        raise ValueError(f"splits has {least}; it must be numbers of rows, 0 or more")
-    if asked > rows:
-        raise ValueError(f"splits add up to {int(call.splits.sum())}, but a has {rows} rows")
-    if result.shape[0] > call.max_rows:
-        raise ValueError(f"max_rows is {call.max_rows}, but {result.shape[0]} rows arrived")
+def on_host(wire: HostWire, call: RaggedCall) -> Arrived:
+    """The same by torch and messages. Raises ValueError, before any row moves and the same on every rank, where rows do not
+    fit."""
+    with wire.team.failing():  # the others wait for this rank's counts
+        everyone = _shared(wire, call)
+    _check_fits(everyone, call.dispatch, call.max_rows)
+    with wire.team.failing():
+        result, landed, counts = _moved_on_host(wire, call, [sizes for sizes, _ in everyone])
     received = _filled(landed, call.max_rows) if call.return_received else None
     return Arrived(out=_filled(result, call.max_rows), counts=counts.to(torch.int32).contiguous(), rows=received)
 
 
-def _moved_on_host(team: Team, call: RaggedCall) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many rows splits ask for, the products here, the rows that a dispatch has brought here, and the counts of what came.
-    Splits that are wrong count for as many rows as they may, so that all ranks come to the end."""
-    sizes = call.splits.long().clamp(0, call.a.shape[0] + 1)  # one row too many is as wrong as many, and takes no room
-    everyone = [torch.empty_like(sizes) for _ in range(team.world_size)]
-    _awaited(team, dist.all_gather(everyone, sizes, group=team.group, async_op=True))
+def _shared(wire: HostWire, call: RaggedCall) -> list[tuple[torch.Tensor, int]]:
+    """By rank, its splits, and how many rows its a has."""
+    mine = torch.cat([call.splits.long().flatten(), torch.tensor([call.a.shape[0]])])
+    everyone = [torch.empty_like(mine) for _ in range(wire.team.world_size)]
+    wire.share(mine, everyone, f"rank {wire.team.rank}, counts of rows")
+    return [(one[:-1].view(call.splits.shape), int(one[-1])) for one in everyone]
+
+
+def _check_fits(everyone: Sequence[tuple[torch.Tensor, int]], dispatch: bool, max_rows: int) -> None:
+    """Raise ValueError for the first rank whose splits are wrong, or at which more rows arrive than it has room for."""
+    for rank, (sizes, rows) in enumerate(everyone):
+        counts = sizes.flatten().tolist()  # their sum may be past what 64 bits hold
+        if min(counts) < 0:
+            raise ValueError(f"splits has {min(counts)} on rank {rank}; it must be numbers of rows, 0 or more")
+        if sum(counts) > rows:
+            raise ValueError(f"splits add up to {sum(counts)} on rank {rank}, but a has {rows} rows")
+    for rank in range(len(everyone)):
+        arrive = sum(int((sizes if dispatch else sizes.t())[rank].sum()) for sizes, _ in everyone)
+        if arrive > max_rows:
+            more = f"{arrive - max_rows} too many; none was moved"
+            raise ValueError(f"max_rows is {max_rows}, but {arrive} rows arrived at rank {rank}: {more}")
+
+
+def _moved_on_host(
+    wire: HostWire, call: RaggedCall, everyone: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The products here, the rows that a dispatch has brought here, and the counts of what came. everyone: splits, by rank."""
+    sizes = everyone[wire.team.rank]
     sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
-    arriving = torch.stack([(each if call.dispatch else each.t())[team.rank] for each in everyone])  # by src_rank, expert
-    asked = int(sizes.sum())
-    kept = call.a[:asked]
-    pieces = kept.new_zeros(asked, kept.shape[1])
-    pieces[: kept.shape[0]] = kept
+    arriving = torch.stack([(each if call.dispatch else each.t())[wire.team.rank] for each in everyone])  # by src_rank, expert
+    pieces = call.a[: int(sizes.sum())]
     if not call.dispatch:
         product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
-        return asked, _exchanged(team, product, sent, arriving), kept[:0], arriving
-    landed = _by_other(_exchanged(team, pieces, sent, arriving), arriving)
+        return _exchanged(wire, product, sent, arriving), pieces[:0], arriving
+    landed = _by_other(_exchanged(wire, pieces, sent, arriving), arriving)
     result = _grouped(landed, call.b, arriving.sum(0).tolist())
     if call.gated:
         gate, up = result.float().chunk(2, -1)
         result = (torch.nn.functional.silu(gate) * up).to(result.dtype)
-    return asked, result, landed, arriving.t()
+    return result, landed, arriving.t()
 
 
-def _exchanged(team: Team, rows: torch.Tensor, sent: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-    """all_to_all of rows, by the sums of counts."""
+def _exchanged(wire: HostWire, rows: torch.Tensor, sent: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    """All-to-all of rows, by the sums of counts."""
     received = rows.new_empty(int(arriving.sum()), rows.shape[1])
-    heights = arriving.sum(1).tolist(), sent.sum(1).tolist()
-    _awaited(team, dist.all_to_all_single(received, rows.contiguous(), *heights, group=team.group, async_op=True))
+    given = torch.split(rows.contiguous(), sent.sum(1).tolist())
+    wire.all_to_all(given, torch.split(received, arriving.sum(1).tolist()), f"rank {wire.team.rank}, rows")()
     return received
-
-
-def _awaited(team: Team, work: dist.Work | None) -> None:
-    """Until a collective has ended; a rank that raised on the way here, or is late, ends the wait."""
-    assert work is not None, "this rank is in the group"
-    wait(team, None, work)
 
 
 def _by_other(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.comm.team import Team
-from weft.core.errors import WeftError
 from weft.runtime.turn import Turn
 
 if TYPE_CHECKING:
+    from weft.runtime.host_wire import HostWire
     from weft.runtime.ragged import Arrived, RaggedCall, RaggedProgram
     from weft.triton.host import Peers
 
@@ -23,12 +23,17 @@ rows as may arrive, and numbers of tokens may change at every step."""
 
 
 class RaggedPrograms:
-    """in_graphs: which of some programs any rank's graphs hold; collective. turn: of a GPU."""
+    """in_graphs: which of some programs any rank's graphs hold; collective. turn: of a GPU. wire: the team's messages, for
+    CPUs."""
 
     def __init__(
-        self, team: Team, in_graphs: Callable[[Sequence[Any]], set[Any]], turn: Callable[[torch.device], Turn]
+        self,
+        team: Team,
+        in_graphs: Callable[[Sequence[Any]], set[Any]],
+        turn: Callable[[torch.device], Turn],
+        wire: Callable[[], HostWire],
     ) -> None:
-        self._team, self._in_graphs, self._turn = team, in_graphs, turn
+        self._team, self._in_graphs, self._turn, self._wire = team, in_graphs, turn, wire
         self.kept: OrderedDict[tuple[object, ...], tuple[int, RaggedProgram]] = OrderedDict()
         self.peers: Peers | None = None
 
@@ -40,26 +45,21 @@ class RaggedPrograms:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and call.a.dtype == torch.float16
         if call.a.device.type == "cpu" and not interpreted:
             team.enter(call.describe())
-            return on_host(team, call)
+            return on_host(self._wire(), call)
         capturing = call.a.is_cuda and torch.cuda.is_current_stream_capturing()
         number, program = self.kept.get(call.key) or self._bind(call, capturing=capturing)
         if not capturing:
             self.kept.move_to_end(call.key)
         program.captured |= capturing
         team.check_usable()
-        try:
+        with team.failing():
             program.check_room(call)
             program.raise_noted()
-        except (ValueError, WeftError) as error:
-            raise team.fail(error) from None
-        if not capturing:
-            team.repeat(number)
-        if call.a.is_cuda and not capturing:
-            self._turn(call.a.device).take(torch.cuda.current_stream(call.a.device).cuda_stream)
-        try:
+            if not capturing:
+                team.repeat(number)
+            if call.a.is_cuda and not capturing:
+                self._turn(call.a.device).take(torch.cuda.current_stream(call.a.device).cuda_stream)
             return program.run(call)
-        except BaseException as error:
-            raise team.fail(error) from error.__cause__
 
     def _bind(self, call: RaggedCall, *, capturing: bool) -> tuple[int, RaggedProgram]:
         """Agree with the other ranks on a call, and allocate. Collective."""
@@ -93,10 +93,14 @@ class RaggedPrograms:
         for key in idle[: max(0, len(self.kept) + 1 - KEPT)]:
             if sum(program.nbytes for _, program in self.kept.values()) <= BYTES:
                 return
-            try:
+            with self._team.failing():
                 self.kept.pop(key)[1].close()
-            except (ValueError, WeftError) as error:
-                raise self._team.fail(error) from None
+
+    def synchronize(self) -> None:
+        """Wait until the calls so far have ended on this rank's device; raise what they have noted, which ends the calls of all
+        ranks. Not collective."""
+        for _, program in list(self.kept.values()):
+            program.raise_all_noted(self._team)
 
     def close(self) -> None:
         if self.peers is not None:

@@ -42,11 +42,9 @@ class Reachable:
             self._segments += segments
             piece = tuple(segment.matrix(0, 1, nbytes, torch.uint8)[0] for segment in segments)
         else:
-            space.held()
-            try:
+            space.raise_if_failed()
+            with space.team.failing():  # this GPU may be full, and the others wait for this rank
                 memory, handle = gpu_symmetric(nbytes, space.team.near_meetings, space.device, meet=space.settle)
-            except BaseException as error:  # this GPU is full, say: the others wait for this rank
-                raise space.team.fail(error) from None
             space.settle()
             others = [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(space.team.world_size)]
             piece = tuple(memory[:nbytes] if rank == self._rank else other for rank, other in enumerate(others))

@@ -13,7 +13,6 @@ within cuGraphLaunch, driver 580). So before each replay the driver is asked whe
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -25,6 +24,7 @@ import torch
 
 from weft.compat.comm_streams import comm_stream
 from weft.compat.streams import Driver
+from weft.core.logs import warn_once
 from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.products import settings
 
@@ -198,7 +198,7 @@ class Replays:
             return Kept(self._captures.record(lambda: self._enqueue(inputs, outputs), pool=self._pool), tuple(memory))
         except torch.OutOfMemoryError as error:
             self._full = True
-            warnings.warn(f"calls are not replayed from a CUDA graph, and take longer on the host: {error}", stacklevel=2)
+            warn_once(f"calls are not replayed from a CUDA graph, and take longer on the host: {error}")
             return None
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from typing import Generic, TypeVar
 import torch
 
 from weft.core.errors import WeftError
+from weft.core.logs import warn_once
 from weft.core.problem import Problem
 
 P = TypeVar("P")
@@ -245,7 +245,7 @@ class Contest(Generic[P]):
             return program
         if program is not None:
             self.drop(program)
-        warnings.warn(f"schedule {spec} is left out of auto's trial: {reason}", stacklevel=2)
+        warn_once(f"schedule {spec} is left out of auto's trial: {reason}")
         return None
 
     def _all_bound(self, spec: str, mine: bool) -> bool:

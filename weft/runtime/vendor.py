@@ -7,16 +7,15 @@ nothing could bound the wait. Where they are faster than plain ones, so is `sequ
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+from weft.core.logs import LOGGER
 from weft.core.problem import Problem
 from weft.core.schedule import Collective
 
@@ -57,9 +56,7 @@ class Abort:
             self._abort()
             self._ended = True
         except Exception as error:  # of torch's and NCCL's
-            with suppress(OSError, ValueError):  # nobody may be there to read it
-                said = str(error).splitlines()[0]
-                print(f"weft: the process group cannot be aborted ({said}): end this process", file=sys.stderr, flush=True)
+            LOGGER.error("the process group cannot be aborted (%s): end this process", str(error).splitlines()[0])
 
     def ended(self) -> bool:
         """Whether NCCL is through with it, after a while."""

@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import Any, Literal, cast
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from weft.core.problem import DType, LookupProblem, split
 from weft.ops.library import register, unseen
@@ -61,8 +60,7 @@ class Site:
         return Backward(
             problem=LookupProblem.of(batch=self.batch, dims=self.by_rank, mode=mode, dtype=kind),
             rank=self.rank,
-            group=_resolve_process_group(self.group),  # type: ignore[arg-type]
-            wait=partial(GROUPS.wait, self.group, device=indices.device),
+            all_to_all=GROUPS.all_to_all(self.group, _WAY_HOME, indices.device),
             indices=indices,
             offsets=offsets,
             weights=weights,
@@ -160,11 +158,8 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    try:
+    with GROUPS.failing(ctx.site[0]):  # a table may have changed meanwhile, and the others wait for this rank's part
         return _way_home(ctx, grad)
-    except BaseException as error:
-        # Of a table that was changed meanwhile, say: the others wait for this rank's part in the exchange.
-        raise GROUPS.failed(ctx.site[0], error) from error.__cause__
 
 
 def _way_home(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from weft.overlap.beside.collectives import Collective
+from weft.overlap.beside.collectives import Collective, SendReceive
 from weft.overlap.beside.device import Device
 from weft.planner.ways import Abilities, Way
+from weft.runtime.groups import GROUPS
 
 
 class HostDevice(Device):
@@ -54,31 +55,37 @@ class HostDevice(Device):
 
     @contextmanager
     def _beside(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
-        works: list[dist.Work | None] = []
+        waits: list[Callable[[], None]] = []
         try:
             if not way.late:
-                self._begin(way, collectives, works)
+                self._begin(way, collectives, waits)
             yield
         finally:
             if way.late:
-                self._begin(way, collectives, works)
-            for work in filter(None, works):
-                work.wait()
+                self._begin(way, collectives, waits)
+            for wait in waits:
+                wait()
 
-    def _begin(self, way: Way, collectives: Sequence[Collective], works: list[dist.Work | None]) -> None:
+    def _begin(self, way: Way, collectives: Sequence[Collective], waits: list[Callable[[], None]]) -> None:
         """Begin them in order. gloo has several threads: what shares memory with an earlier one begins once that has ended."""
         for place, collective in enumerate(collectives):
             if any(collective.meets(earlier) for earlier in collectives[:place]):
-                for work in filter(None, works):
-                    work.wait()
-                works.clear()
-            works.append(self._begun(way, collective))
+                for wait in waits:
+                    wait()
+                waits.clear()
+            if way.transport == "copy_engine":
+                self.enqueue(way, collective)
+            else:
+                waits.append(self._started(collective))
 
-    def _begun(self, way: Way, collective: Collective) -> dist.Work | None:
-        if way.transport == "vendor":
-            return collective.enqueue(collective.ranks, async_op=True)
-        self.enqueue(way, collective)
-        return None
+    def _started(self, collective: Collective) -> Callable[[], None]:
+        """Begin a collective of gloo's; a function that waits for it, within the bound. Stages of a pipeline do not send and
+        receive at the same uses, so they meet at none, and use the connections of the caller's group."""
+        state = GROUPS.state(collective.ranks.group_name)
+        if isinstance(collective, SendReceive):
+            work = collective.enqueue(collective.ranks, async_op=True)
+            return lambda: state.await_work(collective.describe(), work)
+        return state.begun(collective.describe(), lambda group: collective.enqueue(group, async_op=True))
 
     def group(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
         if ctas:
@@ -89,11 +96,12 @@ class HostDevice(Device):
         if way.transport == "copy_engine":
             collective.move(way.ctas, pull=way.pull)
         else:
-            collective.enqueue(collective.ranks, async_op=False)
+            self._started(collective)()
 
     def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        work = self._begun(way, collective)
-        if work is not None:
+        if way.transport == "vendor":
+            work = collective.enqueue(collective.ranks, async_op=True)
+            assert work is not None, "this rank is in the group"
 
             def given(done: torch.futures.Future[object]) -> torch.Tensor:
                 done.value()  # raises what the collective ended by
@@ -101,6 +109,7 @@ class HostDevice(Device):
 
             under_way: torch.futures.Future[torch.Tensor] = work.get_future().then(given)
             return under_way
+        self.enqueue(way, collective)
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         made.set_result(result)
         return made

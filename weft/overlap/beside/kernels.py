@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from weft.core.logs import warn_once
 
 
 class Kernels:
@@ -22,14 +23,14 @@ class Kernels:
 
     def residents(self) -> tuple[int, ...]:
         """The caps to try, most blocks first, after a first launch of the kernels. Of kernels whose residency cannot be told,
-        and for which there are no caps, none, with a warning."""
+        and for which there are no caps, none; a warning is logged."""
         if not self._named:
             return ()
         try:
             fits = self._fits()
         except ValueError as error:
             if self._caps is None:
-                warnings.warn(f"kernels are not capped: {error}; or pass residents", stacklevel=2)
+                warn_once(f"kernels are not capped: {error}; or pass residents")
             return tuple(self._caps or ())
         caps = self._caps if self._caps is not None else (fits - 1, fits // 2)
         return tuple(sorted({cap for cap in caps if 0 < cap < fits}, reverse=True))

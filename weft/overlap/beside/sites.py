@@ -52,10 +52,8 @@ class Site:
 
     def contest(self, run: Callable[[Way], object], compute: Callable[[], object], collectives: Sequence[Collective]) -> None:
         """Choose now. Whatever ends it on this rank ends it on all."""
-        try:
+        with self.judge.team.failing():
             self._settle(self.judge.contest(run, compute, collectives))
-        except BaseException as error:
-            raise self.judge.team.fail(error) from error.__cause__
 
     @contextmanager
     def use(self, collectives: Sequence[Collective]) -> Iterator[Use]:
@@ -85,26 +83,26 @@ class Site:
     def _advance(self, collectives: Sequence[Collective]) -> Way:
         """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
         self.judge.team.check_usable()
-        try:
-            if self._steps is None:
-                self._steps = self.judge.rotation()
-                return parse(next(self._steps))
-            return parse(self._steps.send(Turn(self._last, collectives)))
-        except StopIteration as end:
-            self._settle(end.value)
-            return self.way
-        except BaseException as error:
-            raise self.judge.team.fail(error) from error.__cause__
+        with self.judge.team.failing():
+            try:
+                if self._steps is None:
+                    self._steps = self.judge.rotation()
+                    return parse(next(self._steps))
+                return parse(self._steps.send(Turn(self._last, collectives)))
+            except StopIteration as end:
+                self._settle(end.value)
+                return self.way
 
     def _settle(self, settled: Settled) -> None:
         self.settled, self.way, self._steps, self._last = settled, parse(settled.way), None, None
 
 
 class Sites:
-    """All sites of one group, and the devices that they run on. `close` is collective where ways have made groups."""
+    """All sites of one group, and the devices that they run on. `close` is collective where ways have made groups. meet: ranks
+    agree on a text, and exchange a number, while no other call of the group is under way on this rank."""
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, team: Team, meet: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.team, self.meet = team, meet
         self._lock = threading.RLock()
         self._sites: dict[tuple[object, ...], Site] = {}
         self._kernels: dict[tuple[object, ...], Kernels] = {}
@@ -118,12 +116,19 @@ class Sites:
             found = self._sites.get(alike)
             if found is None:
                 parts = (f"collective {i}: {collective.describe()}" for i, collective in enumerate(collectives))
-                self.team.enter("\n".join([f"concurrent: {key}", *parts]))
+                self.meet("\n".join([f"concurrent: {key}", *parts]), 0)
                 found = self._sites[alike] = Site(self._judge(key, collectives[0].device, kernels, fixed), kernels)
             return found
 
     def _judge(self, key: str, device: torch.device, kernels: Kernels, fixed: bool) -> Judge:
-        return Judge(key=key, team=self.team, device=self.device(device), residents=kernels.residents, fixed=fixed)
+        return Judge(
+            key=key,
+            team=self.team,
+            meet=self.meet,
+            device=self.device(device),
+            residents=kernels.residents,
+            fixed=fixed,
+        )
 
     def kernels(self, named: Sequence[Any], caps: Sequence[int] | None) -> Kernels:
         """Of these kernels, what is launched for them. The same at each use."""
@@ -166,4 +171,4 @@ def _device(device: torch.device) -> Device:
 
 def sites_of(state: GroupState) -> Sites:
     """A group's sites."""
-    return state.attached(Sites, lambda: Sites(state.team))
+    return state.attached(Sites, lambda: Sites(state.team, state.numbers))

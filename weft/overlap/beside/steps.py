@@ -6,13 +6,13 @@ is timed is whole steps, from the first collective of one to that of another, an
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from weft.core.errors import require
+from weft.core.logs import warn_once
 from weft.ops.checks import DTYPES, group_of
 from weft.overlap.beside.blocks import Turns, in_blocks
 from weft.overlap.beside.collectives import AllReduce
@@ -37,7 +37,7 @@ def ways_of(way: str, tried: Sequence[str], *, without: Sequence[str], no_copies
     require("way", way, str, "use auto, or a way such as vendor+priority")
     if way == "auto":
         if no_copies:
-            warnings.warn(f"copy_engine is not tried: {no_copies}", stacklevel=3)
+            warn_once(f"copy_engine is not tried: {no_copies}")
         return tuple(spec for spec in tried if not (no_copies and parse(spec).transport == "copy_engine"))
     if no_copies and parse(way).transport == "copy_engine":
         raise ValueError(f"way is {way!r}, but {no_copies}; use vendor")
@@ -70,7 +70,7 @@ class StepTrial:
             self.device.prepare(self.way, probe)
             return
         tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
-        judge = Judge(key=key, team=self.sites.team, device=self.device)
+        judge = Judge(key=key, team=self.sites.team, meet=self.sites.meet, device=self.device)
         self._turns = in_blocks(judge, judge.ready(tried, probe))
 
     @property
@@ -86,12 +86,11 @@ class StepTrial:
             self._left -= 1
             return
         self.sites.team.check_usable()
-        try:
-            self.way = parse(self._turns.send(self.device.mark()) if self._begun else next(self._turns))
-        except StopIteration as end:
-            self._settle(end.value)
-        except BaseException as error:
-            raise self.sites.team.fail(error) from error.__cause__
+        with self.sites.team.failing():
+            try:
+                self.way = parse(self._turns.send(self.device.mark()) if self._begun else next(self._turns))
+            except StopIteration as end:
+                self._settle(end.value)
         self._begun = True
 
     def _settle(self, settled: Settled) -> None:

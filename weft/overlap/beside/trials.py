@@ -18,13 +18,13 @@ rank's count, medians are compared, and sequential wins ties. No other use waits
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.comm.team import Team
 from weft.core.errors import WeftError
+from weft.core.logs import warn_once
 from weft.core.machine import Machine, load
 from weft.overlap.beside.collectives import Collective, rehearsed
 from weft.overlap.beside.device import Device
@@ -103,12 +103,13 @@ Steps = Generator[str, Turn, Settled]
 class Judge:
     """What all trials of one key have in common.
 
-    team: the ranks that agree. device: runs and times. residents: caps of the computation's kernels to try, asked for once
-    these have run. fixed: nothing of the computation can be changed any more: it is a graph.
+    team: the ranks that agree. meet: how they do. device: runs and times. residents: caps of the computation's kernels to try,
+    asked for once these have run. fixed: nothing of the computation can be changed any more: it is a graph.
     """
 
     key: str
     team: Team
+    meet: Callable[[str, int], tuple[int, ...]]
     device: Device
     residents: Callable[[], tuple[int, ...]] = tuple
     fixed: bool = False
@@ -221,11 +222,11 @@ class Judge:
             reason = str(error)
         if all(self._meet(f"{spec} is ready", int(not reason))):
             return True
-        warnings.warn(f"{spec} is not tried for {self.key}: {reason or 'another rank cannot'}", stacklevel=2)
+        warn_once(f"{spec} is not tried for {self.key}: {reason or 'another rank cannot'}")
         return False
 
     def _meet(self, text: str, mine: int) -> tuple[int, ...]:
-        return self.team.enter(f"concurrent {self.key}: {text}", mine)
+        return self.meet(f"concurrent {self.key}: {text}", mine)
 
     def _alone_us(self, name: str, call: Callable[[], object]) -> float:
         """A part by itself, on the slowest rank. Once before it counts, as libraries load what they need."""

@@ -1,0 +1,16 @@
+"""The logger of the library. weft prints nothing: a program that configures `logging` decides what is shown, and where."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+LOGGER = logging.getLogger("weft")
+_REMEMBERED = 1024
+"""How many warnings a process remembers so that it does not repeat them."""
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def warn_once(text: str) -> None:
+    """Log a warning, the first time that it has these words: for a fallback, or a choice, with its reason."""
+    LOGGER.warning(text)
