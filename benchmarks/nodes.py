@@ -1,17 +1,16 @@
 """How much of what goes between nodes do slices hide?
 
 Protocol: measure.py's; bf16 (lookups: float32), normal data; results are compared with sequential's before anything is timed.
-The GPUs of one host are cut into nodes of --per-node ranks, which reach each other by messages alone, NCCL's or, by
---transport, NVSHMEM's puts. Baselines of the same run, all by weft or by what it stands for: sequential (cuBLAS, or weft's
-lookup, and NCCL over all ranks), NCCL alone, and cuBLAS or weft's lookup alone. ideal = the larger of these two. overlapped =
-the best of the schedules that are named; auto = weft's own choice.
+The GPUs of one host are cut into nodes of --per-node ranks, which reach each other by NCCL's messages alone. Baselines of the
+same run, all by weft or by what it stands for: sequential (cuBLAS, or weft's lookup, and NCCL over all ranks), NCCL alone, and
+cuBLAS or weft's lookup alone. ideal = the larger of these two. overlapped = the best of the schedules that are named; auto =
+weft's own choice.
 
 Traps: here the "network" is NVLink. So this says whether slices leave while the rest is computed, and what a slice costs; it
 does not say what an adapter of 50 GB/s gives, behind which there is far more to hide. NCCL's sequential program knows of no
 nodes, and uses all links alike.
 
     torchrun --nproc-per-node 4 benchmarks/nodes.py --json benchmarks/results/nodes.jsonl
-    torchrun --nproc-per-node 4 benchmarks/nodes.py --transport nvshmem
     torchrun --nproc-per-node 4 benchmarks/nodes.py --ops matmul_all_to_all,embedding_bag_all_to_all --modes graph
 """
 
@@ -134,7 +133,6 @@ def measured(op: Op, case: str, dtype: str, make: Callable[[], Made], arguments:
     for mode, us in times.items():
         line = row(bench="nodes", op=op, case=case, dtype=dtype, mode=mode, arguments=arguments)
         line["nodes"] = list(made_of(dist.get_world_size(), arguments.per_node))
-        line["transport"] = arguments.transport
         lines.append(line | figures(us, [spec for spec in specs if spec in us]) | {"missing": missing})
     return lines
 
@@ -187,11 +185,10 @@ def main() -> None:
     options.add_argument("--ops", default="", help="only operators whose name contains one of these, with commas")
     options.add_argument("--specs", default=",".join(SPECS), help="the schedules to try beside auto (%(default)s)")
     options.add_argument("--per-node", type=int, default=2, help="ranks that are taken for a node (%(default)s)")
-    options.add_argument("--transport", choices=("nccl", "nvshmem"), default="nccl", help="of messages (%(default)s)")
     arguments = options.parse_args()
     for spec in arguments.specs.split(","):
         schedules.parse(spec)
-    os.environ |= {"WEFT_RANKS_PER_NODE": str(arguments.per_node), "WEFT_NODE_TRANSPORT": arguments.transport}
+    os.environ["WEFT_RANKS_PER_NODE"] = str(arguments.per_node)
     start()
     lines, left_out = run_jobs(jobs(arguments), sentence, arguments)
     gains = [line["sequential_us"] / line["overlapped_us"] for line in lines if line["overlapped_us"]]

@@ -104,7 +104,6 @@ def test_values_that_will_not_do_and_names_that_nothing_reads(monkeypatch: pytes
         "MACHINE": "h100",
         "RANKS_PER_NODE": "0",
         "STAGING_BYTES": "1",
-        "NODE_TRANSPORT": "ib",
     }
     for name, value in bad.items():
         monkeypatch.setenv(f"WEFT_{name}", value)
@@ -276,7 +275,6 @@ def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(count=2))
     monkeypatch.setattr(gpus, "PATTERN", 1000)
     monkeypatch.setattr(gpus, "_topology", lambda: "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n")
-    monkeypatch.setattr(gpus, "nvshmem_finding", lambda: Finding(what="NVSHMEM", state="ok", detail=""))
     monkeypatch.setattr(gpus, "_driver", lambda: None)
     found = {finding.what: finding for finding in gpus.gpu_findings()}
     assert found["CUDA (of PyTorch)"].detail == "13.0"
@@ -288,7 +286,6 @@ def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_gpu_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(count=1))
-    monkeypatch.setattr(gpus, "nvshmem_finding", lambda: Finding(what="NVSHMEM", state="ok", detail=""))
     monkeypatch.setattr(gpus, "_driver", lambda: None)
     assert gpus.gpu_findings()[-1].state == "warn"
     assert all(finding.state != "missing" for finding in gpus.gpu_findings())

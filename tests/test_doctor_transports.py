@@ -153,7 +153,6 @@ def test_quick_times_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "PATTERN", 100)
     monkeypatch.setattr(gpus, "_bindings", lambda count: Finding(what="cuda-bindings", state="ok", detail="13"))
     monkeypatch.setattr(gpus, "_driver", lambda: None)
-    monkeypatch.setattr(gpus, "nvshmem_finding", lambda: Finding(what="NVSHMEM", state="ok", detail=""))
     monkeypatch.setattr(gpus, "_run", lambda *command: "5, 16\n5, 16" if "--format=csv,noheader" in command else MATRIX)
     given: list[Any] = []
     monkeypatch.setattr(gpus, "transport_findings", lambda *arguments: (given.append(arguments), ready())[1])

@@ -1,4 +1,4 @@
-"""GPUs of one host as two nodes: every operator by messages, of NCCL and of NVSHMEM; a late rank; graphs; a lost rank."""
+"""GPUs of one host as two nodes: every operator by NCCL's messages; a late rank; graphs; a lost rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from weft.core.errors import WeftError
 from weft.core.problem import split
 from weft.overlap.beside.cuda import CudaDevice
 from weft.runtime.groups import GROUPS
-from weft.runtime.nvshmem import Heap, missing
 from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = NEEDS_TWO
@@ -31,16 +30,14 @@ PER_NODE = 2 if GPUS >= 4 else 1
 REPLAYS = 200
 
 
-def _nodes(timeout_s: str, transport: str) -> Ranks:
-    if transport == "nvshmem" and (why := missing()):
-        pytest.skip(f"NVSHMEM: {why}")
-    cut = {"WEFT_RANKS_PER_NODE": str(PER_NODE), "WEFT_NODE_TRANSPORT": transport}
-    return Ranks(2 * PER_NODE, device=gpus(), environment={"WEFT_TIMEOUT_S": timeout_s, **cut})
+def _nodes(timeout_s: str) -> Ranks:
+    environment = {"WEFT_TIMEOUT_S": timeout_s, "WEFT_RANKS_PER_NODE": str(PER_NODE)}
+    return Ranks(2 * PER_NODE, device=gpus(), environment=environment)
 
 
-@pytest.fixture(scope="module", params=["nccl", "nvshmem"])
-def two_nodes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with _nodes("20", request.param) as pool:
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Ranks]:
+    with _nodes("20") as pool:
         yield pool
 
 
@@ -58,19 +55,6 @@ def _every_operator(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_operator_on_two_nodes(two_nodes: Ranks, dtype: torch.dtype) -> None:
     two_nodes.run(_every_operator, dtype)
-
-
-def _staged() -> None:
-    """As if no peer's memory were mapped: by torch's put and wait, through slots at both ends."""
-    weft.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Heap, "mapped", lambda *_: frozenset())
-        _every_operator(torch.bfloat16)
-
-
-@pytest.mark.parametrize("two_nodes", ["nvshmem"], indirect=True)
-def test_every_operator_by_puts_to_peers_that_are_not_mapped(two_nodes: Ranks) -> None:
-    two_nodes.run(_staged)
 
 
 @alarm(60)
@@ -182,10 +166,9 @@ def _until_lost(victim: int) -> tuple[str, float]:
     raise AssertionError("a rank died and nobody noticed")
 
 
-@pytest.mark.parametrize("transport", ["nccl", "nvshmem"])
-def test_a_lost_rank_of_another_node_is_named(transport: str) -> None:
+def test_a_lost_rank_of_another_node_is_named() -> None:
     victim = 2 * PER_NODE - 1
-    with _nodes("10", transport) as pool:
+    with _nodes("10") as pool:
         pool.start(_until_lost, victim)
         with pytest.raises(RankFailed) as caught:
             pool.finish(timeout_s=45)

@@ -28,7 +28,6 @@ Steps as kernels (weft.kernels), on any device whose memory has addresses:
 What others move, and the rest:
 
     vendor.py  unscheduled.py                    NCCL's collectives; the process group's that no schedule describes
-    network.py  host_wire.py  nvshmem_wire.py    messages between nodes: NCCL's, gloo's, or by put-with-signal,
-    nvshmem.py  puts.py  slots.py                whose memory, operations and places these are
+    network.py  host_wire.py                     messages between nodes: NCCL's, gloo's
     ranks.py  versions.py                        rank processes of weft's own; versions of all that takes part
 """

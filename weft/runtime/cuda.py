@@ -1,9 +1,8 @@
 """The CUDA executor: a Schedule on GPUs, one process a GPU.
 
 Lanes are streams: the compute lane is the caller's, every other lane has one of its own that is forked from it and joined
-to it. Symmetric buffers are torch's symmetric memory, of the ranks of a node; no multicast. Between nodes go the vendor's sends
-and receives (weft.runtime.network), or puts (weft.runtime.nvshmem_wire). A call does not wait for the GPU; the space's watch
-bounds it.
+to it. Symmetric buffers are torch's symmetric memory, of the ranks of a node; no multicast. Between nodes go NCCL's sends and
+receives (weft.runtime.network). A call does not wait for the GPU; the space's watch bounds it.
 
 Each (flag, step that waits for it) has a 32-bit word of its own (weft.runtime.flag_words): a signal writes 1 into each waiter's
 word (a kernel adds one for each tile), and the waiter, once past, writes 0. The checker proves that no signal is lost.
@@ -41,7 +40,6 @@ from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.network import sms_for
-from weft.runtime.nvshmem_wire import Mail
 from weft.runtime.products import Products, settings
 from weft.runtime.replay import Replays, lie
 from weft.runtime.tape import Item, Tape, Words, Work
@@ -101,9 +99,8 @@ class CudaProgram(BoundProgram):
             if rank == self.rank and isinstance(step, Collective)
         }
         space.has_collectives |= bool(self._vendors)
-        self._mail = Mail(space, space.heap, schedule, self.dtype) if space.heap and _has_messages(schedule) else None
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
-        self._replayable = not self._vendors and (self._mail is not None or not self._sends)
+        self._replayable = not self._vendors and not self._sends
         multiplies = {
             lane.name
             for rank, lane, position, step in schedule
@@ -176,8 +173,6 @@ class CudaProgram(BoundProgram):
         self.space.forget(id(self))
         torch.cuda.synchronize(self.space.device)
         self._replays.close()
-        if self._mail:
-            self._mail.close()
         for event in chain(self._aside, *self._forks.values()):
             self.driver.forget(event)
         self._give_back()
@@ -246,9 +241,6 @@ class CudaProgram(BoundProgram):
         """On torch's current stream."""
         if self.keeps_outputs or self._loads:
             return  # on no rank: all rehearse at once, and where one loads it runs nothing
-        if self._mail:
-            self._mail.exchange(where, bindings)
-            return
         assert self.space.wire, f"{where} on one node"
         sends = [(bindings.view(send.src), send.to) for send in step.sends]
         self.space.wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives])
@@ -487,13 +479,6 @@ class CudaProgram(BoundProgram):
         """
         stream = self.space.rescue
         self._raise_all(stream.cuda_stream)
-        if self._mail:
-            self._mail.release(stream.cuda_stream)
         with torch.cuda.stream(stream):
             for exchange in self.exchanges.values():
                 exchange.abort()
-
-
-def _has_messages(schedule: Schedule) -> bool:
-    """Of any rank: memory for them is taken by all at once."""
-    return any(isinstance(step, SendReceive) for _, _, _, step in schedule)

@@ -46,8 +46,7 @@ from weft.compat.comm_streams import comm_stream, current_lane_priority, give_ba
 from weft.compat.streams import Driver, Word
 from weft.core.errors import WaitTimeout, WeftError
 from weft.runtime.alarm import addressed, raise_in
-from weft.runtime.network import CudaWire, transport_from_environment
-from weft.runtime.nvshmem import Heap
+from weft.runtime.network import CudaWire
 from weft.runtime.replay import give_captures, private_pool, take_captures
 from weft.runtime.turn import Turn
 from weft.runtime.vendor import Abort, backend_of
@@ -113,9 +112,7 @@ class CudaSpace:
         _warn_of_few_queues()
         self.driver = Driver()
         self.pool = Pool(team.near_meetings, device, self.settle, team.near)
-        transport = transport_from_environment() if team.nodes else None
-        self.wire = CudaWire(team, device) if transport == "nccl" else None
-        self.heap = Heap.of(team, device) if transport == "nvshmem" else None
+        self.wire = CudaWire(team, device) if team.nodes else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._streams: dict[str, torch.cuda.Stream] = {}

@@ -11,7 +11,6 @@ from weft.comm.nodes import ranks_per_node
 from weft.comm.team import timeout_from_environment
 from weft.runtime.choose import effort, profile_for
 from weft.runtime.collective_calls import staging_from_environment
-from weft.runtime.network import transport_from_environment
 
 _PREFIX = "WEFT_"
 
@@ -38,7 +37,6 @@ READ: dict[str, Callable[[], object]] = {
     "WEFT_MACHINE_FORCE": lambda: None,
     "WEFT_CACHE_DIR": lambda: None,
     "WEFT_RANKS_PER_NODE": ranks_per_node,
-    "WEFT_NODE_TRANSPORT": transport_from_environment,
     "WEFT_STAGING_BYTES": lambda: staging_from_environment(torch.device("cpu")),
 }
 """All that weft reads, and what raises a ValueError where a value will not do."""

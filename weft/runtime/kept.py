@@ -24,7 +24,6 @@ from weft.planner.between import Between
 from weft.planner.cache import Entry, Key, decode, encode, from_environment, space
 from weft.runtime.bound import BoundProgram
 from weft.runtime.choose import Effort, effort, profile_for
-from weft.runtime.network import transport_from_environment
 from weft.runtime.trial import Choice, Trial, as_good
 from weft.runtime.versions import gpu_number, links_between, machine_of, versions
 
@@ -130,8 +129,6 @@ class KeptPlans:
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
         machine, known = _here(device, self._team.world_size)
-        if self._team.nodes:
-            machine = machine | {"messages": transport_from_environment()}
         if device in self._links:
             machine = machine | {"links": self._links[device]}
         machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring

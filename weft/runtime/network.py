@@ -1,6 +1,4 @@
-"""What GPUs of different nodes exchange: the vendor's sends and receives, on a communicator of their own.
-
-WEFT_NODE_TRANSPORT says by what: nccl (default), which is this; or nvshmem, which is weft.runtime.nvshmem_wire.
+"""What GPUs of different nodes exchange: NCCL's sends and receives, on a communicator of their own.
 
 The communicator is not the caller's: its kernels take at most `sms_for(team)` SMs, which kernels of the same schedule leave
 free, so that a slice leaves while the rest is computed. They are not launched in clusters: the SMs that a kernel leaves free
@@ -14,7 +12,6 @@ ranks and by how many groups a rank has, so that ranks could differ in a name, o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,14 +28,6 @@ adapter of 50 GB/s busy is assumed, not measured."""
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
-
-
-def transport_from_environment() -> str:
-    """WEFT_NODE_TRANSPORT, or nccl. Raises ValueError if it is neither nccl nor nvshmem."""
-    name = os.environ.get("WEFT_NODE_TRANSPORT", "nccl")
-    if name not in ("nccl", "nvshmem"):
-        raise ValueError(f"WEFT_NODE_TRANSPORT is {name!r}; use nccl or nvshmem")
-    return name
 
 
 def sms_for(team: Team) -> int:

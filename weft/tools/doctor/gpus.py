@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 from weft.tools.doctor.finding import Finding, State
-from weft.tools.doctor.nodes import nvshmem_finding
 from weft.tools.doctor.rates import Rates, rates
 from weft.tools.doctor.transports import transport_findings
 
@@ -39,7 +38,7 @@ def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
         return (_no_gpu(torch),)
     count = torch.cuda.device_count()
     devices = tuple(device_finding(torch, index) for index in range(count))
-    found = (_cuda(torch), _nccl(torch), nvshmem_finding(), _bindings(count), *devices)
+    found = (_cuda(torch), _nccl(torch), _bindings(count), *devices)
     if count < 2:
         detail = "one GPU: overlap on GPUs needs two or more"
         return (
