@@ -91,7 +91,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     cache = {"WEFT_CACHE_DIR": str(Path("out/plans").resolve())}
     return {
         "lifetimes": checked(80, "lifetimes"),
-        "failures": checked(150, "failures", "arrival"),
+        "failures": checked(150, "failures", "handshake"),
         "operators": checked(240, "ops"),
         "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
         "trials": checked(150, "trial", "widened"),

@@ -79,7 +79,7 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     area, handle = lent()
     program: Any = CudaProgram.__new__(CudaProgram)
     program.space, program.driver = SimpleNamespace(device=None, forget=lambda key: None), None
-    program._replays, program._mail, program._aside = SimpleNamespace(close=lambda: None), None, ()
+    program._replays, program._aside = SimpleNamespace(close=lambda: None), ()
     program._forks, program._pieces, program._words, program._area = {}, [], None, None
     program._reached = {"out": [area.view(torch.float32)]}
     del area

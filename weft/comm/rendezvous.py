@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.comm.arrival import told_by_all
+from weft.comm.handshake import handshake
+from weft.compat.c10d import store_of
 from weft.core.errors import WaitTimeout
 
 BOUND_S = 60.0
@@ -150,6 +151,5 @@ class Meetings:
 
 def meetings(group: dist.ProcessGroup) -> Meetings:
     """Of a whole group. Collective."""
-    tokens = told_by_all(group, secrets.token_hex(8))
-    store: Any = group.get_group_store()
-    return Meetings(PrefixStore(f"weft/{tokens[0]}", store.clone()), rank=group.rank(), size=group.size())
+    tokens = handshake(group, secrets.token_hex(8), timeout_s=BOUND_S, purpose="symmetric memory")
+    return Meetings(store_of(group, f"weft/{tokens[0]}"), rank=group.rank(), size=group.size())

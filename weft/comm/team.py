@@ -36,14 +36,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
-from weft.comm.arrival import told_by_all
+from weft.comm.handshake import handshake
 from weft.comm.memory import PREFIX, Segment, process_start, reap_stale, sharing, unlink
 from weft.comm.nodes import nodes_of, ranks_per_node
 from weft.comm.relay import Board, Relay
 from weft.comm.rendezvous import Meetings
 from weft.comm.texts import TEXT_BYTES, Remembered, difference, reason, told
+from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -127,8 +127,9 @@ class Team:
 
     def _introduced(self, timeout_s: float | None) -> tuple[Segment, list[_Member]]:
         """This rank's control segment, and who all ranks are. What keeps one of them from the team, a setting or a full
-        /dev/shm, is raised on all: the process group's own wait has a bound of half an hour."""
+        /dev/shm, is raised on all of them."""
         own: Segment | None = None
+        self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         try:
             self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
             per_node, host = ranks_per_node(), f"{socket.gethostname()} {sharing()}"
@@ -139,7 +140,7 @@ class Team:
         except (ValueError, OSError) as error:
             wrong, me = error, str(error)
         try:
-            everyone: list[Any] = told_by_all(self.group, me)
+            everyone: list[Any] = handshake(self.group, me, timeout_s=self.timeout_s, purpose="group")
             if own is None:
                 raise wrong
             for rank, one in enumerate(everyone):
@@ -162,8 +163,7 @@ class Team:
 
     def store(self, name: str) -> Any:
         """A part of the group's store that this team alone has, on a connection of its own."""
-        store: Any = _get_process_group_store(self.group)
-        return PrefixStore(f"weft/{self.topic}/{name}", store.clone())
+        return store_of(self.group, f"weft/{self.topic}/{name}")
 
     @cached_property
     def near_meetings(self) -> Meetings:

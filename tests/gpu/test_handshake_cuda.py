@@ -1,10 +1,9 @@
-"""Process groups that have NCCL alone: their ranks wait in the store until all have come."""
+"""Process groups that have NCCL alone: their ranks, too, come together through the store."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
@@ -54,11 +53,13 @@ def test_a_group_of_nccl_alone_waits_for_a_late_rank(pool: Ranks) -> None:
 
 @alarm(60)
 def _one_does_not_come() -> tuple[str, float]:
-    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=3))
+    group = dist.new_group(backend="nccl")
     message, began = "", time.monotonic()
     if dist.get_rank() == 0:
-        with pytest.raises(WaitTimeout) as caught:
-            _call(group, "flag_gated:2")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WEFT_TIMEOUT_S", "3")
+            with pytest.raises(WaitTimeout) as caught:
+                _call(group, "flag_gated:2")
         message = str(caught.value)
     seconds = time.monotonic() - began
     dist.barrier()
@@ -70,5 +71,6 @@ def _one_does_not_come() -> tuple[str, float]:
 
 def test_who_does_not_come_is_named_and_the_group_can_meet_later(pool: Ranks) -> None:
     (message, seconds), _ = pool.run(_one_does_not_come)
-    assert message.startswith("within 3 s, the process group's timeout, rank 1 has not come to the group's first call")
+    assert "within 3 s" in message
+    assert "rank 1 has not come" in message
     assert 2.9 < seconds < 5

@@ -1,0 +1,338 @@
+"""The first call of a group is bounded as all others are: who does not come is named, and the group can be used later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from torch.distributed.distributed_c10d import PrefixStore
+
+import weft
+from weft.comm import handshake as module
+from weft.comm.handshake import handshake
+from weft.core.errors import PeerLost, RankMismatch, WaitTimeout
+from weft.runtime.ranks import RankFailed, Ranks
+
+BOUND_S = 3.0
+
+
+class Rank:
+    """A rank of a group that is only a store: it may be a thread."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self._rank, self._size = store, rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def _file(tmp_path: Path, size: int) -> Any:
+    return dist.FileStore(str(tmp_path / "store"), size)
+
+
+def _tcp(tmp_path: Path, size: int) -> Any:
+    return dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+
+
+def _hash(tmp_path: Path, size: int) -> Any:
+    return dist.HashStore()
+
+
+Store = Callable[[Path, int], Any]
+
+
+@pytest.fixture(params=[_file, _tcp, _hash], ids=["file", "tcp", "hash"])
+def group(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Any]]:
+    """The ranks of a group of so many."""
+    monkeypatch.setattr(module, "store_of", lambda rank, name: PrefixStore(name, rank.store.clone()))
+
+    def made(size: int) -> list[Any]:
+        store = request.param(tmp_path, size)
+        return [Rank(store, rank, size) for rank in range(size)]
+
+    return made
+
+
+def _say(rank: Any, mine: Any, timeout_s: float = 20.0, after_s: float = 0.0) -> list[Any] | str:
+    time.sleep(after_s)
+    try:
+        return handshake(rank, mine, timeout_s=timeout_s, purpose="test")
+    except (WaitTimeout, PeerLost) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _all(call: Callable[[Any], Any], ranks: list[Any]) -> list[Any]:
+    """What a call gives of each rank, all at once."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, ranks))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_all_get_what_all_say_by_rank_and_again(group: Callable[[int], list[Any]], size: int) -> None:
+    ranks = group(size)
+    for turn in range(3):
+        told = _all(lambda rank: _say(rank, [rank.rank(), "ü"]), ranks)
+        assert told == [[[rank, "ü"] for rank in range(size)]] * size, turn
+
+
+def test_one_handshake_after_the_other(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 comes again before the others have read its list."""
+    published = module._Attempt._published
+
+    def later(self: Any, nonce: str) -> Any:
+        time.sleep(random.uniform(0.0, 0.02))
+        return published(self, nonce)
+
+    monkeypatch.setattr(module._Attempt, "_published", later)
+    told = _all(lambda rank: [_say(rank, [turn, rank.rank()]) for turn in range(10)], group(3))
+    assert told == [[[[turn, rank] for rank in range(3)] for turn in range(10)]] * 3
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_who_is_missing_is_named_and_all_can_come_later(group: Callable[[int], list[Any]], missing: int) -> None:
+    ranks = group(3)
+    came = [rank for rank in ranks if rank.rank() != missing]
+    for turn in range(2):
+        began = time.monotonic()
+        errors = _all(lambda rank: _say(rank, "old", 0.6), came)
+        assert time.monotonic() - began < 2.0, turn
+        assert all(error.startswith("WaitTimeout: within 0.6 s (WEFT_TIMEOUT_S), rank") for error in errors)
+        assert sum(f"rank {missing} has not come" in error for error in errors) == 2, errors
+    told = _all(lambda rank: _say(rank, ["new", rank.rank()]), ranks)
+    assert told == [[["new", 0], ["new", 1], ["new", 2]]] * 3
+
+
+def test_a_late_rank_is_waited_for(group: Callable[[int], list[Any]], caplog: pytest.LogCaptureFixture) -> None:
+    ranks = group(3)
+    with caplog.at_level(logging.WARNING, "weft"):
+        told = _all(lambda rank: _say(rank, rank.rank(), 2.0, 1.3 * (rank.rank() == 1)), ranks)
+    assert told == [[0, 1, 2]] * 3
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert all("for 1 s rank 1 has not come" in text for text in said)
+
+
+def test_one_that_gave_up_is_named_to_who_comes_too_late(group: Callable[[int], list[Any]]) -> None:
+    ranks = group(2)
+    assert "rank 0 has not come" in _say(ranks[1], 1, 0.3)
+    assert "rank 1 has given up" in _say(ranks[0], 0, 0.3)
+
+
+def test_ranks_that_give_up_and_come_again_never_get_what_an_earlier_attempt_said(
+    group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounds so short that ranks give up at all moments. Whoever gets a list gets one of attempts that all waited in it."""
+    size, ranks = 3, group(3)
+    lists: dict[str, set[int]] = {}
+    ended = threading.Event()
+
+    def life(rank: Any) -> int:
+        draw, attempts = random.Random(rank.rank()), 0
+        while attempts < 60 and not ended.is_set():
+            attempts += 1
+            found = _say(rank, f"{rank.rank()}-{attempts}", draw.uniform(0.01, 0.15))
+            if not isinstance(found, list):
+                assert found.startswith("WaitTimeout"), found
+            else:
+                assert found[rank.rank()] == f"{rank.rank()}-{attempts}"
+                lists.setdefault(" ".join(found), set()).add(rank.rank())
+        return attempts
+
+    _all(lambda rank: life(rank), ranks)
+    assert lists
+    assert all(got == set(range(size)) for got in lists.values()), lists
+
+
+def _claims_later(patch: pytest.MonkeyPatch, before: Callable[[], object], after: Callable[[], object]) -> None:
+    """Something happens before rank 0 claims for the first time, and something before it publishes."""
+    claim, first = module._Attempt._claim, [True]
+
+    def claims(self: Any, nonces: Any) -> bool:
+        if first.pop() if first else False:
+            before()
+            claimed = claim(self, nonces)
+            after()
+            return claimed
+        return claim(self, nonces)
+
+    patch.setattr(module._Attempt, "_claim", claims)
+
+
+def test_a_rank_gives_up_while_rank_0_counts(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank gets a list with it; and when it comes again, all get one."""
+    gave_up = threading.Event()
+    _claims_later(monkeypatch, lambda: gave_up.wait(20), lambda: None)
+
+    def life(rank: Any) -> Any:
+        if rank.rank() != 1:
+            return _say(rank, rank.rank())
+        assert str(_say(rank, "old", 0.5)).startswith("WaitTimeout")
+        gave_up.set()
+        return _say(rank, "new")
+
+    assert _all(life, group(3)) == [[0, "new", 2]] * 3
+
+
+def test_a_rank_whose_bound_is_over_when_it_was_counted_stays(
+    group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others take it to be there."""
+    _claims_later(monkeypatch, lambda: None, lambda: time.sleep(1.0))
+    assert _all(lambda rank: _say(rank, rank.rank(), 0.5 if rank.rank() else 20.0), group(3)) == [[0, 1, 2]] * 3
+
+
+def test_rank_0_that_ends_before_its_list_is_named(group: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its claims and its list: the others are counted, and can no longer give up."""
+    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    ranks = group(2)
+
+    def interrupted(self: Any, *_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Attempt, "_publish", interrupted)
+        told = _all(lambda rank: _say(rank, "old", 0.5), ranks)
+    assert "rank 0 has ended during the group's first call" in told[1]
+    assert _all(lambda rank: _say(rank, "new"), ranks) == [["new", "new"]] * 2
+
+
+def test_purposes_do_not_mix(group: Callable[[int], list[Any]]) -> None:
+    ranks = group(2)
+    first = threading.Thread(target=_say, args=(ranks[1], "other", 0.5))
+    first.start()
+    with pytest.raises(WaitTimeout, match="rank 1 has not come"):
+        handshake(ranks[0], "mine", timeout_s=0.5, purpose="another")
+    first.join()
+
+
+_SERVER = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_store_whose_process_is_stopped_or_killed_is_not_waited_for(
+    how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch bounds no question to a store that does not answer."""
+    monkeypatch.setattr(module, "store_of", lambda rank, name: PrefixStore(name, rank.store.clone()))
+    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout
+        rank = Rank(dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False), 1, 2)
+        strike = threading.Timer(0.8, server.send_signal, [how])
+        strike.start()
+        began = time.monotonic()
+        error = _say(rank, "mine", 2.0)
+        took = time.monotonic() - began
+        server.kill()
+    assert took < 4.0
+    assert "rank 0 has not come" in error
+    assert str(error).startswith("PeerLost: the store of the group is lost" if how == signal.SIGKILL else "WaitTimeout")
+
+
+# --- operators, in processes -----------------------------------------------------------------------------------------
+
+
+def _call(group: dist.ProcessGroup | None = None) -> None:
+    size = dist.get_world_size(group)
+    a, b = torch.full((2, 4), 1.0 + dist.get_rank(group)), torch.ones(4, 3)
+    expected = torch.cat([torch.full((2, 3), 4.0 * (1 + rank)) for rank in range(size)])
+    torch.testing.assert_close(weft.all_gather_matmul(a, b, group=group), expected)
+
+
+def _other_operator(group: dist.ProcessGroup) -> None:
+    weft.matmul_all_reduce(torch.ones(2, 4), torch.ones(4, 3), group=group)
+
+
+def _error(call: Callable[[], object]) -> tuple[str, float]:
+    began = time.monotonic()
+    try:
+        call()
+    except (WaitTimeout, PeerLost, RankMismatch) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "no error", time.monotonic() - began
+
+
+def _one_elsewhere(where: str) -> tuple[str, float]:
+    """The last rank is elsewhere when the others make a group's first call; then all make one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_TIMEOUT_S", str(BOUND_S))
+        group = dist.new_group()
+        last = dist.get_rank() == dist.get_world_size() - 1
+        if where == "late":
+            time.sleep(0.5 * BOUND_S * last)
+            found = _error(lambda: _call(group))
+        elif last and where == "operator":
+            found = _error(lambda: _other_operator(group))
+        elif last:
+            time.sleep(1.4 * BOUND_S if where == "asleep" else 0.0)
+            dist.barrier(group)
+            found = "elsewhere", 0.0
+        else:
+            found = _error(lambda: _call(group))
+            if where != "operator":
+                dist.barrier(group)
+        dist.barrier()
+        weft.close(group)
+        dist.barrier()
+        _call(group)
+        weft.close(group)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("where", ["barrier", "asleep", "operator", "late"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_call_is_bounded_when_a_rank_is_elsewhere(ranks: RankFixture, size: int, where: str) -> None:
+    *found, last = ranks(size).run(_one_elsewhere, where)
+    for error, seconds in found:
+        assert seconds < BOUND_S + 2.5
+        if where == "late":
+            assert error == "no error"
+        elif where == "operator":
+            assert error.startswith(("RankMismatch", "PeerLost"))
+            assert "all_gather_matmul" in error
+            assert "matmul_all_reduce" in error
+        else:
+            assert error.startswith(f"WaitTimeout: within {BOUND_S:g} s (WEFT_TIMEOUT_S), ")
+            assert f"rank {size - 1} has not come" in error
+    assert where != "operator" or last[0].startswith(("RankMismatch", "PeerLost"))
+
+
+def _one_dies() -> tuple[str, float]:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(0.5)
+        os._exit(1)
+    return _error(_call)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_first_call_is_bounded_when_a_rank_is_dead(size: int) -> None:
+    with Ranks(size, environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as pool, pytest.raises(RankFailed) as caught:
+        pool.run(_one_dies, timeout_s=30)
+    for error, seconds in caught.value.results[:-1]:
+        assert seconds < BOUND_S + 2.5
+        assert f"rank {size - 1} has not come" in error

@@ -1,0 +1,14 @@
+"""Private names of torch.distributed that weft uses. tests/test_compat.py says which of them a torch lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+
+def store_of(group: dist.ProcessGroup, name: str) -> Any:
+    """A part of the group's store that `name` alone uses, on a connection of its own: another thread may wait on torch's."""
+    store: Any = _get_process_group_store(group)
+    return PrefixStore(name, store.clone())
