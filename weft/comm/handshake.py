@@ -34,7 +34,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, WaitTimeout
@@ -206,7 +206,9 @@ class _Attempt:
             found.append(made)
         absent = [rank for rank, one in enumerate(found) if one is None and rank not in left and rank != self.rank]
         gone = [rank for rank in left if rank != self.rank]
-        self.missing = _named(absent, "not come to") or _named(gone, "given up") or ""
+        self.missing = (
+            _named(absent, "not come to the group's first call") or _named(gone, "given up the group's first call") or ""
+        )
         if not self.missing and self.rank:
             self.missing = "rank 0 has not answered in the group's first call, to which all ranks had come"
         return found
@@ -214,7 +216,8 @@ class _Attempt:
     def _read(self, keys: Sequence[str]) -> list[str]:
         """What some keys hold; nothing for one that is not there, for which torch would wait."""
         there = list(keys) if self._store.check(list(keys)) else [key for key in keys if self._store.check([key])]
-        values = self._store.multi_get(there) if self._store.has_extended_api() else [self._store.get(key) for key in there]
+        extended: Any = self._store  # torch does not declare has_extended_api
+        values = extended.multi_get(there) if extended.has_extended_api() else [extended.get(key) for key in there]
         known = dict(zip(there, values, strict=True))
         return [known.get(key, b"").decode() for key in keys]
 
@@ -229,4 +232,4 @@ def _named(ranks: Sequence[int], what: str) -> str:
     if not ranks:
         return ""
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    return f"{who} {what} the group's first call"
+    return f"{who} {what}"
