@@ -207,7 +207,7 @@ class _Attempt:
         absent = [rank for rank, one in enumerate(found) if one is None and rank not in left and rank != self.rank]
         gone = [rank for rank in left if rank != self.rank]
         self.missing = (
-            _named(absent, "not come to the group's first call") or _named(gone, "given up the group's first call") or ""
+            _named(absent, "{} not come to the group's first call") or _named(gone, "{} given up the group's first call") or ""
         )
         if not self.missing and self.rank:
             self.missing = "rank 0 has not answered in the group's first call, to which all ranks had come"
@@ -232,4 +232,4 @@ def _named(ranks: Sequence[int], what: str) -> str:
     if not ranks:
         return ""
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    return f"{who} {what}"
+    return what.format(who)
