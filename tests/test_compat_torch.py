@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.compat import fsdp
 from weft.compat.autograd import NO_BACKWARD, backward_pass
+from weft.compat.c10d import store_of
 from weft.compat.cublas import carveout, has_carveout, set_carveout
 from weft.compat.gloo import connections, nameless_group
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
@@ -45,6 +46,20 @@ def test_a_backward_pass_has_a_number_and_a_checkpoint_sees_it() -> None:
     assert len(seen) == 2
     assert seen[1] != NO_BACKWARD
     assert backward_pass() == NO_BACKWARD
+
+
+def test_a_group_has_a_store_of_which_parts_are_taken_on_a_connection_of_their_own(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        first, second = store_of(group, "one"), store_of(group, "one")
+        first.set("key", "value")
+        assert second.get("key") == b"value"
+        assert (first.add("count", 1), second.add("count", 0)) == (1, 1)
+        assert not store_of(group, "another").check(["key"])
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_sms_of_gemms_are_set_and_read() -> None:

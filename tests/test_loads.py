@@ -23,7 +23,7 @@ class Program:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
         program: Any = CudaProgram.__new__(CudaProgram)
-        nothing: dict[str, Any] = {"_rehearsed": False, "_replayable": False, "_vendors": {}, "_mail": None, "_loads": False}
+        nothing: dict[str, Any] = {"_rehearsed": False, "_replayable": False, "_vendors": {}, "_loads": False}
         nothing |= {
             "_loaded": set(),
             "spans": ["of a timed call"],

@@ -351,7 +351,7 @@ def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
 def _program(space: FakeSpace, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
-    empty: dict[str, Any] = {"_vendors": {}, "_mail": None, "_forks": {}, "_pieces": [], "exchanges": {}, "_replays": None}
+    empty: dict[str, Any] = {"_vendors": {}, "_forks": {}, "_pieces": [], "exchanges": {}, "_replays": None}
     empty |= {"_words": None, "_area": None, "spans": None, "_aside": (), "_has_asides": False}
     for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "team": space.team}.items():
         setattr(program, name, value)

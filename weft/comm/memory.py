@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import mmap
 import os
@@ -31,12 +32,34 @@ _MAP_FIXED = 0x10
 
 
 def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or only its zombie."""
+    """When a process started, in clock ticks since boot; None if there is none, or only its zombie.
+
+    Raises OSError where that cannot be found out, as without free file descriptors.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def died(pid: int, start: int | None) -> bool:
+    """Whether the process that had this number and start is gone. What cannot be found out is no death."""
+    try:
+        return process_start(pid) != start
+    except OSError:
+        return not _exists(pid)
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is a process of this number. Needs no file descriptor."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 class Segment:
@@ -47,10 +70,13 @@ class Segment:
 
     @classmethod
     def create(cls, label: str, nbytes: int) -> Segment:
-        """A new zeroed segment of at least `nbytes`. Raises ValueError if shared memory is too small for it."""
+        """A new zeroed segment of at least `nbytes`. Raises ValueError, with the reason, where there can be none."""
         nbytes = max(mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
         name = f"{PREFIX}{processes()}-{os.getpid()}-{process_start(os.getpid())}-{os.urandom(8).hex()}-{label}"
-        descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            descriptor = os.open(SHM / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ValueError(f"shared memory: no file can be made in {SHM} ({error.strerror})") from None
         try:
             # Reserve the pages now: a full /dev/shm is then an error here, not a SIGBUS at the first write.
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -59,10 +85,7 @@ class Segment:
             unlink(name)
             if not isinstance(error, OSError):
                 raise
-            free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-            raise ValueError(
-                f"shared memory: {nbytes} bytes asked, {free} free in {SHM} ({error}); enlarge it (--shm-size)"
-            ) from None
+            raise ValueError(f"shared memory: {_refused(nbytes, error)}") from None
         finally:
             os.close(descriptor)
 
@@ -107,6 +130,17 @@ class Segment:
         """Drop this mapping; it goes once no tensor over it is left."""
         with contextlib.suppress(BufferError):
             self._mapping.close()
+
+
+def _refused(nbytes: int, error: OSError) -> str:
+    """Why there is no segment of so many bytes, and what helps."""
+    free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
+    asked = f"{nbytes} bytes asked, {free} free in {SHM} ({error.strerror})"
+    if error.errno == errno.ENOSPC or free < nbytes:
+        return f"{asked}; enlarge it (--shm-size)"
+    if error.errno == errno.ENOMEM:
+        return f"{asked}; the host, or the memory limit of this container, has no memory left"
+    return asked
 
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
@@ -244,10 +278,12 @@ def reap_stale() -> list[str]:
     for path in SHM.glob(f"{PREFIX}{processes()}-*"):
         pid, start = [*path.name.removeprefix(f"{PREFIX}{processes()}-").split("-"), "", ""][:2]
         try:
-            mine = path.stat().st_uid == os.getuid()
+            # Not what a link points to: anyone may put one here.
+            mine = path.lstat().st_uid == os.getuid()
         except OSError:
             continue
-        if mine and pid.isdigit() and str(process_start(int(pid))) != start:
-            path.unlink(missing_ok=True)
-            reaped.append(path.name)
+        if mine and pid.isdigit() and start.isdigit() and died(int(pid), int(start)):
+            with contextlib.suppress(OSError):  # it can stay: nobody maps it
+                path.unlink()
+                reaped.append(path.name)
     return reaped

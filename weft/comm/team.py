@@ -38,7 +38,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.handshake import handshake
-from weft.comm.memory import PREFIX, Segment, process_start, reap_stale, sharing, unlink
+from weft.comm.memory import PREFIX, Segment, died, process_start, reap_stale, sharing, unlink
 from weft.comm.nodes import nodes_of, ranks_per_node
 from weft.comm.relay import Board, Relay
 from weft.comm.rendezvous import Meetings
@@ -185,7 +185,7 @@ class Team:
 
     def _obituary(self, peer: int) -> Segment | None:
         """What a dead rank of this node would say to other nodes; None while it lives, and if it has said why it ends."""
-        if process_start(self.pids[peer]) == self._starts[peer] or self._words[peer].load(_STATE):
+        if not died(self.pids[peer], self._starts[peer]) or self._words[peer].load(_STATE):
             return None
         last = _BOARD.private()
         _BOARD.restore(last, _BOARD.snapshot(self._control[peer]))
@@ -336,7 +336,7 @@ class Team:
             raise self._again(reason(self.broken))
         self._hear()
         self._compare()
-        dead = [p for p in self._others() if p in self.near and process_start(self.pids[p]) != self._starts[p]]
+        dead = [p for p in self._others() if p in self.near and died(self.pids[p], self._starts[p])]
         # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
         states = {p: self._words[p].load(_STATE) for p in self._others()}
         left = [p for p in states if states[p] == _CLOSED and (may_leave or self._words[p].load(_ENTERED) >= self.calls)]
@@ -435,7 +435,7 @@ class Team:
 
     def _knows(self, peer: int) -> bool:
         """Whether no call of a peer's can end as if nothing had happened."""
-        dead = peer in self.near and process_start(self.pids[peer]) != self._starts[peer]
+        dead = peer in self.near and died(self.pids[peer], self._starts[peer])
         return dead or self._words[peer].load(_STATE) in (_CLOSED, _TOLD)
 
     def _tell(self) -> None:

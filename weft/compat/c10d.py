@@ -1,4 +1,4 @@
-"""Private names of torch.distributed that weft uses. tests/test_compat.py says which of them a torch lacks."""
+"""Private names of torch.distributed that weft uses. tests/test_compat_torch.py says what a new torch has changed of them."""
 
 from __future__ import annotations
 
