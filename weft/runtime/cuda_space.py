@@ -43,8 +43,10 @@ import torch
 from weft.comm.pool import Pool
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
+from weft.compat.device import capabilities
 from weft.compat.streams import Driver, Word
 from weft.core.errors import WaitTimeout, WeftError
+from weft.perf.shapes import shapes_for
 from weft.runtime.alarm import addressed, raise_in
 from weft.runtime.network import CudaWire, transport_from_environment
 from weft.runtime.nvshmem import Heap
@@ -114,7 +116,8 @@ class CudaSpace:
         self.wire = CudaWire(team, device) if transport == "nccl" else None
         self.heap = Heap.of(team, device) if transport == "nvshmem" else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.capabilities = capabilities(device)
+        self.sms = self.capabilities.sms
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._aside: torch.cuda.Stream | None = None
         self._ready: dict[int, int] = {}
@@ -146,10 +149,10 @@ class CudaSpace:
         self._watch.start()
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
-        return dtype in (torch.bfloat16, torch.float16)
+        return dtype in (torch.bfloat16, torch.float16) and bool(shapes_for(self.capabilities))
 
     def fuses(self, dtype: torch.dtype) -> bool:
-        return True
+        return self.capabilities.matrix_16bit
 
     @property
     def blocks(self) -> int:
