@@ -99,6 +99,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "collectives": checked(120, "collectives"),
         "across_nodes": checked(150, "nodes"),
         "kernels": checked(240, "triton", "kernels", "products"),
+        "mixed": checked(240, "mixed"),
         "products": Part(runs=(Run(words=(str(HERE / "products.py"),), visible="0"),), limit_s=90),
         "tp": one("tp.py", 150, "--rounds", "7"),
         "all_reduce": one("fused.py", 80, "--only", "all_reduce", "--modes", "graph"),

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 
 from weft.runtime.ranks import Ranks
@@ -83,6 +84,13 @@ def weft(capsys: pytest.CaptureFixture[str]) -> Weft:
         return status, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def on_an_h200() -> Iterator[None]:
+    """What torch reports of any GPU is what it reports of an H200."""
+    with devices.pretend(devices.H200):
+        yield
 
 
 def shared_memory_names() -> list[str]:

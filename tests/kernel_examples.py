@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 import triton.language as tl
 
+from weft.core.capabilities import Capabilities
 from weft.core.problem import Op, Problem, split
 from weft.kernels import all_reduce, experts, gemm, gemm_kernel, lookup, push, ragged, ragged_rows, reduce, runs, segments
 from weft.kernels import update as update_kernels
 from weft.kernels import words as words_kernel
-from weft.kernels.shapes import SHAPES, Blocks
-from weft.kernels.targets import Target
+from weft.kernels.shapes import Blocks, shapes_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class Example:
     stages: int | None = None
 
 
-def examples(module: str, target: Target) -> Iterator[Example]:
-    """Launches of the kernels of a module of weft.kernels, as on a GPU of this kind."""
+def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
+    """Launches of the kernels of a module of weft.kernels, as on this GPU, which torch must report meanwhile."""
     yield from {
         "gemm_kernel": _gemms,
         "all_reduce": _all_reduces,
@@ -46,11 +46,11 @@ def examples(module: str, target: Target) -> Iterator[Example]:
         "reduce": _reduce,
         "runs": _runs,
         "words": _words,
-    }[module](target)
+    }[module](gpu)
 
 
-def gemm_example(blocks: Blocks, *, tma: bool, out_tma: bool = True, inner: bool = False) -> Example:
-    """Tiles that wait, add, count, and go to peers. tma: of the GPU. out_tma: results can be stored by descriptors."""
+def gemm_example(blocks: Blocks, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False) -> Example:
+    """Tiles that wait, add, count, and go to peers. out_tma: results can be stored by descriptors."""
     half = blocks.n // 2 if blocks.halves else blocks.n
     types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k)) | {"out_ptr": "*bf16"}
     types |= {"b_desc": _tile(blocks.k, blocks.n), "b_half_desc": _tile(blocks.k, half)}
@@ -62,8 +62,8 @@ def gemm_example(blocks: Blocks, *, tma: bool, out_tma: bool = True, inner: bool
     constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
     constants |= {"FIELDS": gemm._FIELDS, "OUT_FIELDS": gemm._OUT_FIELDS, "SLICE_FIELDS": gemm._SLICE_FIELDS}
     constants |= {"TWO_SOURCES": True, "B_TRANSPOSED": False, "GATED": True, "INNER": inner, "COUNTED": True, "ADDRESSED": True}
-    constants |= {"OUT_TMA": out_tma, "ASYNCHRONOUS": tma, "ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": gemm._ADD_FIELDS}
-    constants |= {"ADD_STAGES": gemm._add_stages(blocks, out_tma), "DIVIDE_BY": 4, "HALVES": blocks.halves}
+    constants |= {"OUT_TMA": out_tma, "ASYNCHRONOUS": gpu.tma, "ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": gemm._ADD_FIELDS}
+    constants |= {"ADD_STAGES": gemm._add_stages(blocks, out_tma, gpu), "DIVIDE_BY": 4, "HALVES": blocks.halves}
     return Example(
         kernel=gemm_kernel.gemm_kernel,
         words=f"{blocks.m} x {blocks.n}{', slices of K' * inner}",
@@ -79,22 +79,23 @@ def _tile(*shape: int) -> str:
     return f"tensordesc<bf16{list(shape)}>"
 
 
-def _gemms(target: Target) -> Iterator[Example]:
-    yield gemm_example(SHAPES[0], tma=target.tma)
-    yield gemm_example(SHAPES[3], tma=target.tma, inner=True)
+def _gemms(gpu: Capabilities) -> Iterator[Example]:
+    shapes = shapes_for(gpu)
+    yield gemm_example(shapes[0], gpu)
+    yield gemm_example(shapes[-1], gpu, inner=True)
 
 
-def _all_reduces(target: Target) -> Iterator[Example]:
+def _all_reduces(gpu: Capabilities) -> Iterator[Example]:
     hops: tuple[Literal["one", "two", "scatter"], ...] = ("one", "two", "scatter")
     for way, rows, multiply in zip(hops, (16, 128, 512), (True, True, False), strict=True):
         op: Op = "matmul_reduce_scatter" if way == "scatter" else "matmul_all_reduce"
         problem = Problem(op=op, m=rows, n=8192, k=4 * 3584, world_size=4)
         owned = problem.shards if way == "scatter" else split(8192, 4)
-        layout = all_reduce.plan(problem, 0, owned, hops=way, multiply=multiply, device=torch.device("cuda"), sms=132)
+        layout = all_reduce.plan(problem, 0, owned, hops=way, multiply=multiply, device=torch.device("cuda"), sms=gpu.sms)
         kernel, warps = all_reduce._all_reduce_kernel, layout.tiling.warps
         types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | {"abort_ptr": "*i32"}
         types |= dict.fromkeys(("boxes_ptr", "epochs_ptr", "status_ptr"), "*i64")
-        constants = {**all_reduce._constants(layout, False, False), "stride_bk": 1, "THREADS": target.warp * warps}
+        constants = {**all_reduce._constants(layout, False, False, gpu.warp), "stride_bk": 1}
         multiples = ("n", "k", "stride_am", "stride_bn")
         yield Example(
             kernel=kernel, words=f"{way}, {rows} rows", constants=constants, types=types, multiples=multiples, warps=warps
@@ -106,22 +107,22 @@ _SEGMENTS |= {"MOVE_FIELDS": segments.MOVE_FIELDS}
 _MOVING = {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "ALIGN": 8}
 
 
-def ragged_example(name: str, blocks: Blocks, *, tma: bool, transposed: bool = False, gated: bool = False) -> Example:
+def ragged_example(name: str, blocks: Blocks, gpu: Capabilities, *, transposed: bool = False, gated: bool = False) -> Example:
     """A kernel of weft.kernels.ragged, by name."""
     whole, tile, b_tile = (blocks.m, blocks.n), (blocks.m, blocks.k), (blocks.k, blocks.n)
     types = {"out_desc": _tile(*whole), "product_desc": _tile(*whole), "a_desc": _tile(*tile), "landing_desc": _tile(*tile)}
     types |= {"b_desc": _tile(1, *(b_tile[::-1] if transposed else b_tile)), "notes_ptr": "*i64"}
     types |= dict.fromkeys(("a_ptr", "out_ptr", "landing_ptr", "product_ptr"), "*bf16")
     constants = {**_SEGMENTS, **_MOVING, "BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
-    constants |= {"B_TRANSPOSED": int(transposed), "ASYNCHRONOUS": int(tma)}
+    constants |= {"B_TRANSPOSED": int(transposed), "ASYNCHRONOUS": int(gpu.tma)}
     constants |= {"GATED": int(gated)} if name == "dispatch_kernel" else {}
     kernel = getattr(ragged, name)
     return Example(kernel=kernel, constants=constants, types=types, warps=blocks.warps, stages=blocks.stages)
 
 
-def _ragged(target: Target) -> Iterator[Example]:
+def _ragged(gpu: Capabilities) -> Iterator[Example]:
     for name in ("dispatch_kernel", "combine_kernel"):
-        yield ragged_example(name, SHAPES[0], tma=target.tma)
+        yield ragged_example(name, shapes_for(gpu)[0], gpu)
 
 
 def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: str, warps: int) -> Example:
@@ -130,18 +131,18 @@ def _typed(kernel: Any, types: str, constants: Mapping[str, Any], *multiples: st
     return Example(kernel=kernel, types=by_name, constants=constants, multiples=multiples, warps=warps)
 
 
-def _collect(_: Target) -> Iterator[Example]:
+def _collect(_: Capabilities) -> Iterator[Example]:
     constants = {**_SEGMENTS, **_MOVING, "BLOCK_M": 128}
     yield _typed(ragged_rows.collect_kernel, "*bf16 *bf16 *i32 *i32 *i32 *i32 *i32 *i64", constants, warps=8)
 
 
-def _layout(_: Target) -> Iterator[Example]:
+def _layout(_: Capabilities) -> Iterator[Example]:
     types = "*i64 *i32 *i64 *i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i64 i64"
     constants = {**_SEGMENTS, "NOTES": segments.NOTES, "DISPATCH": 1, "MOVE_ROWS": 64, "TILE_ROWS": 128}
     yield _typed(segments.layout_kernel, types, constants, warps=8)
 
 
-def _experts(_: Target) -> Iterator[Example]:
+def _experts(_: Capabilities) -> Iterator[Example]:
     columns, top, counts = {"COLS": experts._COLS}, {"TOP": 2}, {"COUNTS": 8}
     for name, types, constants in (
         ("_spread_kernel", "*bf16 *i64 *bf16", top),
@@ -156,34 +157,34 @@ def _experts(_: Target) -> Iterator[Example]:
 _TABLES = {"ROWS": 8, "WIDTH": 256, "ALIGN": 8, "ELEMENT": tl.bfloat16, "ITEM": 2}
 
 
-def _lookup(_: Target) -> Iterator[Example]:
+def _lookup(_: Capabilities) -> Iterator[Example]:
     constants = {**_TABLES, "WEIGHTED": False, "MEAN": True, "BAGS": lookup._BAGS, "PART": lookup._PART, "SLICE": lookup._SLICE}
     yield _typed(lookup._lookup_kernel, "*i64 *i64 *i64 *i64 *i64 *i64 i64 i64 i64", constants, warps=1)
 
 
-def _update(_: Target) -> Iterator[Example]:
+def _update(_: Capabilities) -> Iterator[Example]:
     constants = {**_TABLES, "FIELDS": update_kernels._FIELDS}
     types = "*i64 *i64 *i64 *i64 *fp32 *bf16 *i64 i64 i32 i32 fp32 fp32"
     yield _typed(update_kernels._update_kernel, types, constants | {"KIND": 2}, warps=1)
     yield _typed(update_kernels._weights_kernel, "*i64 *i64 *i1 *bf16 *i64 *fp32", constants, warps=1)
 
 
-def _push(_: Target) -> Iterator[Example]:
+def _push(_: Capabilities) -> Iterator[Example]:
     units = push._TILE_BYTES // 16
     constants = {"UNITS": units, "ROUND": units, "LANES": 2, "UNIT_BYTES": 16, "ELEMENT": tl.int64, "RUNS": False}
     yield _typed(push._push_kernel, "*i64 i64", constants | {"FIELDS": push._FIELDS}, warps=push._WARPS)
 
 
-def _reduce(_: Target) -> Iterator[Example]:
+def _reduce(_: Capabilities) -> Iterator[Example]:
     constants = {"SOURCES": 4, "ROWS": 4, "COLS": 1024, "FIELDS": reduce._FIELDS, "GATED": True, "ALIGN": 8}
     types = "*bf16 *bf16 *i32 *i32 *i64 *i64 *i32 *i32"
     yield _typed(reduce._reduce_kernel, types, constants, "src_stride", "out_stride", warps=8)
 
 
-def _runs(_: Target) -> Iterator[Example]:
+def _runs(_: Capabilities) -> Iterator[Example]:
     constants = {"SOURCES": 4, "OWN": 1, "DIVIDE_BY": 4, "ELEMENT": tl.bfloat16, "TILE": runs._TILE, "ALIGN": 8}
     yield _typed(runs._sum_runs_kernel, "*i64 i64 i64", constants, warps=runs._WARPS)
 
 
-def _words(_: Target) -> Iterator[Example]:
+def _words(_: Capabilities) -> Iterator[Example]:
     yield _typed(words_kernel._words_kernel, "*i64", {"KINDS": words_kernel._KINDS, "SIZE": words_kernel._LEAST}, warps=1)

@@ -193,6 +193,7 @@ def test_a_rank_that_runs_ahead_overwrites_nothing(interpreted: Ranks, one_hop: 
     interpreted.run(_without_meeting, one_hop)
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(("rows", "one_hop"), [(1, True), (128, False)])
 def test_accesses_are_16_bytes_wide_on_a_gpu(rows: int, one_hop: bool) -> None:
     """Compiled for an H100, from pointers that are multiples of 16: what travels, is looked at, emptied and stored."""

@@ -130,6 +130,7 @@ def test_a_call_that_gave_up_leaves_no_number(interpreted: Callable[[int], Ranks
     interpreted(size).run(_ahead, one_hop)
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128, 2048])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -174,7 +174,7 @@ def test_a_file_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
         file.truncate(codec.MOST_BYTES + 1)
     for command in (["plan"], ["machines", "--diff", "h200x8"], ["simulate"]):
         assert main([*command, str(tmp_path / "large.json")]) == 2
-        assert "large.json: it has more than 256 MiB" in capsys.readouterr().err
+        assert "large.json: it has more than 32 MiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

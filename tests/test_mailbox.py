@@ -30,6 +30,7 @@ def looks(text: str) -> Counter[tuple[int, int, bool]]:
     return found
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(
     ("op", "m", "n", "world_size", "hops", "expected"),
     [

@@ -13,9 +13,10 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from kernel_examples import ragged_example
 
+    from weft.core.capabilities import H200
     from weft.kernels.shapes import SHAPES
 
-    example = ragged_example(name, SHAPES[0], tma=True, transposed=bool(transposed))
+    example = ragged_example(name, SHAPES[0], H200, transposed=bool(transposed))
     made = for_a_gpu(example.kernel, example.constants, example.types, warps=example.warps, stages=example.stages)
     text = str(made.asm["ptx"])
     for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.async.cg", "st.global.v4.b32", "sys.release.add"):

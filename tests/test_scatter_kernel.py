@@ -130,6 +130,7 @@ def test_it_is_proved_right() -> None:
         check(dataclasses.replace(schedule, ranks=((broken,), *schedule.ranks[1:])))
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(("rows", "multiply"), [(128, True), (512, False)])
 def test_what_gpus_run(rows: int, multiply: bool) -> None:
     """Everything that travels, is looked at or stored does so 16 bytes at a time, without fences."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compiled import for_a_gpu
 
+from weft.core.capabilities import H200
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Gemm, Part, Region
 from weft.runtime.ranks import Ranks
@@ -95,6 +96,7 @@ def test_tiles_are_stored_where_they_belong_and_counted_once() -> None:
         pool.run(_launched)
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(
     ("world_size", "name", "shape"),
     [(4, "direct_store", (128, 128)), (4, "track_and_trigger", (128, 256)), (2, "direct_store", (128, 256))],
@@ -129,7 +131,7 @@ def _gemm(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
     constants: dict[str, Any] = {"BLOCK_M": blocks.m, "BLOCK_N": blocks.n, "BLOCK_K": blocks.k, "GROUP": blocks.group}
     constants |= {"FIELDS": 7, "OUT_FIELDS": 2, "SLICE_FIELDS": 3, "TWO_SOURCES": False, "B_TRANSPOSED": False, "GATED": True}
     constants |= {"INNER": False, "COUNTED": True, "ADDRESSED": addressed, "OUT_TMA": tma, "ASYNCHRONOUS": True}
-    constants |= {"ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": 5, "ADD_STAGES": host._add_stages(blocks, tma)}
+    constants |= {"ALIGN_BYTES": 16, "ADDS": True, "ADD_FIELDS": 5, "ADD_STAGES": host._add_stages(blocks, tma, H200)}
     constants |= {"DIVIDE_BY": 1, "HALVES": blocks.halves}
     made = for_a_gpu(kernel, constants, types, multiples=("N", "K", "out_stride"), warps=blocks.warps, stages=blocks.stages)
     return str(made.asm["ptx"]), int(made.metadata.shared)

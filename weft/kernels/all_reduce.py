@@ -42,6 +42,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.compat.device import capabilities
 from weft.core.problem import Problem, Span1D
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import as_words, clear, place, received
@@ -50,7 +51,7 @@ from weft.triton.flags import table
 
 COPIES = 3
 _SHARED_BYTES = 180 << 10
-"""For tiles that are on their way: of 227 KiB that a block may have."""
+"""For tiles that are on their way, where a block may have as much."""
 _EXCHANGING = 4
 """Blocks an SM of a kernel that only exchanges. On 4 x H200, 128 x 8192: 12.0 us in all, with one block of 128 rows 12.8."""
 _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
@@ -81,7 +82,7 @@ def tiling(
         return Tiling(m=16 if height <= 16 else 32, n=max(64, least), k=1, warps=4, stages=1)
     rows, cols = streamed_tile(problem, width, pieces, height, sms)
     inner = (128 if rows * cols <= 4096 else 64) * 2 // problem.itemsize
-    stages = min(6, _SHARED_BYTES // ((rows + cols) * inner * problem.itemsize))
+    stages = min(6, min(_SHARED_BYTES, capabilities(device).shared_bytes) // ((rows + cols) * inner * problem.itemsize))
     return Tiling(m=rows, n=cols, k=inner, warps=4 if rows < 128 else 8, stages=stages)
 
 
@@ -222,7 +223,7 @@ def all_reduce(
     a, b = factors if factors is not None else (out, out)
     pointers = [a, b, *(t if t is not None else out for t in (partial, bias, residual)), out]
     sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
-    constants = _constants(layout, bias is not None, residual is not None)
+    constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device).warp)
     key = (sizes, tuple(t.data_ptr() % 16 for t in pointers))
     (launched_by or launcher())(
         memory.epochs.numel(),
@@ -246,7 +247,7 @@ def all_reduce(
     )
 
 
-def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
+def _constants(layout: Plan, bias: bool, residual: bool, warp: int = 32) -> dict[str, object]:
     shape, problem, scatter = layout.tiling, layout.problem, layout.hops == "scatter"
     assert not (scatter and (bias or residual)), "a reduce-scatter adds nothing"
     return {
@@ -265,7 +266,7 @@ def _constants(layout: Plan, bias: bool, residual: bool) -> dict[str, object]:
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
-        "THREADS": 32 * shape.warps,
+        "THREADS": warp * shape.warps,
         "ALIGN": math.gcd(16, problem.n, *([shape.n] if scatter else [layout.share, shape.n // layout.pieces])),
     }
 

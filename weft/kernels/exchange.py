@@ -18,11 +18,13 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.compat.device import capabilities
+from weft.core.capabilities import H200, Capabilities
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
-from weft.kernels.shapes import INTERPRETED, SHAPES, Blocks
+from weft.kernels.shapes import INTERPRETED, Blocks, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 from weft.triton.host import SymmetricTensor
 
@@ -30,12 +32,11 @@ MOST_SEGMENTS = 256
 """World size times experts: the layout compares each of a rank's segments with each."""
 _ALIGN = 8
 """Elements of 16 bits that are accessed at once: widths and row strides are multiples of it."""
-_PUSH_SMS = 16
 _PULL_SMS = (4, 12)
 _PULL_BYTES_PER_US = 4.0e4
 """What one SM brings from peers: 96 KiB under way, some 2 us each."""
 _FLOP_PER_US = 6.5e8
-"""Of a whole GPU, as it multiplies here."""
+"""Of a whole H200, as it multiplies here."""
 _STAGES = 4
 
 
@@ -72,7 +73,7 @@ class Shape:
         if self.device.type != "cuda":
             found = INTERPRETED
         else:
-            found = SHAPES[0] if self.max_rows // self.experts >= SHAPES[0].m else SHAPES[2]
+            found = _tallest(self.max_rows // self.experts, capabilities(self.device))
         return replace(found, n=found.n // 2) if self.gated else found
 
     @property
@@ -85,9 +86,11 @@ class Shape:
         """Blocks that push, or pull: those that pull keep up with those that multiply, and half as many again."""
         if self.device.type != "cuda":
             return 1
+        gpu = capabilities(self.device)
         if self.dispatch:
-            return _PUSH_SMS
-        per_us = _FLOP_PER_US / self.k * (self.world_size - 1) / self.world_size
+            return push_sms(gpu, alone=False)
+        rate = gpu.sms * gpu.sm_flop_per_us / (H200.sms * H200.sm_flop_per_us)
+        per_us = rate * _FLOP_PER_US / self.k * (self.world_size - 1) / self.world_size
         least, most = _PULL_SMS
         return min(most, max(least, math.ceil(1.5 * per_us / _PULL_BYTES_PER_US)))
 
@@ -265,6 +268,13 @@ class Exchange:
     def _moving(self) -> dict[str, int]:
         rows, cols = self.shape.move
         return {"MOVE_ROWS": rows, "COLS": cols, "STAGES": _STAGES}
+
+
+def _tallest(rows: int, gpu: Capabilities) -> Blocks:
+    """The best shape that fits a GPU and is no taller than an expert's rows; the best of the lowest where all are taller."""
+    fitting = shapes_for(gpu)
+    low = min(blocks.m for blocks in fitting)
+    return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
 
 
 def symmetric_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -43,6 +43,8 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.compat.device import capabilities
+from weft.core.capabilities import Capabilities
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import gemm_kernel
@@ -56,7 +58,6 @@ _ADD_FIELDS = 5
 _OUT_FIELDS = 2
 _MOST_SOURCES = 3
 """Of those that a tile adds: loads in flight at once, if they fit."""
-_SHARED_BYTES = 227 << 10
 _TELL_STEPS = 6
 """Into the next tile's multiplication: some 4 us, by which a tile is written to this GPU's memory."""
 
@@ -297,7 +298,7 @@ def gemm(
             "ALIGN_BYTES": math.gcd(plan.align_bytes, align),
             "ADDS": plan.adding,
             "ADD_FIELDS": _ADD_FIELDS,
-            "ADD_STAGES": _add_stages(blocks, out_tma),
+            "ADD_STAGES": _add_stages(blocks, out_tma, capabilities(out.device)),
             "DIVIDE_BY": plan.divide_by,
             "HALVES": halves,
         },
@@ -315,10 +316,10 @@ def _tell_at(plan: Tables, inner: int) -> int:
     return steps // 2 if plan.at_peers else min(_TELL_STEPS, steps - 1)
 
 
-def _add_stages(blocks: Blocks, out_tma: bool) -> int:
+def _add_stages(blocks: Blocks, out_tma: bool, gpu: Capabilities) -> int:
     """One more than the sources in flight, which lie in shared memory beside a tile that is being stored."""
     tile_bytes = blocks.m * blocks.n * 2
-    return 1 + min(_MOST_SOURCES, (_SHARED_BYTES - tile_bytes * out_tma) // tile_bytes)
+    return 1 + min(_MOST_SOURCES, (gpu.shared_bytes - tile_bytes * out_tma) // tile_bytes)
 
 
 def _stores(out: torch.Tensor, plan: Tables, half: list[int], halves: bool, out_tma: bool) -> tuple[object, ...]:

@@ -10,29 +10,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One architecture. gpus: products that have it. backend, arch: as Triton's GPUTarget takes them. warp: threads in a warp.
-    shared_bytes: the most shared memory of one block. tma: whether tensor descriptors are loaded by hardware; elsewhere Triton
-    makes pointers of them. binary: the last thing that Triton compiles to, which a driver loads."""
+    """One architecture. gpus: products that have it. backend, arch, warp: as Triton's GPUTarget takes them. binary: the last
+    thing that Triton compiles to, which a driver loads."""
 
     gpus: str
     backend: str
     arch: int | str
     warp: int
-    shared_bytes: int
-    tma: bool
     binary: str
 
 
 TARGETS = {
-    "sm_80": Target(gpus="A100", backend="cuda", arch=80, warp=32, shared_bytes=163 << 10, tma=False, binary="cubin"),
-    "sm_90": Target(gpus="H100, H200", backend="cuda", arch=90, warp=32, shared_bytes=227 << 10, tma=True, binary="cubin"),
-    "sm_100": Target(gpus="B200", backend="cuda", arch=100, warp=32, shared_bytes=227 << 10, tma=True, binary="cubin"),
-    "gfx942": Target(gpus="MI300X", backend="hip", arch="gfx942", warp=64, shared_bytes=64 << 10, tma=False, binary="hsaco"),
+    "sm_80": Target(gpus="A100", backend="cuda", arch=80, warp=32, binary="cubin"),
+    "sm_90": Target(gpus="H100, H200", backend="cuda", arch=90, warp=32, binary="cubin"),
+    "sm_100": Target(gpus="B200", backend="cuda", arch=100, warp=32, binary="cubin"),
+    "gfx942": Target(gpus="MI300X", backend="hip", arch="gfx942", warp=64, binary="hsaco"),
 }
-NOT_COMPILED: dict[tuple[str, str], str] = {
-    ("all_reduce", "gfx942"): "its tiles take 100 to 120 KiB of shared memory, a block there has 64",
-}
-"""Why a kernel, by the module that holds it, is not compiled for a target."""
+NOT_COMPILED: dict[tuple[str, str], str] = {}
+"""Why the kernels of a module are not compiled for a target: {(module, target): reason}."""
 MODULES = (
     *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
     *("lookup", "update", "push", "reduce", "runs", "words"),

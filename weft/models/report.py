@@ -19,15 +19,14 @@ import torch
 from torch import nn
 
 from weft import schedules
-from weft.core import machine
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.report_page import page
 from weft.models.sites import Ran, Site, sites
 from weft.ops.library import backward_schedule
 from weft.perf.cost import whole_collective_us, whole_gemm_us
-from weft.runtime.choose import machine_for
 from weft.runtime.groups import GROUPS
+from weft.runtime.nearest import nearest_profile
 from weft.runtime.trial import Choice
 from weft.runtime.widened import serves
 
@@ -230,7 +229,7 @@ def _why(choice: Choice) -> str:
 def _ideal_us(problem: Problem, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
-    profile = machine.load(machine_for(device))
+    profile = nearest_profile(device)
     try:
         profile.require_for(problem)
     except ValueError:

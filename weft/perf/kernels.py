@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import simpy
 
+from weft.core.capabilities import H200
 from weft.core.machine import Tile
 from weft.core.schedule import Gemm, Part, Reduce, Sum
 from weft.core.work import region_bytes
@@ -200,7 +201,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
     k, n = step.b.shape
     gpu, flags = world.machine.gpu, not all(_plain(part, rank) for part in step.parts)
-    shape = shape_of(step) if flags and gpu.kernel_tiles else None
+    shape = shape_of(step, replace(H200, sms=gpu.sms)) if flags and gpu.kernel_tiles else None
     tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
     if _streams(world, rank, step):
         tiles = (_streamed(world, step),)

@@ -7,8 +7,9 @@ large tiles, all of the last chunk's work starts when it arrives (512 rows on 4 
 program). A part with inner gates waits for slices of K, which are stored from SMs, all ranks' first ones first: its tiles all
 start early, so that one wave of large tiles is best again. The kernel and what predicts its time ask here.
 
-What is computed depends on the step alone, so that ranks which wait for tiles that another one counts know how many there
-are. Rates were measured on H200 (docs/log.md); on other GPUs the order of shapes is a guess.
+What is computed depends on the step and the GPU's capabilities alone, so that ranks which wait for tiles that another one
+counts know how many there are. Shapes that do not fit the GPU are no candidates. The shapes' relative rates and those of links
+were measured on H200 (docs/log.md); on other GPUs they only order the candidates, each of which computes the same.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from weft.core.capabilities import Capabilities
 from weft.core.problem import Problem
 from weft.core.schedule import Gemm, Part
 
@@ -39,6 +41,10 @@ class Blocks:
     group: int = 8
     halves: bool = False
 
+    def shared_bytes(self, stages: int, *, tma: bool) -> int:
+        """Shared memory of a block with so many stages of operands. Hardware stores a tile of the result from there, too."""
+        return (stages * (self.m + self.n) * self.k + tma * self.m * self.n) * _ITEMSIZE
+
 
 SHAPES = (
     Blocks(m=128, n=256, k=64, warps=8, stages=3, halves=True),
@@ -46,22 +52,23 @@ SHAPES = (
     Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
     Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
 )
-"""What GPUs run, the best for large sizes first."""
+"""The shapes that kernels are launched with, the best for large sizes first."""
+_FEWEST_STAGES = 2
+"""With one, no load would run ahead of the products."""
 _HALF_RATE = 0.9
 """Of half tiles, relative to whole ones."""
 _FEW_ROWS = 4096
 """Up to here, which row tiles take turns may matter; with more, a chunk has groups enough of its own."""
-_SMS = 132
-_SM_FLOP_PER_US = 5.3e6
 _COPY_US, _COPY_BYTES_PER_US = 7.0, 3.0e5
-PUSH_SMS = 16
-"""SMs that stores to peers get beside a kernel whose blocks wait for them. On 4 x H200, 16 reach 218 GB/s at 4 MiB a peer, 32
-reach 224, copy engines 175 (docs/log.md)."""
+_PUSH_SMS, _PUSH_SHARE = 16, 8
+"""SMs that stores to peers get beside a kernel whose blocks wait for them; of small GPUs an eighth. On 4 x H200, 16 reach
+218 GB/s at 4 MiB a peer, 32 reach 224, copy engines 175 (docs/log.md)."""
+_PUSH_SMS_ALONE, _PUSH_SHARE_ALONE = 64, 2
+"""SMs that stores to peers get where nothing runs meanwhile; of small GPUs half."""
 _STORE_US, _STORE_BYTES_PER_US = 3.0, 2.2e5
 """How long the first of them takes to start, and their rate."""
 _SENT_BYTES_PER_US = 2.3e5
 """Tiles that all SMs store at peers."""
-_L2_BYTES, _HBM_BYTES_PER_US = 4.0e7, 3.8e6
 _ITEMSIZE = 2
 
 
@@ -84,6 +91,26 @@ def streamed_tile(problem: Problem, width: int, pieces: int, height: int, sms: i
     return rows, min(choices or [128], key=streamed)
 
 
+def push_sms(gpu: Capabilities, *, alone: bool) -> int:
+    """SMs that stores to peers get on a GPU. alone: no kernel runs beside them."""
+    most, share = (_PUSH_SMS_ALONE, _PUSH_SHARE_ALONE) if alone else (_PUSH_SMS, _PUSH_SHARE)
+    return max(1, min(most, gpu.sms // share))
+
+
+@lru_cache(maxsize=64)
+def shapes_for(gpu: Capabilities) -> tuple[Blocks, ...]:
+    """Those of SHAPES that fit a GPU, with as many stages as its shared memory holds; none where matrix units take no 16-bit
+    types."""
+    fitting = []
+    for blocks in SHAPES if gpu.matrix_16bit else ():
+        stages = blocks.stages
+        while stages >= _FEWEST_STAGES and blocks.shared_bytes(stages, tma=gpu.tma) > gpu.shared_bytes:
+            stages -= 1
+        if stages >= _FEWEST_STAGES:
+            fitting.append(dataclasses.replace(blocks, stages=stages))
+    return tuple(fitting)
+
+
 def tiles_of(part: Part, blocks: Blocks) -> int:
     """How far a part's count grows in a call: its tiles, each of them twice where some may come as halves."""
     rows, cols = part.out.shape
@@ -97,39 +124,39 @@ def whole_tiles(tiles: int, at_once: int, blocks: Blocks) -> int:
     return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
-def shape_of(step: Gemm) -> Blocks:
-    """The tile shape for a step."""
+def shape_of(step: Gemm, gpu: Capabilities) -> Blocks:
+    """The tile shape for a step, on a GPU that some shapes fit."""
     parts = tuple(
         _Arriving(*part.out.shape, not part.adds and any(g.at_least for g in part.waits), _ends(part)) for part in step.parts
     )
     if any(part.gated for part in parts):
-        return _gated_blocks(parts)
+        return _gated_blocks(parts, gpu)
     sends = any(part.out.rank != step.b.rank for part in step.parts)
-    return min(SHAPES, key=lambda blocks: (_sent_us if sends else _waves)(step, blocks))
+    return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves)(step, blocks, gpu))
 
 
-def _waves(step: Gemm, blocks: Blocks) -> float:
+def _waves(step: Gemm, blocks: Blocks, gpu: Capabilities) -> float:
     tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
     by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
-    whole = whole_tiles(tiles, _SMS, blocks)
-    waves = -(-whole // _SMS) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
+    whole = whole_tiles(tiles, gpu.sms, blocks)
+    waves = -(-whole // gpu.sms) + (0.5 / _HALF_RATE if whole < tiles else 0.0)
     return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
-def _sent_us(step: Gemm, blocks: Blocks) -> float:
+def _sent_us(step: Gemm, blocks: Blocks, gpu: Capabilities) -> float:
     """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
-    tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / _SM_FLOP_PER_US / blocks.stored_rate
+    tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / gpu.sm_flop_per_us / blocks.stored_rate
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
     counts = [(tiles_of(part, blocks) // (1 + blocks.halves), part.out.rank != step.b.rank) for part in step.parts]
     away, total = sum(tiles for tiles, leaves in counts if leaves), sum(tiles for tiles, _ in counts)
-    waves, sending = -(-total // _SMS), -(-away // _SMS)
-    halved = whole_tiles(total, _SMS, blocks) < total
+    waves, sending = -(-total // gpu.sms), -(-away // gpu.sms)
+    halved = whole_tiles(total, gpu.sms, blocks) < total
 
     def ends(wave: int) -> float:
         return tile_us * (wave - (1 - 0.5 / _HALF_RATE) * (halved and wave == waves))
 
     # Each wave's tiles go behind those before: what is sent ends late by the first wave, or by one of the last two.
-    full_us, last_us = (tiles * tile_bytes / _SENT_BYTES_PER_US for tiles in (_SMS, away - (sending - 1) * _SMS))
+    full_us, last_us = (tiles * tile_bytes / _SENT_BYTES_PER_US for tiles in (gpu.sms, away - (sending - 1) * gpu.sms))
     late = [ends(wave) + (sending - wave) * full_us + last_us for wave in {1, sending - 1, sending} if 0 < wave <= sending]
     return max(ends(waves), *late)
 
@@ -149,22 +176,24 @@ def _ends(part: Part) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gated_blocks(parts: tuple[_Arriving, ...]) -> Blocks:
+def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities) -> Blocks:
     few = sum(part.rows for part in parts) <= _FEW_ROWS
-    choices = [dataclasses.replace(blocks, group=group) for blocks in SHAPES for group in ((8, 4, 2, 1) if few else (8,))]
-    return min(choices, key=lambda blocks: _gated_us(parts, blocks))
+    choices = [
+        dataclasses.replace(blocks, group=group) for blocks in shapes_for(gpu) for group in ((8, 4, 2, 1) if few else (8,))
+    ]
+    return min(choices, key=lambda blocks: _gated_us(parts, blocks, gpu))
 
 
-def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
+def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks, gpu: Capabilities) -> float:
     """When the last tile ends, if chunks arrive one after the other from the start on."""
     sliced = any(len(part.ends) > 1 for part in parts)
     columns, inner = parts[0].cols, parts[0].ends[-1]
     arrivals = _slice_arrivals(parts) if sliced else _chunk_arrivals(parts)
-    step_us = 2 * blocks.m * blocks.n / _SM_FLOP_PER_US / blocks.rate
+    step_us = 2 * blocks.m * blocks.n / gpu.sm_flop_per_us / blocks.rate
     half_us = step_us / 2 / _HALF_RATE
     row_tiles = [-(-part.rows // blocks.m) for part in parts]
     col_tiles = -(-columns // blocks.n)
-    free, at = [0] * (_SMS - PUSH_SMS * sliced), 0
+    free, at = [0] * (gpu.sms - push_sms(gpu, alone=False) * sliced), 0
     left, cut = whole_tiles(sum(row_tiles) * col_tiles, len(free), blocks), []
     ready = [_units(_opens(part.ends, arrives, step_us)) for part, arrives in zip(parts, arrivals, strict=True)]
     for pattern, times in _runs(row_tiles, blocks.group, col_tiles):
@@ -176,8 +205,8 @@ def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks) -> float:
     ready = [_units(_opens(part.ends, arrives, half_us)) for part, arrives in zip(parts, arrivals, strict=True)]
     _advance(free, at, [ready[number] for number in cut for _ in range(2)], 2 * len(cut), _units(inner * half_us))
     b_bytes = columns * inner * _ITEMSIZE
-    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > _L2_BYTES else 1
-    return max(max(free) / _UNITS_PER_US, passes * b_bytes / _HBM_BYTES_PER_US)
+    passes = -(-sum(row_tiles) // blocks.group) if b_bytes > gpu.l2_bytes else 1
+    return max(max(free) / _UNITS_PER_US, passes * b_bytes / gpu.hbm_bytes_per_us)
 
 
 _UNITS_PER_US = 1 << 40

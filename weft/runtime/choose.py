@@ -8,7 +8,7 @@ agreed values, so that ranks choose alike; and of the environment, which is to b
 
     WEFT_EFFORT          none: auto is planned, and nothing is measured. quick (default): auto measures a shortlist. full: every
                          candidate of the planner
-    WEFT_MACHINE         a profile to predict with, by name or file, in place of the shipped one that is nearest to the device
+    WEFT_MACHINE         a profile to predict with, by name or file, in place of the nearest one (weft.runtime.nearest)
     WEFT_MACHINE_FORCE   1: even if that profile was measured on another device
 """
 
@@ -28,6 +28,7 @@ from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, Problem
 from weft.core.schedule import Schedule
 from weft.perf.rules import heuristic
+from weft.runtime.nearest import nearest_profile
 
 if TYPE_CHECKING:
     from weft.planner import Plan
@@ -120,13 +121,13 @@ def _profile(problem: Problem, device: torch.device) -> Machine | None:
 
 
 def profile_for(device: torch.device) -> Machine:
-    """The profile to predict with: WEFT_MACHINE, else the shipped one that is nearest to the device.
+    """The profile to predict with: WEFT_MACHINE, else the one that is nearest to the device.
 
     Raises ValueError if WEFT_MACHINE cannot be read, or was measured on another device and is not forced.
     """
     named = os.environ.get("WEFT_MACHINE")
     if not named:
-        return _loaded(machine_for(device))
+        return nearest_profile(device)
     found = _loaded(named, _written(named))
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if found.device not in ("", here) and os.environ.get("WEFT_MACHINE_FORCE") != "1":
@@ -147,9 +148,3 @@ def _written(path: str) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def machine_for(device: torch.device) -> str:
-    """The shipped profile that is nearest to a device; h200x8 where none is."""
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "") if device.type == "cuda" else ""
-    return next((m for m in machine.names() if m.split("x8")[0] and m.split("x8")[0] in name), "h200x8")

@@ -34,7 +34,7 @@ from weft.compat.streams import Word
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Region, Schedule, SendReceive, Wait, waits
 from weft.core.work import span
-from weft.kernels.shapes import PUSH_SMS
+from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.runtime.cuda_space import CudaSpace
@@ -55,8 +55,6 @@ _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: past anything that a wait asks for, short of where the comparison wraps."""
 _WAYS_KEPT = 256
 """In which a program remembers that matrices have lain."""
-_PUSH_SMS_ALONE = 64
-"""Of 132: SMs that stores to peers get where nothing runs meanwhile."""
 
 
 class CudaProgram(BoundProgram):
@@ -109,7 +107,7 @@ class CudaProgram(BoundProgram):
         }
         self._products = {lane: Products(space.device) for lane in multiplies}
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
-        self._push_sms = PUSH_SMS if beside else _PUSH_SMS_ALONE
+        self._push_sms = push_sms(space.capabilities, alone=not beside)
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}

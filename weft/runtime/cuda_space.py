@@ -47,9 +47,11 @@ import torch
 from weft.comm.pool import Pool
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
+from weft.compat.device import capabilities
 from weft.compat.streams import Driver, Word
 from weft.core.errors import WaitTimeout, WeftError
 from weft.core.logs import LOGGER
+from weft.perf.shapes import shapes_for
 from weft.runtime.invalid import INVALID_BYTE, Result, end_process, on_failure_from_environment, results_of
 from weft.runtime.network import CudaWire
 from weft.runtime.replay import give_captures, private_pool, take_captures
@@ -122,7 +124,8 @@ class CudaSpace:
         self.pool = Pool(team.near_meetings, device, self.settle, team.near)
         self.wire = CudaWire(team, device) if team.nodes else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.capabilities = capabilities(device)
+        self.sms = self.capabilities.sms
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._aside: torch.cuda.Stream | None = None
         self._ready: dict[int, int] = {}
@@ -157,10 +160,10 @@ class CudaSpace:
         self._watch.start()
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
-        return dtype in (torch.bfloat16, torch.float16)
+        return dtype in (torch.bfloat16, torch.float16) and bool(shapes_for(self.capabilities))
 
     def fuses(self, dtype: torch.dtype) -> bool:
-        return True
+        return self.capabilities.matrix_16bit
 
     @property
     def blocks(self) -> int:

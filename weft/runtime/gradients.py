@@ -18,6 +18,7 @@ from types import ModuleType
 
 import torch
 
+from weft.compat.device import capabilities
 from weft.core.problem import LookupProblem
 from weft.kernels.places import Places, places_of, sort_indices
 from weft.runtime.unscheduled import AllToAll
@@ -153,7 +154,7 @@ def _heights(tables: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _sms(on: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(on.device).multi_processor_count if on.device.type == "cuda" else 1
+    return capabilities(on.device).sms
 
 
 def _zeros(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

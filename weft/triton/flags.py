@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+
+from weft.compat.device import capabilities
 
 PAUSE_S = 200e-6
 """Long enough for a peer to do something, short beside what the interpreter takes for a look."""
@@ -44,11 +45,10 @@ else:
         """Between two looks: on a GPU nothing."""
 
 
-@functools.cache
 def asynchronous(device: torch.device) -> bool:
     """Whether tensor descriptors move tiles past the order that a thread's own loads and stores have: by TMA, which GPUs of
     compute capability 9.0 and later have. The interpreter stores at once."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return capabilities(device).tma
 
 
 @triton.jit

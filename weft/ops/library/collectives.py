@@ -17,12 +17,11 @@ from typing import Any, Literal, cast
 
 import torch
 
-from weft.core import machine
 from weft.core.problem import Op
 from weft.ops.library import backward_schedule, register, unseen
-from weft.runtime.choose import machine_for
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS
+from weft.runtime.nearest import nearest_profile
 
 _WAY_BACK: dict[str, Op] = {
     "all_gather": "reduce_scatter",
@@ -35,7 +34,7 @@ _WAY_BACK: dict[str, Op] = {
 @cache
 def default_sms(device: torch.device) -> int:
     """What a lane of communication blocks occupies on the machine that this is."""
-    return 2 * machine.load(machine_for(device)).stores.sms
+    return 2 * nearest_profile(device).stores.sms
 
 
 def _shape(x: torch.Tensor, op: str, world_size: int) -> Sequence[Any]:

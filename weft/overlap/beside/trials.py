@@ -25,13 +25,13 @@ from typing import Any
 from weft.comm.team import Team
 from weft.core.errors import WeftError
 from weft.core.logs import warn_once
-from weft.core.machine import Machine, load
+from weft.core.machine import Machine
 from weft.overlap.beside.collectives import Collective, rehearsed
 from weft.overlap.beside.device import Device
 from weft.planner.ways import SEQUENTIAL, Abilities, Load, Way, parse, share_of_ideal, shortlist
 from weft.runtime.bound import BoundProgram
-from weft.runtime.choose import machine_for
 from weft.runtime.groups import GROUPS, GroupState
+from weft.runtime.nearest import nearest_profile
 from weft.runtime.trial import BASE, MARGIN, Contest, Trial, calls_of_a_run, leader
 
 SOUNDINGS, ROUNDS, FINAL_RUNS, FINAL_TURNS = 3, 3, 11, 5
@@ -195,7 +195,7 @@ class Judge:
 
     @property
     def _machine(self) -> Machine:
-        return load(machine_for(self.device.device))
+        return nearest_profile(self.device.device)
 
     def ready(self, specs: Sequence[str], collectives: Sequence[Collective]) -> tuple[str, ...]:
         """Those that all ranks can run, the first without a question; for each other a warning. Each is rehearsed once, without

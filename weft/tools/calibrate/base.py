@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, load, numbers
+from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, numbers
 from weft.core.problem import ITEMSIZE
-from weft.runtime.choose import machine_for
+from weft.runtime.nearest import nearest_profile
 
 _TILE = 64
 
@@ -21,7 +21,7 @@ def base(device: str, ranks: int) -> Machine:
 
 
 def _gpu() -> Machine:
-    nearest = load(machine_for(torch.device("cuda", 0)))
+    nearest = nearest_profile(torch.device("cuda", 0))
     found = torch.cuda.get_device_properties(0)
     gpu = dataclasses.replace(nearest.gpu, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
     reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes"), "the device's own report")

@@ -1,0 +1,97 @@
+"""What weft asks of a GPU: its capabilities decide which tiles are candidates, how many SMs push, and what is predicted."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import devices
+import pytest
+import torch
+
+from weft.compat.device import INTERPRETER, capabilities
+from weft.core import capabilities as known
+from weft.core import machine
+from weft.core.machine import codec
+from weft.perf.shapes import SHAPES, push_sms, shapes_for
+from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.nearest import nearest_profile
+
+GPU = torch.device("cuda")
+ALL = (devices.H200, devices.A100, devices.L40S, devices.B200, devices.V100, devices.MI300X)
+
+
+def of(found: Any) -> known.Capabilities:
+    with devices.pretend(found):
+        return capabilities(GPU)
+
+
+def test_an_h200_is_the_gpu_that_shapes_were_measured_on() -> None:
+    assert of(devices.H200) == known.H200
+    assert shapes_for(known.H200) == SHAPES
+
+
+def test_a_cpu_has_room_for_any_tile() -> None:
+    assert capabilities(torch.device("cpu")) == INTERPRETER
+
+
+@pytest.mark.parametrize("found", ALL, ids=lambda found: found.name.replace(" ", "-"))
+def test_candidates_fit_the_gpu(found: Any) -> None:
+    gpu = of(found)
+    for blocks in shapes_for(gpu):
+        assert blocks.shared_bytes(blocks.stages, tma=gpu.tma) <= gpu.shared_bytes
+        assert blocks.stages >= 2
+
+
+def test_small_shared_memory_takes_stages_first_and_shapes_then() -> None:
+    stages = {(blocks.m, blocks.n): blocks.stages for blocks in SHAPES}
+    fewer = {(blocks.m, blocks.n): blocks.stages for blocks in shapes_for(of(devices.L40S))}
+    assert set(fewer) == set(stages)
+    assert all(fewer[shape] < stages[shape] for shape in stages)
+    assert {(blocks.m, blocks.n) for blocks in shapes_for(of(devices.MI300X))} == {(128, 128), (64, 128)}
+
+
+@pytest.mark.parametrize(("found", "runs"), [(devices.H200, True), (devices.MI300X, True), (devices.V100, False)])
+def test_kernels_run_where_a_tile_fits(found: Any, runs: bool) -> None:
+    """A V100 has no matrix units for bfloat16: there steps run part by part, and no kernel is tried."""
+    space: Any = SimpleNamespace(capabilities=of(found))
+    assert CudaSpace.runs_kernels(space, torch.bfloat16) is runs
+    assert CudaSpace.fuses(space, torch.bfloat16) is runs
+    assert not CudaSpace.runs_kernels(space, torch.float32)
+
+
+def test_pushes_leave_most_of_a_small_gpu() -> None:
+    assert (push_sms(known.H200, alone=False), push_sms(known.H200, alone=True)) == (16, 64)
+    small = known.Capabilities(sms=40, shared_bytes=1, tma=False, sm_flop_per_us=1, hbm_bytes_per_us=1, l2_bytes=1)
+    assert (push_sms(small, alone=False), push_sms(small, alone=True)) == (5, 20)
+
+
+def test_a_known_gpu_is_predicted_by_its_shipped_profile(caplog: pytest.LogCaptureFixture) -> None:
+    for found, name in ((devices.H200, "h200x8"), (devices.A100, "a100x8"), (devices.MI300X, "mi300x8")):
+        with devices.pretend(found):
+            assert nearest_profile(GPU) == machine.load(name)
+    assert nearest_profile(torch.device("cpu")) == machine.load("h200x8")
+    assert not caplog.records
+
+
+def test_an_unknown_gpu_is_predicted_by_its_own_numbers_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="weft"), devices.pretend(devices.L40S):
+        found = nearest_profile(GPU)
+        assert nearest_profile(GPU) == found
+    (record,) = caplog.records
+    assert record.name == "weft"
+    assert "NVIDIA L40S" in record.getMessage()
+    assert "estimated" in record.getMessage()
+    assert (found.gpu.sms, found.gpu.l2_bytes) == (142, 96 << 20)
+    assert found.tflops("bfloat16") == pytest.approx(312 / 2 * 142 / 108), "half of what an A100's SM does in a clock"
+    assert found.gpu.hbm_gbps == pytest.approx(0.9 * 864, rel=0.01)
+    assert found.sources["gpu.tflops.bfloat16"] == "estimated"
+    assert codec.loads(machine.Machine, codec.dumps(found), "") == found
+
+
+def test_a_newer_gpu_is_estimated_from_the_newest_profile() -> None:
+    with devices.pretend(devices.B200):
+        found = nearest_profile(GPU)
+    assert found.tflops("bfloat16") == pytest.approx(2 * 989 * 148 / 132)
+    assert found.copies == machine.load("h200x8").copies

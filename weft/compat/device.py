@@ -1,0 +1,79 @@
+"""What torch says of a GPU, as the numbers that weft chooses by.
+
+torch reports counts, sizes and clocks; how much a matrix unit does in a clock it does not, so that is a table by architecture.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from weft.core.capabilities import H200, Capabilities
+
+INTERPRETER = Capabilities(sms=1, shared_bytes=1 << 30, tma=False, sm_flop_per_us=1.0, hbm_bytes_per_us=1.0, l2_bytes=1.0)
+"""Of a CPU, where Triton's interpreter runs kernels: any tile fits."""
+_FLOP_PER_CLOCK = {
+    "sm_80": 2048,
+    "sm_86": 1024,
+    "sm_87": 1024,
+    "sm_89": 1024,
+    "sm_90": 4096,
+    "sm_100": 8192,
+    "sm_103": 8192,
+    "sm_120": 1024,
+    "gfx90a": 1024,
+    "gfx942": 2048,
+    "gfx950": 4096,
+}
+"""Of one SM, or compute unit, in bfloat16, dense: the vendors' white papers and data sheets."""
+_UNKNOWN_FLOP_PER_CLOCK = 1024
+"""Of an architecture that is not listed."""
+_L2_SHARE = 0.8
+"""Of a last-level cache, what keeps one operand, as on H200."""
+
+
+@functools.cache
+def capabilities(device: torch.device) -> Capabilities:
+    """What a device offers to kernels."""
+    return INTERPRETER if device.type == "cpu" else of_properties(torch.cuda.get_device_properties(device))
+
+
+def of_properties(found: Any) -> Capabilities:
+    """found: as torch.cuda.get_device_properties returns it.
+
+    The rates of sm_90 are those that kernels reach on an H200, with which the choice between tile shapes was tuned. An SM of
+    another architecture is taken to reach the same share of its peak, and memory to be as fast for each SM.
+    """
+    arch = architecture(found)
+    nvidia = arch.startswith("sm_")
+    measured = arch == "sm_90"
+    return Capabilities(
+        sms=found.multi_processor_count,
+        shared_bytes=getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block,
+        matrix_16bit=not nvidia or found.major >= 8,
+        tma=nvidia and found.major >= 9,
+        warp=found.warp_size,
+        sm_flop_per_us=H200.sm_flop_per_us * flop_per_clock(arch) / flop_per_clock("sm_90"),
+        hbm_bytes_per_us=H200.hbm_bytes_per_us * (1.0 if measured else found.multi_processor_count / H200.sms),
+        l2_bytes=H200.l2_bytes if measured else _L2_SHARE * found.L2_cache_size,
+    )
+
+
+def architecture(found: Any) -> str:
+    """As compilers name it: sm_90, gfx942. found: as above."""
+    if torch.version.hip is not None:
+        return str(found.gcnArchName).split(":")[0]
+    return f"sm_{found.major}{found.minor}"
+
+
+def flop_per_clock(arch: str) -> int:
+    """Operations of one SM in bfloat16 and a clock."""
+    return _FLOP_PER_CLOCK.get(arch, _UNKNOWN_FLOP_PER_CLOCK)
+
+
+def memory_gbps(found: Any) -> float:
+    """The peak rate of a GPU's memory in 1e9 bytes/s; 0 where torch does not report it. found: as above."""
+    khz, bits = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
+    return 2 * khz * 1e3 * bits / 8 / 1e9
