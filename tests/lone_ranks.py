@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from devices import H200
 
 from weft.comm.memory import process_start
 from weft.comm.team import _BOARD, _LOG_AT, _LOGGED, Team
@@ -121,8 +122,7 @@ def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
     monkeypatch.setattr(cuda_space, "give_back", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    properties = type("Properties", (), {"multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     return FakeSpace(team, torch.device("cuda", 0))
 
 

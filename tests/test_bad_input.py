@@ -190,7 +190,7 @@ def test_a_mesh_of_two_dimensions_is_refused_by_every_style(alone: None) -> None
 
 
 @pytest.mark.parametrize(
-    ("splits", "says"), [([-1], "splits has -1"), ([10**12], "splits add up to 1000000000000, but a has 4 rows")]
+    ("splits", "says"), [([-1], "splits has -1"), ([10**12], "splits add up to 1000000000000 on rank 0, but a has 4 rows")]
 )
 def test_splits_that_cannot_be_take_no_memory(alone: None, splits: list[int], says: str) -> None:
     for operator in (weft.matmul_all_to_all, weft.all_to_all_matmul):

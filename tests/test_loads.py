@@ -42,13 +42,13 @@ class Program:
         nothing |= {"_batches": {}, "_off_sms": set(), "kernels": {at: self._kernel(at) for at in range(2)}}
         space.words = lambda words, by_kernel: self.log.append("words")
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_submit": self._submitted, "_allocates": 0, "space": space}
+        nothing |= {"_submit": self._submitted, "_allocates": 0, "_invalidated": (), "space": space}
         nothing["_replays"] = SimpleNamespace(branches=SimpleNamespace(enqueue=lambda stream, call: call()))
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program
 
-    def _submitted(self, enqueue: Any, *, allocates: int) -> None:
+    def _submitted(self, enqueue: Any, outputs: Any, *, allocates: int) -> None:
         self.allocates = allocates
         enqueue()
 

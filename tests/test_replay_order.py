@@ -47,7 +47,7 @@ def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[A
     program._products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
     space.driver.log.clear()
     space.current_stream = lambda: stream  # type: ignore[method-assign]
-    program._replay(cast(Any, Graph(space.driver.log)))
+    program._replay(cast(Any, Graph(space.driver.log)), {})
     space.ended(program._last_ticket)
     return list(space.driver.log)
 

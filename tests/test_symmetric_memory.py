@@ -134,7 +134,9 @@ def test_a_rank_that_is_interrupted_on_the_way_ends_them_too(torchs: list[str], 
 
     monkeypatch.setattr(symmetric, "empty", interrupted)
     mine, other = teams()
-    space: Any = SimpleNamespace(team=mine, device=torch.device("cpu"), held=lambda: None, settle=lambda: None)
+    space: Any = SimpleNamespace(
+        team=mine, device=torch.device("cpu"), held=lambda: None, settle=lambda: None, raise_if_failed=lambda: None
+    )
     with pytest.raises(KeyboardInterrupt):
         Reachable(0).take(space, 2048)
     with pytest.raises(PeerLost, match=r"rank 0.*KeyboardInterrupt"):
@@ -143,7 +145,13 @@ def test_a_rank_that_is_interrupted_on_the_way_ends_them_too(torchs: list[str], 
 
 def test_a_rank_without_memory_ends_the_calls_of_all(torchs: list[str]) -> None:
     full, other = teams()
-    space: Any = SimpleNamespace(team=full, device=torch.device("cpu"), held=lambda: None, settle=lambda: torchs.append("meet"))
+    space: Any = SimpleNamespace(
+        team=full,
+        device=torch.device("cpu"),
+        held=lambda: None,
+        settle=lambda: torchs.append("meet"),
+        raise_if_failed=lambda: None,
+    )
     torchs.append("full")
     with pytest.raises(torch.OutOfMemoryError):
         Reachable(0).take(space, 2048)

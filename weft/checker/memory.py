@@ -31,12 +31,44 @@ class Fragment:
         self.content, self.writer, self.readers = content, writer, readers
 
 
+class Fragments(dict[Rect, Fragment]):
+    """Disjoint fragments by rectangle. An index by rows finds the few that a rectangle overlaps without a look at all others.
+
+    A fragment of fewer than 2**level rows is listed under (level, top >> level), so it reaches at most into the next key.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listed: dict[int, dict[int, dict[Rect, None]]] = {}
+
+    def __setitem__(self, rect: Rect, fragment: Fragment) -> None:
+        level = (rect[1] - rect[0]).bit_length()
+        self._listed.setdefault(level, {}).setdefault(rect[0] >> level, {})[rect] = None
+        super().__setitem__(rect, fragment)
+
+    def __delitem__(self, rect: Rect) -> None:
+        super().__delitem__(rect)
+        level = (rect[1] - rect[0]).bit_length()
+        del self._listed[level][rect[0] >> level][rect]
+
+    def under(self, rect: Rect) -> list[Rect]:
+        """The fragments that `rect` overlaps."""
+        top, bottom, left, right = rect
+        found: list[Rect] = []
+        for level, keys in self._listed.items():
+            low, high = (top >> level) - 1, (bottom - 1 >> level) + 1
+            near = range(low, high) if high - low < len(keys) else [key for key in keys if low <= key < high]
+            for key in near:
+                found += [p for p in keys.get(key, ()) if p[0] < bottom and top < p[1] and p[2] < right and left < p[3]]
+        return found
+
+
 class Memory:
     """Fragments by rectangle; what is in none was never written."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.fragments: dict[Rect, Fragment] = {}
+        self.fragments = Fragments()
 
     def read(self, rect: Rect, node: int, ancestors: int) -> Cells:
         """What `rect` holds, as disjoint cells."""
@@ -51,7 +83,7 @@ class Memory:
     def _read_across(self, rect: Rect, node: int, ancestors: int) -> Cells:
         cells: Cells = []
         missing = area(rect)
-        for place in self._under(rect):
+        for place in self.fragments.under(rect):
             fragment, common = self.fragments[place], overlap(place, rect)
             assert common
             if not ancestors >> fragment.writer & 1:
@@ -64,16 +96,11 @@ class Memory:
         first = cells[0][1]
         return [(rect, first)] if all(content == first for _, content in cells) else cells
 
-    def _under(self, rect: Rect) -> list[Rect]:
-        """The fragments that `rect` overlaps. Spelled out: this is the one place that looks at all fragments."""
-        top, bottom, left, right = rect
-        return [p for p in self.fragments if p[0] < bottom and top < p[1] and p[2] < right and left < p[3]]
-
     def write(self, rect: Rect, content: Content | None, node: int, ancestors: int) -> None:
         """Replace what `rect` holds."""
         exact = self.fragments.get(rect)
         if exact is None:
-            for place in self._under(rect):
+            for place in self.fragments.under(rect):
                 self._cut(place, rect, node, ancestors)
             self.fragments[rect] = Fragment(content, node, [])
             return
@@ -88,7 +115,8 @@ class Memory:
 
     def _cut(self, place: Rect, rect: Rect, node: int, ancestors: int) -> None:
         """Take `rect` out of the fragment at `place`."""
-        fragment = self.fragments.pop(place)
+        fragment = self.fragments[place]
+        del self.fragments[place]
         self._check_write(fragment, rect, node, ancestors)
         for rest in _remainders(place, rect):
             readers = [r for r in fragment.readers if overlap(r[1], rest)]

@@ -85,7 +85,7 @@ class Segment:
             unlink(name)
             if not isinstance(error, OSError):
                 raise
-            raise ValueError(f"shared memory: {_refused(nbytes, error)}") from None
+            raise ValueError(_refused(nbytes, error)) from None
         finally:
             os.close(descriptor)
 
@@ -135,7 +135,7 @@ class Segment:
 def _refused(nbytes: int, error: OSError) -> str:
     """Why there is no segment of so many bytes, and what helps."""
     free = os.statvfs(SHM).f_bavail * os.statvfs(SHM).f_frsize
-    asked = f"{nbytes} bytes asked, {free} free in {SHM} ({error.strerror})"
+    asked = f"shared memory: {nbytes} bytes asked, {free} free in {SHM} ({error.strerror})"
     if error.errno == errno.ENOSPC or free < nbytes:
         return f"{asked}; enlarge it (--shm-size)"
     if error.errno == errno.ENOMEM:

@@ -1,0 +1,53 @@
+"""The checker finds the fragments of a buffer that a rectangle overlaps, at a cost that does not grow with all of them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+from weft.checker.memory import Fragment, Fragments, Memory
+from weft.checker.program import Rect
+
+
+def disjoint(rng: random.Random, rows: int, cols: int) -> list[Rect]:
+    """Disjoint rectangles of all heights, not in order, with gaps between them."""
+    found: list[Rect] = []
+    top = 0
+    while top < rows:
+        bottom = min(rows, top + rng.choice([1, 1, 2, 3, 7, 40]))
+        cuts = sorted({0, cols, *(rng.randrange(cols) for _ in range(rng.randrange(3)))})
+        found += [(top, bottom, left, right) for left, right in itertools.pairwise(cuts) if rng.random() < 0.8]
+        top = bottom
+    rng.shuffle(found)
+    return found
+
+
+def test_all_fragments_that_a_rectangle_overlaps_are_found() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        rows, cols = rng.choice([1, 17, 300]), 12
+        fragments = Fragments()
+        for rect in disjoint(rng, rows, cols):
+            fragments[rect] = Fragment(None, 0, [])
+        for rect in rng.sample(list(fragments), len(fragments) // 3):
+            del fragments[rect]
+        for _ in range(50):
+            (top, bottom), (left, right) = (sorted(rng.sample(range(extent + 1), 2)) for extent in (rows, cols))
+            naive = {f for f in fragments if f[0] < bottom and top < f[1] and f[2] < right and left < f[3]}
+            found = fragments.under((top, bottom, left, right))
+            assert set(found) == naive
+            assert len(found) == len(naive)
+
+
+def _writes_s(count: int) -> float:
+    """CPU time of so many writes of a row each."""
+    memory, begin = Memory(0), time.process_time()
+    for row in range(count):
+        memory.write((row, row + 1, 0, 1), None, 0, 1)
+    return time.process_time() - begin
+
+
+def test_time_grows_with_the_number_of_writes_and_not_with_its_square() -> None:
+    few, many = (min(_writes_s(count) for _ in range(3)) for count in (2_000, 16_000))
+    assert many < 24 * few, "8 times as many writes; looking at all fragments takes 64 times as long"
