@@ -39,7 +39,14 @@ def _captures(rows: int, mine: bool) -> list[int]:
         program = next(program for program in state._programs if program.schedule.problem.m == rows * dist.get_world_size())
         known, play = groups.Site(number=0, program=program), program.run
         call = SimpleNamespace(
-            key="captured", device=torch.device("cuda"), inputs={}, outputs=None, reached={}, spans=None, tried=False
+            key="captured",
+            device=torch.device("cuda"),
+            inputs={},
+            outputs=None,
+            reached={},
+            invalidated=(),
+            spans=None,
+            tried=False,
         )
         state._sites["captured"] = known  # type: ignore[index]
         capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
