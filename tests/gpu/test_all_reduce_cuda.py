@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -229,8 +230,14 @@ def _never_sent(m: int, name: str) -> str:
         FusedExchange.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
             self, bindings, **(options | {"silent": True})
         )
+
+    def call() -> None:
+        # What rank 1 sums is wrong: its kernel waits for nobody, either.
+        with suppress(AssertionError) if dist.get_rank() == 1 else nullcontext():
+            check_all_reduce(m, 256, 128, torch.bfloat16, name, 1)
+
     try:
-        message = told_of(lambda: check_all_reduce(m, 256, 128, torch.bfloat16, name, 1))
+        message = told_of(call)
     finally:
         FusedExchange.launch = launch  # type: ignore[method-assign]
     torch.cuda.synchronize()

@@ -436,7 +436,7 @@ class CudaProgram(BoundProgram):
 
     def _stuck(self) -> str:
         """What each lane waits for: the step that its progress names, and the words of it that are low."""
-        with torch.cuda.stream(self.space.rescue):
+        with torch.cuda.stream(self.space.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
         come_to = dict(zip(self._progress_at, seen[self.flags.words :], strict=False))

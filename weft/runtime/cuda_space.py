@@ -133,6 +133,9 @@ class CudaSpace:
         self._priority = current_lane_priority()
         # Of another priority than the lanes', so that no hardware queue is shared with a lane, or a graph's branch, that waits.
         self.rescue = comm_stream(priority="high", device=device)
+        self.asking = comm_stream(priority="high", device=device)
+        """For reading what a call waits for: a copy, which may not end while another thread loads a kernel. What is released must
+        not wait behind it."""
         self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
@@ -493,7 +496,13 @@ class CudaSpace:
             self._abort.ended()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
-        streams = (self.rescue, self._invalidating, *self._streams.values(), *([self._aside] if self._aside else ()))
+        streams = (
+            self.rescue,
+            self.asking,
+            self._invalidating,
+            *self._streams.values(),
+            *([self._aside] if self._aside else ()),
+        )
         for stream in streams:
             give_back(stream)
         with suppress(RuntimeError):  # a device that is lost writes nothing
