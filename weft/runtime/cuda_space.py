@@ -496,13 +496,7 @@ class CudaSpace:
             self._abort.ended()
         for event in (*self._begun, *self._done):
             self.driver.forget(event)
-        streams = (
-            self.rescue,
-            self.asking,
-            self._invalidating,
-            *self._streams.values(),
-            *([self._aside] if self._aside else ()),
-        )
+        lanes = (*self._streams.values(), *([self._aside] if self._aside else ()))
         for stream in (self.rescue, self.asking, self._invalidating, *lanes):
             give_back(stream)
         with suppress(RuntimeError):  # a device that is lost writes nothing
