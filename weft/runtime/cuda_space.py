@@ -134,8 +134,8 @@ class CudaSpace:
         # Of another priority than the lanes', so that no hardware queue is shared with a lane, or a graph's branch, that waits.
         self.rescue = comm_stream(priority="high", device=device)
         self.asking = comm_stream(priority="high", device=device)
-        """For reading what a call waits for: a copy, which may not end while another thread loads a kernel. The release must not
-        wait behind it."""
+        """For reading what a call waits for. That is a copy, which may not end while another thread loads a kernel; the release
+        must not wait behind it."""
         self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
         self._begun, self._done = ([self.driver.event() for _ in range(_TICKETS)] for _ in range(2))
         self._ended = 0
