@@ -34,6 +34,7 @@ import numpy as np
 from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem
 from weft.core.schedule import (
     Collective,
@@ -56,9 +57,9 @@ CALLS = 3
 
 
 def verdict(schedule: Schedule) -> str:
-    """What is wrong with the schedule; nothing if it is right."""
+    """What is wrong with the schedule, of a FusedCollective with the steps that it stands for; nothing if it is right."""
     try:
-        _Brute(schedule).judge()
+        _Brute(spelled_out(schedule).schedule).judge()
     except Wrong as wrong:
         return str(wrong)
     return ""

@@ -8,6 +8,7 @@ from typing import Any
 
 from damage import map_parts, map_steps, with_steps
 
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import EXCHANGES, OPS, Problem
 from weft.core.schedule import Collective, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
 from weft.schedules import build, names
@@ -32,10 +33,7 @@ def random_schedule(rng: random.Random) -> Schedule:
         reduce_op="avg" if op == "matmul_reduce_scatter" and rng.random() < 0.3 else "sum",
     )
     chunks = rng.choice((1, 2, 2, 3) if world_size < 4 else (1, 2))
-    schedule = build(problem, rng.choice(names(op)), chunks, fan_out=rng.random() < 0.25)
-    # What one kernel runs is a matter of steps that are still all there.
-    ranks = tuple(tuple(dataclasses.replace(lane, fused=()) for lane in lanes) for lanes in schedule.ranks)
-    return dataclasses.replace(schedule, ranks=ranks)
+    return spelled_out(build(problem, rng.choice(names(op)), chunks, fan_out=rng.random() < 0.25)).schedule
 
 
 def random_sync(rng: random.Random) -> Schedule:

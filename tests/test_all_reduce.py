@@ -19,8 +19,9 @@ from rank_work import check_all_reduce, whole
 import weft
 from weft.checker import ScheduleError, check
 from weft.core.errors import WaitTimeout
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem, split
-from weft.core.schedule import Copy, Lane, Reduce, Region, Schedule, Signal, Step, Wait
+from weft.core.schedule import Copy, Reduce, Region, Schedule, Signal, Step, Wait
 from weft.planner.models import decode_sites, load_model
 from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
@@ -103,17 +104,17 @@ interpreted = interpreted_ranks([2, 3])
 
 def _as_kernel(name: str) -> int:
     """Six calls of new data, one rank late to half of them; how often the kernel ran."""
-    from weft.runtime import exchange
+    from weft.runtime import fused_collective
 
     assert os.environ["TRITON_INTERPRET"] == "1"
-    launches, launch = 0, exchange.FusedExchange.launch
+    launches, launch = 0, fused_collective.FusedCollectiveKernel.launch
 
     def counted(*arguments: Any, **options: Any) -> None:
         nonlocal launches
         launches += 1
         launch(*arguments, **options)
 
-    exchange.FusedExchange.launch = counted  # type: ignore[method-assign]
+    fused_collective.FusedCollectiveKernel.launch = counted  # type: ignore[method-assign]
     try:
         for m, n, k in ((3, 40, 19), (18, 17, 8)):
             for call in range(6):
@@ -124,7 +125,7 @@ def _as_kernel(name: str) -> int:
         again = check_all_reduce(m, n, k, torch.float16, name, call, addends=call % 4)
         assert torch.equal(out, again)
     finally:
-        exchange.FusedExchange.launch = launch  # type: ignore[method-assign]
+        fused_collective.FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
         weft.close()
     return launches
 
@@ -224,13 +225,13 @@ def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
 
 def _never_sent() -> str:
     """Rank 1 runs its second call without sending; what the others are told, and then all go on."""
-    from weft.runtime import exchange, host
+    from weft.runtime import fused_collective, host
 
-    launch, looks_per_s = exchange.FusedExchange.launch, host._LOOKS_PER_S
+    launch, looks_per_s = fused_collective.FusedCollectiveKernel.launch, host._LOOKS_PER_S
     check_all_reduce(2, 20, 8, torch.float16, "one_shot", 0)
     host._LOOKS_PER_S = 1  # interpreted, a look takes milliseconds: in this call nothing comes however long it is waited for
     if dist.get_rank() == 1:
-        exchange.FusedExchange.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
+        fused_collective.FusedCollectiveKernel.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
             self, bindings, **(options | {"silent": True})
         )
     message = ""
@@ -239,7 +240,7 @@ def _never_sent() -> str:
     except (WaitTimeout, AssertionError) as error:
         message = f"{type(error).__name__}: {error}"
     finally:
-        exchange.FusedExchange.launch, host._LOOKS_PER_S = launch, looks_per_s  # type: ignore[method-assign]
+        fused_collective.FusedCollectiveKernel.launch, host._LOOKS_PER_S = launch, looks_per_s  # type: ignore[method-assign]
     dist.barrier()
     weft.close()
     check_all_reduce(2, 20, 8, torch.float16, "one_shot", 2)
@@ -360,11 +361,12 @@ PROBLEM = Problem(op="matmul_all_reduce", m=6, n=8, k=12, world_size=3, addends=
 
 
 def _changed(schedule: Schedule, change: Any) -> Schedule:
-    """The schedule with rank 1's compute lane changed: its steps, as a list, in place."""
+    """The schedule, without one kernel, with rank 1's compute lane changed: its steps, as a list, in place."""
+    schedule = spelled_out(schedule).schedule
     (lane,) = schedule.ranks[1]
     steps = list(lane.steps)
     change(steps)
-    ranks = (schedule.ranks[0], (dataclasses.replace(lane, steps=tuple(steps), fused=()),), *schedule.ranks[2:])
+    ranks = (schedule.ranks[0], (dataclasses.replace(lane, steps=tuple(steps)),), *schedule.ranks[2:])
     return dataclasses.replace(schedule, ranks=ranks)
 
 
@@ -403,28 +405,14 @@ def test_damage_is_refused(name: str, what: str, change: Any, message: str) -> N
         check(_changed(schedule, change))
 
 
-@pytest.mark.parametrize(
-    ("kind", "fused", "message"),
-    [
-        ("compute", ((0, 99),), "it must be ranges within the"),
-        ("compute", ((3, 3),), "none empty"),
-        ("compute", ((2, 5), (0, 2)), "in order"),
-        ("blocks", ((0, 2),), "only a lane of kind compute"),
-    ],
-)
-def test_fused_ranges_that_are_none(kind: Any, fused: Any, message: str) -> None:
-    schedule = build(PROBLEM, "one_shot")
-    (lane,) = schedule.ranks[0]
-    changed = Lane(lane.name, kind, lane.steps, fused)
-    with pytest.raises(ScheduleError, match=message):
-        check(dataclasses.replace(schedule, ranks=((changed,), *schedule.ranks[1:])))
-
-
-def _other_fused_steps() -> str:
-    """A lane whose fused steps no kernel stands for."""
+def _four_copies() -> str:
+    """A mailbox with more copies than the kernel has."""
     problem = Problem(op="matmul_all_reduce", m=4, n=8, k=6, world_size=2, dtype="float16")
     schedule = build(problem, "one_shot")
-    ranks = tuple((dataclasses.replace(lane, fused=((0, 3),)),) for (lane,) in schedule.ranks)
+    ranks = tuple(
+        (dataclasses.replace(lane, steps=tuple(dataclasses.replace(step, copies=4) for step in lane.steps)),)
+        for (lane,) in schedule.ranks
+    )
     rank = dist.get_rank()
     a, b, _ = whole(4, 8, 6, torch.float16, 0)
     mine = slice(*split(6, 2)[rank])
@@ -438,20 +426,19 @@ def _other_fused_steps() -> str:
 
 
 @pytest.mark.ranks
-def test_fused_steps_that_no_kernel_runs_are_refused() -> None:
+def test_a_step_that_the_kernel_does_not_run_is_refused() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     with Ranks(2, environment={"TRITON_INTERPRET": "1", "WEFT_TIMEOUT_S": "20"}) as pool:
-        for message in pool.run(_other_fused_steps):
-            assert "has steps 0 to 3 as one kernel, and there is none" in message
+        for message in pool.run(_four_copies):
+            assert "cannot run it: copies is 4, where it has 3" in message
 
 
 def test_what_each_hop_moves() -> None:
     """one_shot sends everything to everyone; two_shot the columns of others, and its own ones to all."""
     for name, elements in (("one_shot", 2 * 6 * 8), ("two_shot", 6 * (3 + 2) + 2 * 6 * 3)):
-        (lane,) = build(PROBLEM, name).ranks[0]
+        (lane,) = spelled_out(build(PROBLEM, name)).schedule.ranks[0]
         sent = [step.dst for step in lane.steps if isinstance(step, Copy) and step.dst.rank != 0]
         assert sum(map(_size, sent)) == elements
-        assert lane.fused == ((0, len(lane.steps)),)
 
 
 def _size(region: Region) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from brute import verdict
-from damage import step_at, with_lanes, with_step
+from damage import step_at, with_step
 from rank_pools import interpreted_ranks
 from test_check import SCATTER, change, change_part, first, refused, region
 
@@ -67,81 +67,6 @@ def test_only_local_buffers_hold_sums_wider_than_the_problem() -> None:
     for name, kind in (("recv", "symmetric"), ("out", "output"), ("a", "input")):
         refused(_wide(schedule, name), f"buffer {name} is {kind} and holds float32, where the problem has bfloat16; only local")
     check(_wide(build(dataclasses.replace(SCATTER, dtype="float32"), "shard_p2p"), "recv"))
-
-
-def test_fused_steps_share_flags_and_scratch_with_no_others() -> None:
-    """A kernel has both of its own, on all ranks: one rank that goes step by step would wait for good."""
-    for name, problem in (("one_shot", SCATTER), ("two_shot", Problem(op="matmul_all_reduce", m=8, n=4, k=6, world_size=2))):
-        schedule = build(problem, name)
-        (lane,) = schedule.ranks[1]
-        kernel = f"rank 0, lane compute has steps 0 to {len(lane.steps)} as one kernel, and there is none that shares"
-        damaged = with_lanes(schedule, 1, [dataclasses.replace(lane, fused=())])
-        refused(damaged, kernel, "with others, as with rank 1, lane compute, step", "; fuse all, or none")
-        check(dataclasses.replace(schedule, ranks=tuple((dataclasses.replace(x, fused=()),) for (x,) in schedule.ranks)))
-        partial = next(step.src for step in lane.steps if isinstance(step, Copy))
-        copy = Copy(partial, dataclasses.replace(partial, buffer="side"))
-        more = with_lanes(schedule, 1, [dataclasses.replace(lane, steps=(*lane.steps, copy))])
-        like = schedule.buffer["partial"]
-        more = dataclasses.replace(more, buffers=(*more.buffers, dataclasses.replace(like, name="side", kind="local")))
-        refused(
-            more, "as one kernel, and there is none that shares scratch that it writes, partial, with others", "rank 1", "copy"
-        )
-        plain = tuple(tuple(dataclasses.replace(lane, fused=()) for lane in lanes) for lanes in more.ranks)
-        check(dataclasses.replace(more, ranks=plain))
-
-
-def _own_rows(steps: tuple[Step, ...], fused: tuple[tuple[int, int], ...], *beside: Lane) -> Schedule:
-    """One rank's product of `t`, which something copies from a."""
-    problem = Problem(op="all_gather_matmul", m=4, n=2, k=2, world_size=1, dtype="float32")
-    buffers = tuple(
-        Buffer(name, kind, (rows,), (2,))  # type: ignore[arg-type]
-        for name, kind, rows in (("a", "input", 4), ("b", "input", 2), ("out", "output", 4), ("t", "local", 4))
-    )
-    return Schedule(problem=problem, name="own", buffers=buffers, ranks=((Lane("compute", "compute", steps, fused), *beside),))
-
-
-def test_fused_steps_wait_for_their_own_flags_and_multiply_what_was_there() -> None:
-    flag, stage = Flag("f", 0), Copy(region("a", 0, (0, 4), (0, 2)), region("t", 0, (0, 4), (0, 2)))
-    gemm = Gemm(region("b", 0, (0, 2), (0, 2)), (Part(region("t", 0, (0, 4), (0, 2)), region("out", 0, (0, 4), (0, 2))),))
-    aside = Lane("copy", "copy", (stage, Signal(flag)))
-    check(_own_rows((Wait(flag), gemm), (), aside))
-    refused(_own_rows((Wait(flag), gemm), ((0, 2),), aside), "none that shares flag f[0]@0 with others", "copy, step 1")
-    check(_own_rows((stage, gemm), ()))
-    refused(_own_rows((stage, gemm), ((0, 2),)), "step 1", "it multiplies t@0[0:4, 0:2], which tiles of fused steps write")
-
-
-def test_fused_steps_that_wait_leave_no_sm_for_others() -> None:
-    schedule = build(SCATTER, "one_shot")
-    schedule = dataclasses.replace(schedule, buffers=(*schedule.buffers, Buffer("side", "local", (8, 8), (3, 3))))
-    copy = Copy(region("a", 0, (0, 8), (0, 3)), region("side", 0, (0, 8), (0, 3)))
-    check(with_lanes(schedule, 0, [*schedule.ranks[0], Lane("aside", "blocks", (copy,))]))
-    refused(
-        with_lanes(schedule, 0, [*schedule.ranks[0], Lane("aside", "copy", (copy,))]),
-        "rank 0, lane aside, step 0",
-        "it needs SMs, but rank 0, lane compute, step",
-        "is one of fused steps, whose tiles may fill all while they wait; use a lane of kind blocks",
-    )
-
-
-def test_it_is_their_waits_that_take_the_sms() -> None:
-    """A step of its own, or a part's; steps that wait for nothing take none."""
-    flag, stage = Flag("f", 0), Copy(region("a", 0, (0, 4), (0, 2)), region("t", 0, (0, 4), (0, 2)))
-    part, b = Part(region("a", 0, (0, 4), (0, 2)), region("out", 0, (0, 4), (0, 2))), region("b", 0, (0, 2), (0, 2))
-    aside, free = Lane("aside", "copy", (stage,)), (Signal(flag), Gemm(b, (part,)))
-    check(_own_rows(free, ((0, 2),), aside))
-    for steps in (
-        (Signal(flag), Wait(flag), Gemm(b, (part,))),
-        (Signal(flag), Gemm(b, (dataclasses.replace(part, gates=(Wait(flag),)),))),
-    ):
-        check(_own_rows(steps, (), aside))
-        refused(_own_rows(steps, ((0, len(steps)),), aside), "it needs SMs, but rank 0, lane compute, step 1")
-
-
-def test_nobody_else_writes_scratch_of_fused_steps() -> None:
-    stage = Copy(region("a", 0, (0, 4), (0, 2)), region("t", 0, (0, 4), (0, 2)))
-    gemm = Gemm(region("b", 0, (0, 2), (0, 2)), (Part(stage.src, region("out", 0, (0, 4), (0, 2))),))
-    check(_own_rows((stage, gemm, stage), ()))
-    refused(_own_rows((stage, gemm, stage), ((0, 2),)), "none that shares scratch that it writes, t,", "step 2 (copy")
 
 
 def _exchanged(problem: LookupProblem, copies: Callable[[int], list[Copy]]) -> Schedule:

@@ -68,7 +68,7 @@ def _without(schedule: Schedule, kind: type, number: int) -> Schedule:
     for lane in schedule.ranks[0]:
         steps = [step for step in lane.steps if isinstance(step, kind)] if lane.name == "copy" else []
         kept = tuple(step for step in lane.steps if not steps or step is not steps[number])
-        lanes.append(Lane(lane.name, lane.kind, kept, lane.fused))
+        lanes.append(Lane(lane.name, lane.kind, kept))
     return Schedule(
         problem=schedule.problem,
         name=schedule.name,

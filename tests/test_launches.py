@@ -8,7 +8,7 @@ import pytest
 from machine_tiny import tiny
 
 from weft.core.problem import Problem
-from weft.core.schedule import Copy, Flag, Gemm, Lane, LaneKind, Part, Push, Region, Signal, Step, Store, Wait
+from weft.core.schedule import Copy, Flag, FusedCollective, Gemm, Lane, LaneKind, Part, Push, Region, Signal, Step, Store, Wait
 from weft.core.work import continued
 from weft.perf import simulate
 from weft.schedules import build
@@ -22,8 +22,8 @@ def push(*flags: Flag) -> Push:
     return Push(tuple(Store(ROWS, dataclasses.replace(ROWS, rank=flag.rank), flag) for flag in flags))
 
 
-def lane(*steps: Step, kind: LaneKind = "compute", fused: tuple[tuple[int, int], ...] = ()) -> Lane:
-    return Lane("lane", kind, steps, fused)
+def lane(*steps: Step, kind: LaneKind = "compute") -> Lane:
+    return Lane("lane", kind, steps)
 
 
 GEMM = Gemm(ROWS, (Part(ROWS, ROWS),))
@@ -36,11 +36,15 @@ GEMM = Gemm(ROWS, (Part(ROWS, ROWS),))
         (lane(GEMM, Signal(A), Signal(B), GEMM, Signal(A)), {2}),
         (lane(Wait(OWN), Copy(ROWS, ROWS), Signal(A), Signal(B), kind="copy"), set()),
         (lane(Wait(OWN), Wait(OWN, 2), kind="network"), set()),
-        (lane(GEMM, Wait(OWN), GEMM, Signal(A), Signal(B), fused=((0, 3),)), {1, 2, 4}),
     ],
 )
 def test_which_steps_run_in_the_kernel_before_them(made: Lane, along: set[int]) -> None:
     assert continued(made) == along
+
+
+def test_steps_of_one_kernel_are_launched_once() -> None:
+    kernel = FusedCollective("all_reduce", (ROWS,), ROWS)
+    assert continued(lane(GEMM, Wait(OWN), GEMM, Signal(A), Signal(B)), {(0, 3): kernel}) == {1, 2, 4}
 
 
 def test_stores_to_two_peers_are_launched_once() -> None:

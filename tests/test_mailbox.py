@@ -10,8 +10,7 @@ import pytest
 import torch
 from compiled import all_reduce_for_a_gpu
 
-from weft.core.problem import Problem
-from weft.schedules.matmul_all_reduce import owned_columns
+from weft.core.problem import Problem, split
 
 _LOAD = re.compile(r"tt\.load .*isVolatile = true.* : tensor<(\d+)x(\d+)x!tt\.ptr<i32>, (#\w+)>")
 _PAIR = r"\[(\d+), (\d+)\]"
@@ -49,7 +48,7 @@ def test_words_that_several_threads_load_are_looked_at_again(
     from weft.kernels import all_reduce as kernel
 
     problem = Problem(op=op, m=m, n=n, k=8 * world_size, world_size=world_size)
-    owned = problem.shards if hops == "scatter" else owned_columns(problem)
+    owned = problem.shards if hops == "scatter" else split(problem.n, world_size)
     layout = kernel.plan(problem, 0, owned, hops=hops, multiply=True, device=torch.device("cuda"), sms=132)
     found = looks(str(all_reduce_for_a_gpu(kernel, layout).asm["ttgir"]))
     assert found

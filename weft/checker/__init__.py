@@ -14,9 +14,9 @@ Of races, deadlocks and results it refuses exactly those schedules that can go w
 in both directions, against a brute-force interpreter that tries directed interleavings of small schedules. Structure also
 has rules of weft's own, which a lucky schedule may break: kernels stay off copy lanes, a product reads local memory only, a
 copy touches the rank that runs it, a push reads one local buffer and tells its receivers alone, nothing narrower than float32
-is added to, only local buffers are wider than the problem's dtype, a rank has one lane of kind compute, and fused steps share
-next to nothing with others (`weft.checker.fused`). The one thing left open is a schedule whose kernels share the SMs of a
-rank in more orders than `weft.checker.starvation` tries; it is refused, and told so.
+is added to, only local buffers are wider than the problem's dtype, and a rank has one lane of kind compute. The one thing
+left open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is
+refused, and told so.
 
 The proof is one walk through two calls (`weft.checker.walk`). It does no work per element: its cost is that of steps, parts
 and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in 64 chunks, take 8 to 16 ms a schedule,
@@ -25,12 +25,14 @@ every family whose chunks are free, both operators, best of five; with chunks=64
 
 from __future__ import annotations
 
-from weft.checker.fused import check_fused
+from weft.checker.fused_collective import check_mailboxes, check_room, check_shapes
 from weft.checker.program import ScheduleError
+from weft.checker.shapes import check_buffers
 from weft.checker.starvation import check_starvation, crowded_ranks
 from weft.checker.structure import compile_schedule
 from weft.checker.walk import Walk
 from weft.core.errors import require
+from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Schedule
 
 __all__ = ["ScheduleError", "check"]
@@ -39,10 +41,14 @@ __all__ = ["ScheduleError", "check"]
 def check(schedule: Schedule) -> None:
     """Prove the schedule right. Raises ScheduleError, a ValueError, that names rank, lane, step and region or flag."""
     require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
-    program = compile_schedule(schedule)
+    check_buffers(schedule)
+    check_shapes(schedule)
+    spelled = spelled_out(schedule)
+    program = compile_schedule(spelled)
     crowded = crowded_ranks(program)
     walk = Walk(program, crowded)
     walk.run()
     if crowded:
         check_starvation(program, walk.occupied)
-    check_fused(program)
+    check_room(program, spelled)
+    check_mailboxes(schedule)

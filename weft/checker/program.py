@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import Flag, Schedule, Step
 
 Rect = tuple[int, int, int, int]
@@ -92,13 +93,18 @@ class Program(NamedTuple):
     """ops: by rank, lane and position. signalled: of each flag, whether a call advances it. waiters: by flag, the steps that
     wait for it. memories: (buffer, rank) by number."""
 
-    schedule: Schedule
+    spelled_out: SpelledOut
     ops: tuple[tuple[tuple[Op, ...], ...], ...]
     flags: tuple[Flag, ...]
     owners: tuple[tuple[int, int] | None, ...]
     signalled: tuple[bool, ...]
     waiters: tuple[tuple[Place, ...], ...]
     memories: tuple[tuple[str, int], ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """Without FusedCollective steps."""
+        return self.spelled_out.schedule
 
     def step(self, rank: int, lane: int, position: int) -> Step:
         return self.schedule.ranks[rank][lane].steps[position]
@@ -110,12 +116,18 @@ class Program(NamedTuple):
         step = self.step(rank, lane, position)
         parts = getattr(step, "parts", ())
         detail = f", part {part}: {parts[part]}" if len(parts) > 1 else ""
-        return f"rank {rank}, lane {self.schedule.ranks[rank][lane].name}, step {position} ({step}{detail})"
+        return words(self.spelled_out, rank, self.schedule.ranks[rank][lane].name, position, f"{step}{detail}")
 
     def region(self, memory: int, rect: Rect) -> str:
         """An access in words, as a schedule prints it."""
         name, rank = self.memories[memory]
         return f"{name}@{rank}[{rect[0]}:{rect[1]}, {rect[2]}:{rect[3]}]"
+
+
+def words(spelled_out: SpelledOut, rank: int, lane: str, position: int, step: str) -> str:
+    """A step in words, by its place in the schedule as it was given."""
+    at, kernel = spelled_out.place(rank, lane, position)
+    return f"rank {rank}, lane {lane}, step {at} ({f'{kernel}: {step}' if kernel else step})"
 
 
 def overlap(one: Rect, two: Rect) -> Rect | None:

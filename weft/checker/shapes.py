@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from weft.checker.program import ScheduleError
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.core.schedule import Bags, Buffer, Collective, Gemm, Lane, Part, Region, Schedule, SendReceive, Sum
+from weft.core.schedule import Bags, Buffer, Collective, Gemm, Part, Region, Schedule, SendReceive, Sum
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -132,18 +132,6 @@ def sum_fault(part: Sum) -> str:
     for i, src in enumerate(part.srcs):
         if src.shape != part.out.shape and not (i and src.shape == (1, part.out.shape[1])):
             return f"{src} has shape {src.shape}, but it is summed into {part.out} of shape {part.out.shape}"
-    return ""
-
-
-def fused_fault(lane: Lane) -> str:
-    """One kernel's steps: on a compute lane, within it, apart from another kernel's, and none of the vendor's among them."""
-    ends = [end for span in lane.fused for end in span]
-    if lane.fused and lane.kind != "compute":
-        return f"fused is {lane.fused}; only a lane of kind compute has steps that are one kernel"
-    if ends != sorted(ends) or any(high <= low for low, high in lane.fused) or not all(0 <= n <= len(lane.steps) for n in ends):
-        return f"fused is {lane.fused}; it must be ranges within the {len(lane.steps)} steps, in order, none empty"
-    if any(isinstance(step, Collective) for low, high in lane.fused for step in lane.steps[low:high]):
-        return f"fused is {lane.fused}; a vendor's collective is a kernel of its own"
     return ""
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NoReturn
 
-from weft.checker.program import Access, Action, Do, Op, Place, Program, ScheduleError, area, overlap
+from weft.checker.program import Access, Action, Do, Op, Place, Program, ScheduleError, area, overlap, words
 from weft.checker.shapes import (
     bags_fault,
-    check_buffers,
     check_collectives,
     check_messages,
     collective_fault,
-    fused_fault,
     gemm_fault,
     message_fault,
     reachable_outputs,
     sum_fault,
 )
+from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import (
     Bags,
     Buffer,
@@ -35,7 +34,6 @@ from weft.core.schedule import (
     Push,
     Reduce,
     Region,
-    Schedule,
     SendReceive,
     Signal,
     Step,
@@ -54,16 +52,16 @@ _COLLECTS = {
 }
 
 
-def compile_schedule(schedule: Schedule) -> Program:
+def compile_schedule(spelled_out: SpelledOut) -> Program:
     """The schedule as numbers. Raises ScheduleError."""
-    check_buffers(schedule)
-    compiler = _Compiler(schedule)
+    schedule = spelled_out.schedule
+    compiler = _Compiler(spelled_out)
     ops = tuple(compiler.lanes(rank, lanes) for rank, lanes in enumerate(schedule.ranks))
     compiler.check_waits()
     check_collectives(schedule)
     check_messages(schedule)
     return Program(
-        schedule,
+        spelled_out,
         ops,
         tuple(compiler.flags),
         tuple(compiler.owners),
@@ -76,8 +74,9 @@ def compile_schedule(schedule: Schedule) -> Program:
 class _Compiler:
     """Walks the steps in order; `rank`, `lane`, `position`, `step` are where it is."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.world_size = schedule, schedule.problem.world_size
+    def __init__(self, spelled_out: SpelledOut) -> None:
+        schedule = self.schedule = spelled_out.schedule
+        self.spelled_out, self.world_size = spelled_out, schedule.problem.world_size
         self.problem = schedule.problem
         self.node_of = schedule.problem.node_of
         self.all_wide = schedule.problem.dtype == "float32"
@@ -98,9 +97,6 @@ class _Compiler:
 
     def ops(self, index: int, lane: Lane) -> tuple[Op, ...]:
         self.index, self.lane = index, lane
-        fault = fused_fault(lane)
-        if fault:
-            raise ScheduleError(f"rank {self.rank}, lane {lane.name}: {fault}")
         ops = []
         for position, step in enumerate(lane.steps):
             self.position, self.step = position, step
@@ -108,7 +104,7 @@ class _Compiler:
         return tuple(ops)
 
     def fail(self, text: str) -> NoReturn:
-        where = f"rank {self.rank}, lane {self.lane.name}, step {self.position} ({self.step})"
+        where = words(self.spelled_out, self.rank, self.lane.name, self.position, str(self.step))
         raise ScheduleError(f"{where}: {text}")
 
     def op(self, step: Step) -> Op:
@@ -383,4 +379,4 @@ class _Compiler:
     def where(self, place: Place) -> str:
         rank, index, position = place
         lane = self.schedule.ranks[rank][index]
-        return f"rank {rank}, lane {lane.name}, step {position} ({lane.steps[position]})"
+        return words(self.spelled_out, rank, lane.name, position, str(lane.steps[position]))

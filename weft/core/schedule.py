@@ -286,6 +286,46 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedCollective:
+    """One persistent kernel that sums what all ranks have, tile by tile, on a lane of kind compute. Every rank runs the same.
+
+    factors: (a, b), whose product the kernel makes; or (partial,), which is ready: M x N on every rank.
+    op: all_reduce gives every rank the whole sum. reduce_scatter gives a rank the rows of its shard.
+    hops: 1 sends every tile to all ranks that need its sum, and each sums it. 2, of an all_reduce: columns have owners, an
+    equal cut of N; the owner sums the tiles of its columns, and sends the sums to all.
+    addends: added to the sum once; each as large as out, or one row that is added to all rows. divide_by: as of a Reduce.
+
+    Tiles travel through a mailbox, memory of the kernel's own that every rank has. A word of the mailbox is empty or holds
+    data, so the data is its own flag. mailbox: its name; no other kernel of a rank uses it. copies: how many of it there are,
+    which calls take in turns.
+
+    `weft.core.fused_collective.spelled_out` says what the kernel does as steps without such a kernel. The checker proves those,
+    the simulator predicts those, and a device that lacks the kernel runs those. weft.checker.fused_collective proves that a
+    mailbox is never written before it is empty.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    op: Literal["all_reduce", "reduce_scatter"]
+    factors: tuple[Region, ...]
+    out: Region
+    hops: int = 1
+    addends: tuple[Region, ...] = ()
+    divide_by: int = 1
+    mailbox: str = "mailbox"
+    copies: int = 3
+
+    @property
+    def multiplies(self) -> bool:
+        return len(self.factors) == 2
+
+    def __str__(self) -> str:
+        made = " @ ".join(map(str, self.factors))
+        added = "".join(f" + {region}" for region in self.addends)
+        hops = "one hop" if self.hops == 1 else f"{self.hops} hops"
+        return f"{self.op} {made}{added} -> {self.out} in one kernel, {hops}"
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Whole rows of a buffer of this rank, to another one."""
 
@@ -328,24 +368,16 @@ class SendReceive:
         return tuple(dict.fromkeys([*(s.to for s in self.sends), *(r.source for r in self.receives)]))
 
 
-Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | SendReceive
+Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps that run one after the other. kind says on what.
-
-    fused: ranges of steps that one persistent kernel runs, where the device has it, tile by tile: a tile takes the steps in
-    this order, and need not wait for another tile but by the flags. What is proved of the steps holds of any such refinement:
-    tiles of a region share no element, and each tile has signals and waits of its own for those of the steps. So the flags of
-    such steps, and the scratch that they write, are for such steps alone, and no product reads what they write. Its tiles that
-    wait may fill the rank's SMs: no other lane of the rank then needs any.
-    """
+    """Steps that run one after the other. kind says on what."""
 
     name: str
     kind: LaneKind
     steps: tuple[Step, ...]
-    fused: tuple[Span1D, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +473,8 @@ def regions(step: Step) -> tuple[Region, ...]:
         return tuple(region for part in step.parts for region in (*part.srcs, part.out))
     if isinstance(step, Lookup):
         return tuple(region for part in step.parts for region in (part.bags, part.out))
+    if isinstance(step, FusedCollective):
+        return *step.factors, *step.addends, step.out
     return ()
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from weft.core.problem import Span1D
 from weft.core.schedule import (
     Collective,
     Copy,
+    FusedCollective,
     Gemm,
     Lane,
     Lookup,
@@ -28,6 +32,7 @@ KINDS: dict[type, Kind] = {
     Reduce: "reduce",
     Lookup: "lookup",
     Collective: "collective",
+    FusedCollective: "collective",
     SendReceive: "message",
 }
 
@@ -59,6 +64,8 @@ def label(rank: int, step: Step) -> str:
         return _push_label(step)
     if isinstance(step, Collective):
         return step.op
+    if isinstance(step, FusedCollective):
+        return f"{'multiply and ' * step.multiplies}{step.op} as one kernel"
     if isinstance(step, SendReceive):
         return f"send {len(step.sends)}, receive {len(step.receives)}"
     if isinstance(step, (Wait, Signal)):
@@ -85,13 +92,15 @@ def _copy_label(rank: int, step: Copy) -> str:
 
 
 def flops(step: Step) -> int:
-    """Floating-point operations of a Gemm; 0 of any other step."""
+    """Floating-point operations of a product; 0 of a step that multiplies nothing."""
+    if isinstance(step, FusedCollective) and step.multiplies:
+        return 2 * step.factors[0].size * step.factors[1].shape[1]
     return sum(2 * part.a.size * step.b.shape[1] for part in step.parts) if isinstance(step, Gemm) else 0
 
 
 def work_bytes(schedule: Schedule, step: Step) -> int:
     """Bytes that a step reads and writes at least; those that arrive for a Copy or a Push (once), a Collective (from peers) and
-    messages."""
+    messages. Of a FusedCollective, without those that travel."""
 
     def size(region: Region) -> int:
         return region_bytes(schedule, region)
@@ -108,6 +117,8 @@ def work_bytes(schedule: Schedule, step: Step) -> int:
         return sum(size(part.out) + sum(map(size, part.srcs)) for part in step.parts)
     if isinstance(step, Lookup):
         return sum((schedule.problem.k + 1) * size(part.out) for part in step.parts)
+    if isinstance(step, FusedCollective):
+        return sum(map(size, (*step.factors, *step.addends, step.out)))
     if isinstance(step, SendReceive):
         return sum(size(receive.dst) for receive in step.receives)
     if isinstance(step, Collective):
@@ -126,10 +137,11 @@ def collective_shard_bytes(schedule: Schedule, step: Collective) -> int:
     return region_bytes(schedule, step.src if step.op == "all_gather" else step.dst)
 
 
-def continued(lane: Lane) -> frozenset[int]:
+def continued(lane: Lane, kernels: Mapping[Span1D, FusedCollective] | None = None) -> frozenset[int]:
     """Positions of steps that run in the kernel of the step before them, so that they pay no launch of their own: those of a
-    fused range but the first, and waits and signals next to each other on a lane that runs on SMs."""
-    found = {at for low, high in lane.fused for at in range(low + 1, high)}
+    FusedCollective but the first, and waits and signals next to each other on a lane that runs on SMs. kernels: the ranges of
+    the lane's steps that are a FusedCollective's (weft.core.fused_collective)."""
+    found = {at for low, high in kernels or {} for at in range(low + 1, high)}
     if lane.kind in ("compute", "blocks"):
         flags = [isinstance(step, (Wait, Signal)) for step in lane.steps]
         found |= {at for at in range(1, len(flags)) if flags[at - 1] and flags[at]}

@@ -29,8 +29,22 @@ from pathlib import Path
 
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
-from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Copy, Gemm, Lane, Lookup, Push, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.problem import CollectiveProblem, Span1D
+from weft.core.schedule import (
+    Collective,
+    Copy,
+    FusedCollective,
+    Gemm,
+    Lane,
+    Lookup,
+    Push,
+    Reduce,
+    Schedule,
+    SendReceive,
+    Signal,
+    Step,
+    Wait,
+)
 from weft.core.span import Span
 from weft.core.work import continued, span
 from weft.perf import kernels, lookups, messages, transfers
@@ -83,7 +97,7 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     """
     world, _ = _ran(schedule, machine, MOST_NS)
     return Outcome(
-        schedule=schedule,
+        schedule=world.schedule,
         steps=tuple(sorted(world.steps, key=itemgetter(0, 1, 2, 3))),
         kernel_us=tuple(total / 1e3 for total in world.kernels),
         transfer_us=tuple(busy.total / 1e3 for busy in world.transfers),
@@ -106,7 +120,7 @@ def _ran(schedule: Schedule, machine: Machine, most_ns: int) -> tuple[World, boo
     machine.require_for(schedule.problem)
     world = World(schedule, machine)
     at: dict[tuple[int, str], Step] = {}
-    for rank, lanes in enumerate(schedule.ranks):
+    for rank, lanes in enumerate(world.schedule.ranks):
         for lane in lanes:
             world.env.process(_lane(world, rank, lane, at))
     while world.env.peek() <= most_ns:
@@ -126,7 +140,8 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     late_us = world.before(lane.kind)
     if late_us:
         yield world.env.timeout(ns(late_us))
-    along, launched = continued(lane), _launched(lane)
+    kernels = world.spelled_out.of_lane(rank, lane.name)
+    along, launched = continued(lane, kernels), _launched(lane, kernels)
     inner = world.within_a_kernel() if along else world
     for position, step in enumerate(lane.steps):
         at[rank, lane.name] = step
@@ -141,9 +156,9 @@ def _lane(world: World, rank: int, lane: Lane, at: dict[tuple[int, str], Step]) 
     at.pop((rank, lane.name), None)
 
 
-def _launched(lane: Lane) -> frozenset[int]:
+def _launched(lane: Lane, kernels: Mapping[Span1D, FusedCollective]) -> frozenset[int]:
     """Positions of steps that begin a persistent kernel, and are none of those that pay a launch by themselves."""
-    return frozenset(low for low, _ in lane.fused if isinstance(lane.steps[low], (Wait, Signal, SendReceive)))
+    return frozenset(low for low, _ in kernels if isinstance(lane.steps[low], (Wait, Signal, SendReceive)))
 
 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
@@ -168,4 +183,5 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     elif isinstance(step, SendReceive):
         yield from messages.send_receive(world, rank, step)
     else:
+        assert isinstance(step, Collective), "a FusedCollective is spelled out"
         yield from transfers.collective(world, rank, step)

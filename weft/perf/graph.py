@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
+from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.schedule import (
     Collective,
@@ -173,6 +174,7 @@ class _Builder:
         elif isinstance(step, Collective):
             self.node(at, "collective", label(at.rank, step), op=step.op, bytes=region_bytes(self.schedule, step.src))
         else:
+            assert isinstance(step, SendReceive), "a FusedCollective is spelled out"
             self.messages(at, step)
 
     def copy(self, at: _At, lane: Lane, step: Copy) -> None:
@@ -268,6 +270,7 @@ class _Builder:
 def graph(schedule: Schedule, machine: Machine) -> tuple[tuple[Node, ...], ...]:
     """The nodes of each rank. Raises ValueError as `weft.perf.run` does."""
     machine.require_for(schedule.problem)
+    schedule = spelled_out(schedule).schedule
     builder = _Builder(schedule, machine, [[] for _ in schedule.ranks])
     lanes = deque((rank, lane, builder.lane(rank, lane)) for rank, lanes in enumerate(schedule.ranks) for lane in lanes)
     idle = 0

@@ -24,7 +24,7 @@ import simpy
 
 from weft.core.capabilities import H200
 from weft.core.machine import Tile
-from weft.core.schedule import Gemm, Part, Reduce, Sum
+from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
 from weft.core.work import region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
@@ -154,7 +154,8 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     cost = _paced(world, rank, _cost(world, rank, step, groups))
     if all(_plain(part, rank) for part in step.parts):
         world.filled[rank] = Filled(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
-    yield world.env.timeout(ns(world.machine.launch_us + EXCHANGING_US * _streams(world, rank, step)))
+    exchanging_us = EXCHANGING_US if _streams(world, rank, step) else 0.0
+    yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
     yield from staging.staged(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
@@ -203,8 +204,9 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     gpu, flags = world.machine.gpu, not all(_plain(part, rank) for part in step.parts)
     shape = shape_of(step, replace(H200, sms=gpu.sms)) if flags and gpu.kernel_tiles else None
     tiles = tuple(tile for tile in gpu.kernel_tiles if shape and (tile.rows, tile.cols) == (shape.m, shape.n))
-    if _streams(world, rank, step):
-        tiles = (_streamed(world, step),)
+    kernel = _streams(world, rank, step)
+    if kernel:
+        tiles = (_streamed(world, step, kernel),)
     asked: dict[str, Any] = {
         "rows": tuple(group.rows for group in groups),
         "n": n,
@@ -223,16 +225,21 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     return found
 
 
-def _streams(world: World, rank: int, step: Gemm) -> bool:
-    """Whether the kernel that multiplies is weft's, and goes on to exchange and sum (weft.kernels.all_reduce)."""
-    fused = any(lane.steps[low] is step for lane in world.schedule.ranks[rank] for low, _ in lane.fused)
-    return fused and bool(world.machine.gpu.kernel_tiles)
+def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
+    """The kernel that multiplies, where it is one of weft's that goes on to exchange and sum (weft.kernels.all_reduce)."""
+    if not world.machine.gpu.kernel_tiles:
+        return None
+    for lane in world.schedule.ranks[rank]:
+        for (low, _), kernel in world.spelled_out.of_lane(rank, lane.name).items():
+            if lane.steps[low] is step:
+                return kernel
+    return None
 
 
-def _streamed(world: World, step: Gemm) -> Tile:
+def _streamed(world: World, step: Gemm, kernel: FusedCollective) -> Tile:
     """The tile of such a kernel."""
     problem, gpu = world.schedule.problem, world.machine.gpu
-    size, whole = problem.world_size, world.schedule.name != "two_shot"
+    size, whole = problem.world_size, kernel.hops == 1
     pieces = 1 if whole else 1 << (size - 1).bit_length()
     rows, cols = streamed_tile(
         problem, problem.n if whole else -(-problem.n // size), pieces, step.parts[0].a.shape[0], gpu.sms

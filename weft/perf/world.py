@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import simpy
 
+from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
 from weft.perf.cost import GemmCost, hbm_us
@@ -128,11 +129,11 @@ class Ran(NamedTuple):
 
 @dataclass
 class World:
-    """The state of one simulation. mail: by pair of ranks, the messages that either has begun; counted: how many of them each
-    has, by pair and whether it is the sender. costs: of matmuls, by what they depend on, since most are alike. filled: by rank,
-    the last kernel that takes all SMs. kernels: ns per rank that its kernels worked; transfers: while its data moved;
-    multiplied: us per rank that its matmuls so far take at full rate. free_sms: by rank, what its lanes leave, all of which
-    begin together."""
+    """The state of one simulation. schedule: what FusedCollective steps do is spelled out in it. mail: by pair of ranks, the
+    messages that either has begun; counted: how many of them each has, by pair and whether it is the sender. costs: of
+    matmuls, by what they depend on, since most are alike. filled: by rank, the last kernel that takes all SMs. kernels: ns
+    per rank that its kernels worked; transfers: while its data moved; multiplied: us per rank that its matmuls so far take at
+    full rate. free_sms: by rank, what its lanes leave, all of which begin together."""
 
     schedule: Schedule
     machine: Machine
@@ -146,6 +147,8 @@ class World:
     costs: dict[tuple[object, ...], GemmCost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.spelled_out = spelled_out(self.schedule)
+        self.schedule = self.spelled_out.schedule
         ranks = range(len(self.schedule.ranks))
         self.flags = Flags(self.env)
         self.network = Network(self.env, self.machine, len(ranks), self.schedule.problem.nodes)

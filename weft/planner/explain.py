@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
 from weft.core.schedule import Copy, Gemm, Lookup, Push, Reduce, Schedule, Signal, Wait
@@ -138,9 +139,11 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
 def _fixed(option: Option, machine: Machine) -> _Fixed:
     """Steps count that pay: none that a kernel runs which began earlier, and no collective, whose time is a whole's."""
     kinds: Counter[type] = Counter()
-    for lane in option.schedule.ranks[0]:
-        begun = {low for low, _ in lane.fused}
-        for position in set(range(len(lane.steps))) - continued(lane):
+    spelled = spelled_out(option.schedule)
+    for lane in spelled.schedule.ranks[0]:
+        fused = spelled.of_lane(0, lane.name)
+        begun = {low for low, _ in fused}
+        for position in set(range(len(lane.steps))) - continued(lane, fused):
             kind = type(lane.steps[position])
             if kind in (Copy, Push) and lane.kind == "blocks":
                 continue

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.core.fused_collective import spelled_out
 from weft.core.machine import AlphaBeta, Machine, Tile
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Copy, Push, Reduce, Schedule
@@ -103,6 +104,7 @@ def signature(schedule: Schedule, machine: Machine, whole: Outcome | None = None
 
 def _moves(schedule: Schedule) -> bool:
     """Whether kernels of the compute lane move data by themselves: their time is no matmul's."""
+    schedule = spelled_out(schedule).schedule
     copies = any(isinstance(step, (Copy, Push)) and lane.kind == "compute" for _, lane, _, step in schedule)
     sums = (part for _, _, _, step in schedule if isinstance(step, Reduce) for part in step.parts)
     return copies or any(src.rank != part.out.rank for part in sums for src in part.srcs)

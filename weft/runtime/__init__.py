@@ -22,7 +22,7 @@ A program, which is a schedule bound to one rank:
 
 Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
-    fused.py  exchange.py                        GEMMs and sums that wait, count or store at peers; lanes as one kernel
+    fused.py  fused_collective.py                GEMMs and sums that wait, count or store at peers; collectives as one kernel
     pushes.py  sums.py  lookups.py               pushes, sums of collectives, embedding bags
 
 What others move, and the rest:

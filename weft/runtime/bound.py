@@ -13,14 +13,28 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weft.comm.team import Team
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem, LookupProblem
-from weft.core.schedule import Collective, Copy, Flag, Lookup, Push, Reduce, Schedule, SendReceive, Wait, advances, regions
+from weft.core.schedule import (
+    Collective,
+    Copy,
+    Flag,
+    FusedCollective,
+    Lookup,
+    Push,
+    Reduce,
+    Schedule,
+    SendReceive,
+    Wait,
+    advances,
+    regions,
+)
 from weft.core.span import Span
 from weft.runtime.bindings import Bindings, Where
 
 if TYPE_CHECKING:
-    from weft.runtime.exchange import FusedExchange
     from weft.runtime.fused import FusedStep
+    from weft.runtime.fused_collective import FusedCollectiveKernel
     from weft.runtime.pushes import FusedPush
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
@@ -53,10 +67,9 @@ class Layout:
     nbytes: int
 
 
-def layout(schedule: Schedule, unneeded: frozenset[str] = frozenset()) -> Layout:
-    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared, but for
-    the unneeded."""
-    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank} - unneeded
+def layout(schedule: Schedule) -> Layout:
+    """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
+    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
     offsets: dict[tuple[str, int], int] = {}
     ends = []
     for rank in range(schedule.problem.world_size):
@@ -82,7 +95,7 @@ class Space(Protocol):
         ...
 
     def fuses(self, dtype: torch.dtype) -> bool:
-        """Whether a lane's fused steps run as one kernel here. The same on every rank."""
+        """Whether a FusedCollective runs as one kernel here. The same on every rank."""
         ...
 
     @property
@@ -104,11 +117,13 @@ class BoundProgram(ABC):
         self.team, self.schedule = space.team, schedule
         self.rank = self.team.rank
         self.dtype = DTYPES[schedule.problem.dtype]
-        self.exchanges: dict[tuple[str, int], FusedExchange] = {}
-        self._unneeded: frozenset[str] = frozenset()
-        if space.fuses(self.dtype) and any(lane.fused for lanes in schedule.ranks for lane in lanes):
-            self._add_exchanges(space)
-        self.layout = layout(schedule, self._unneeded)
+        self.fused_collectives: dict[tuple[str, int], FusedCollectiveKernel] = {}
+        if any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
+            if space.fuses(self.dtype):
+                self._add_fused_collectives(space)
+            else:
+                schedule = self.schedule = spelled_out(schedule).schedule
+        self.layout = layout(schedule)
         self.slots = flag_slots(schedule)
         self.writers = flag_writers(schedule)
         self.epoch = 0
@@ -131,13 +146,11 @@ class BoundProgram(ABC):
         if any(isinstance(step, Lookup) for _, _, _, step in schedule) and space.runs_lookups(self.dtype):
             self._add_lookups()
 
-    def _add_exchanges(self, space: Space) -> None:
+    def _add_fused_collectives(self, space: Space) -> None:
         # As below: imported where it is needed, since it needs Triton.
-        from weft.runtime.exchange import exchanges, unneeded
+        from weft.runtime.fused_collective import kernels_of
 
-        for exchange in exchanges(self.schedule, self.rank, space.device, self, space.blocks):
-            self.exchanges[exchange.where.lane, exchange.where.position] = exchange
-        self._unneeded = unneeded(self.schedule)
+        self.fused_collectives = kernels_of(self.schedule, self.rank, space.device, self, space.blocks)
 
     def _add_kernels(self) -> None:
         # Where no kernel runs, nothing needs Triton: it is imported here.
@@ -156,11 +169,10 @@ class BoundProgram(ABC):
         )
         for rank, lane, position, step in self.schedule:
             where = Where(rank, lane.name, position, step)
-            elsewhere = rank != self.rank or any(low <= position < high for low, high in lane.fused)
             # A sum's table has the addresses of what it sums: of the caller's tensors they are others in each call, and a graph
             # may hold the table of the one before.
             moves = isinstance(step, Reduce) and any(src.buffer in given for part in step.parts for src in part.srcs)
-            kernel = None if elsewhere or moves else fused_step(step, where, device, self, outputs)
+            kernel = None if rank != self.rank or moves else fused_step(step, where, device, self, outputs)
             if kernel is not None:
                 self.kernels[id(step)] = kernel
 
@@ -201,11 +213,6 @@ class BoundProgram(ABC):
     def growth_of(self, flag: Flag) -> int:
         """How far one advance moves a flag's word: kernels count tiles."""
         return self._growth.get(flag, 1)
-
-    def length_of(self, where: Where) -> int:
-        """How many steps run with this one: several where they are one exchange."""
-        run = self.exchanges.get((where.lane, where.position))
-        return run.length if run else 1
 
     @abstractmethod
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
@@ -286,7 +293,7 @@ class BoundProgram(ABC):
 
     def _fixed_bindings(self) -> Bindings:
         bindings = Bindings()
-        for buffer in (buffer for buffer in self.schedule.buffers if buffer.name not in self._unneeded):
+        for buffer in self.schedule.buffers:
             shared = (buffer.name, self.rank) in self.layout.offsets
             if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
                 dtype = torch.float32 if buffer.float32 else self.dtype

@@ -47,8 +47,8 @@ from weft.runtime.tape import Item, Tape, Words, Work
 from weft.runtime.vendor import Vendor
 
 if TYPE_CHECKING:
-    from weft.runtime.exchange import FusedExchange
     from weft.runtime.fused import FusedStep
+    from weft.runtime.fused_collective import FusedCollectiveKernel
     from weft.runtime.pushes import FusedPush
 
 _RELEASED = 0x3FFFFFFF
@@ -78,6 +78,7 @@ class CudaProgram(BoundProgram):
         words = self._take(4 * (self.flags.words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.memory, words.addresses
         super().__init__(space, schedule)
+        schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
         self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
         self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
@@ -100,18 +101,14 @@ class CudaProgram(BoundProgram):
         space.has_collectives |= bool(self._vendors)
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
         self._replayable = not self._vendors and not self._sends
-        multiplies = {
-            lane.name
-            for rank, lane, position, step in schedule
-            if rank == self.rank and isinstance(step, Gemm) and not any(low <= position < high for low, high in lane.fused)
-        }
+        multiplies = {lane.name for rank, lane, position, step in schedule if rank == self.rank and isinstance(step, Gemm)}
         self._products = {lane: Products(space.device) for lane in multiplies}
         beside = any(isinstance(kernel.step, Gemm) for kernel in self.kernels.values())
         self._push_sms = push_sms(space.capabilities, alone=not beside)
         # What runs beside matmuls that fill the SMs: a kernel for its flags, even of one warp, would wait for room.
         alone = isinstance(schedule.problem, CollectiveProblem)
         self._off_sms = {lane.name for lane in lanes if lane.kind in ("copy", "network") or alone}
-        self._waits_on_sms = bool(self.exchanges) or any(
+        self._waits_on_sms = bool(self.fused_collectives) or any(
             isinstance(kernel.step, Gemm) and any(wait.at_least for wait in waits(kernel.step))
             for kernel in self.kernels.values()
         )
@@ -176,7 +173,7 @@ class CudaProgram(BoundProgram):
             self.driver.forget(event)
         self._give_back()
         del self._words, self._area
-        self.exchanges = {}
+        self.fused_collectives = {}
         self._scratch, self._tapes, self._products, self.fixed, self._reached = {}, {}, {}, Bindings(), NOTHING
 
     def here(self, where: Where) -> Word:
@@ -208,8 +205,8 @@ class CudaProgram(BoundProgram):
         sms = self.space.sms - (self._push_sms if self.pushes else 0) - (sms_for(self.team) if self._sends else 0)
         kernel.launch(bindings, 0, silent=silent, tries=self.space.tries, sms=sms, stream=stream)
 
-    def exchange(self, run: FusedExchange, bindings: Bindings, stream: int) -> None:
-        """A lane's fused steps: the kernel waits itself, for nothing that needs an SM of this GPU."""
+    def fused_collective(self, run: FusedCollectiveKernel, bindings: Bindings, stream: int) -> None:
+        """The kernel waits itself, for nothing that needs an SM of this GPU."""
         run.launch(bindings, silent=self._silent, tries=self.space.tries, stream=stream)
 
     def push(self, run: FusedPush, bindings: Bindings, stream: int) -> None:
@@ -438,7 +435,7 @@ class CudaProgram(BoundProgram):
         """What each lane waits for: the step that its progress names, and the words of it that are low."""
         with torch.cuda.stream(self.space.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
-            stuck = list(filter(None, (exchange.missing() for exchange in self.exchanges.values())))
+            stuck = list(filter(None, (kernel.missing() for kernel in self.fused_collectives.values())))
         come_to = dict(zip(self._progress_at, seen[self.flags.words :], strict=False))
         for lane in self.schedule.ranks[self.rank]:
             for where, wait in self._may_wait_for(lane, come_to[lane.name] - 1):
@@ -489,5 +486,5 @@ class CudaProgram(BoundProgram):
         stream = self.space.rescue
         self._raise_all(stream.cuda_stream)
         with torch.cuda.stream(stream):
-            for exchange in self.exchanges.values():
-                exchange.abort()
+            for kernel in self.fused_collectives.values():
+                kernel.abort()

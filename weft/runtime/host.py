@@ -154,6 +154,7 @@ class HostProgram(BoundProgram, Device):
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
         self._mailboxes: list[Segment] = []
         super().__init__(space, schedule)
+        schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
         self.space = space
         self._program = Program(schedule, self, self.growth_of)
         self._keep_pushes_that_need_no_lane_of_this_call()
@@ -174,7 +175,7 @@ class HostProgram(BoundProgram, Device):
         self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != "b" and (self.pushes or self.exchanges or self.team.nodes):
+        if name != "b" and (self.pushes or self.fused_collectives or self.team.nodes):
             return tensor.contiguous()
         if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
             return tensor.float()
@@ -277,15 +278,15 @@ class HostProgram(BoundProgram, Device):
         return int(self.team.timeout_s * _LOOKS_PER_S)
 
     def pushed(self, where: Where, bindings: Bindings) -> bool:
-        exchange = self.exchanges.get((where.lane, where.position))
-        if exchange is not None:
-            exchange.launch(bindings, silent=False, tries=self._tries)
-            exchange.raise_if_late(self.team.check_peers)
-            return True
         push = self.pushes.get((where.lane, where.position))
         if push is not None:
             push.launch(bindings, silent=False, sms=_INTERPRETED_BLOCKS)
         return push is not None
+
+    def fused_collective(self, where: Where, bindings: Bindings) -> None:
+        kernel = self.fused_collectives[where.lane, where.position]
+        kernel.launch(bindings, silent=False, tries=self._tries)
+        kernel.raise_if_late(self.team.check_peers)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         # What is kept in float32 is not rounded to the operands' dtype on the way.

@@ -19,6 +19,7 @@ from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
+    FusedCollective,
     Gemm,
     Lane,
     Lookup,
@@ -59,12 +60,10 @@ class Device(Protocol):
         ...
 
     def pushed(self, where: Where, bindings: Bindings) -> bool:
-        """Run a push, or the steps from this one on, as one kernel, if this device has it."""
+        """Run a push as one kernel, if this device has it."""
         ...
 
-    def length_of(self, where: Where) -> int:
-        """How many steps run with this one."""
-        ...
+    def fused_collective(self, where: Where, bindings: Bindings) -> None: ...
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None: ...
 
@@ -123,12 +122,9 @@ class _LaneRun:
         self.device = program.device
 
     def run(self) -> None:
-        position = 0
-        while position < len(self.lane.steps):
-            step = self.lane.steps[position]
+        for position, step in enumerate(self.lane.steps):
             where = Where(self.device.rank, self.lane.name, position, step)
             self.device.record(where, lambda s=step, w=where: self._step(s, w))  # type: ignore[misc]
-            position += self.device.length_of(where)
 
     def _step(self, step: Step, where: Where) -> None:
         if self.device.pushed(where, self.bindings):
@@ -149,6 +145,8 @@ class _LaneRun:
             self._reduce(step, where)
         elif isinstance(step, Lookup):
             self._lookup(step, where)
+        elif isinstance(step, FusedCollective):
+            self.device.fused_collective(where, self.bindings)
         elif isinstance(step, SendReceive):
             self.device.send_receive(step, self.bindings, where)
         else:

@@ -36,6 +36,7 @@ from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
+    FusedCollective,
     Gemm,
     Lane,
     Lookup,
@@ -56,8 +57,8 @@ from weft.runtime.order import before, behind, order, turns
 if TYPE_CHECKING:
     from weft.kernels.words import Phase
     from weft.runtime.cuda import CudaProgram
-    from weft.runtime.exchange import FusedExchange
     from weft.runtime.fused import FusedStep
+    from weft.runtime.fused_collective import FusedCollectiveKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +120,12 @@ class Tape:
         return found
 
     def _lane(self, lane: Lane) -> Iterator[Item]:
-        position = 0
-        while position < len(lane.steps):
-            where = Where(self._program.rank, lane.name, position, lane.steps[position])
-            exchange = self._program.exchanges.get((lane.name, position))
-            if exchange is not None:
-                yield self._exchange(exchange)
-            else:
-                yield from self._step(where.step, where)
-            position += self._program.length_of(where)
+        for position, step in enumerate(lane.steps):
+            yield from self._step(step, Where(self._program.rank, lane.name, position, step))
 
-    def _exchange(self, exchange: FusedExchange) -> Work:
-        return Work(exchange.where, lambda bindings, stream: self._program.exchange(exchange, bindings, stream), by_torch=True)
+    def _fused_collective(self, kernel: FusedCollectiveKernel) -> Work:
+        run = self._program.fused_collective
+        return Work(kernel.where, lambda bindings, stream: run(kernel, bindings, stream), by_torch=True)
 
     def _step(self, step: Step, where: Where) -> Iterator[Item]:
         if isinstance(step, Wait):
@@ -141,6 +136,8 @@ class Tape:
             yield from self._copy(step, where)
         elif isinstance(step, Push):
             yield from self._push(step, where)
+        elif isinstance(step, FusedCollective):
+            yield self._fused_collective(self._program.fused_collectives[where.lane, where.position])
         elif isinstance(step, Collective):
             yield Work(where, lambda bindings, _: self._program.collective(step, bindings), by_torch=True)
         elif isinstance(step, SendReceive):

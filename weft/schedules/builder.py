@@ -86,7 +86,6 @@ class Builder:
         self.world_size = problem.world_size
         self._buffers: dict[str, Buffer] = {}
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in range(self.world_size)]
-        self._fused: dict[tuple[int, str], tuple[Span1D, ...]] = {}
 
     def buffer(self, name: str, kind: str, rows: list[int], cols: list[int], *, float32: bool = False) -> None:
         self._buffers[name] = Buffer(name, kind, tuple(rows), tuple(cols), float32)  # type: ignore[arg-type]
@@ -98,12 +97,6 @@ class Builder:
 
     def add(self, rank: int, lane: str, *steps: Step) -> None:
         self._lanes[rank].setdefault(lane, []).extend(steps)
-
-    def fuse(self, rank: int, lane: str, first: int) -> None:
-        """The steps of a lane from position `first` on, so far, are one kernel."""
-        steps = self._lanes[rank].get(lane, [])
-        if len(steps) > first:
-            self._fused[rank, lane] = (*self._fused.get((rank, lane), ()), (first, len(steps)))
 
     def copy_lane(self, peer: int) -> str:
         """The lane that sends to `peer`."""
@@ -144,15 +137,13 @@ class Builder:
             name=self.name,
             chunks=self.chunks,
             buffers=tuple(self._buffers.values()),
-            ranks=tuple(
-                tuple(self._lane(rank, name, steps) for name, steps in lanes.items()) for rank, lanes in enumerate(self._lanes)
-            ),
+            ranks=tuple(tuple(self._lane(name, steps) for name, steps in lanes.items()) for lanes in self._lanes),
         )
 
-    def _lane(self, rank: int, name: str, steps: list[Step]) -> Lane:
-        kind, fused = KINDS[name.partition(".")[0]], self._fused.get((rank, name), ())
+    def _lane(self, name: str, steps: list[Step]) -> Lane:
+        kind = KINDS[name.partition(".")[0]]
         on_sms = kind in ("compute", "blocks") and not isinstance(self.problem, CollectiveProblem)
-        return Lane(name, kind, tuple(pushed(steps) if on_sms and not fused else steps), fused)
+        return Lane(name, kind, tuple(pushed(steps) if on_sms else steps))
 
 
 def pushed(steps: list[Step]) -> Iterator[Step]:

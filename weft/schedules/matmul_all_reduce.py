@@ -45,6 +45,7 @@ from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
+    FusedCollective,
     Gemm,
     Lane,
     Part,
@@ -63,11 +64,6 @@ from weft.schedules.builder import Builder
 ONE_HOP_BYTES = 3 << 20
 """sequential_stores sends partial results to everyone if that is up to so many bytes a rank, else to their owners. On 4 x
 H200 one hop is 0.3 us faster at 3 MiB, and both are alike at 6."""
-
-
-def owned_columns(problem: Problem) -> tuple[Span1D, ...]:
-    """The columns that each rank sums up in two_shot."""
-    return split(problem.n, problem.world_size)
 
 
 class _Everywhere(Builder):
@@ -92,37 +88,11 @@ class _Everywhere(Builder):
     def addends(self, rank: int, cols: Span1D) -> tuple[Region, ...]:
         return tuple(self.region(name, rank, cols=cols) for name in self.problem.addends)
 
-    def slot(self, src: int, owner: int) -> Region:
-        """Where rank `src` puts its partial result, on a rank that sums."""
-        low = (src - (src > owner)) * self.problem.m
-        return self.region("recv", owner, (low, low + self.problem.m))
-
-    def send(self, rank: int, peer: int, cols: Span1D) -> None:
-        """Columns of the partial result to a rank that sums them."""
-        self.add(rank, "compute", Wait(Flag("free", rank, peer), 0))
-        self.add(rank, "compute", Copy(self.region("partial", rank, cols=cols), self.slot(rank, peer)))
-        self.add(rank, "compute", Signal(Flag("arrived", peer, rank)))
-
-    def total(self, rank: int, cols: Span1D) -> None:
-        """Sum what has arrived of these columns, then tell every peer that it has been read."""
-        self.add(rank, "compute", *(Wait(Flag("arrived", rank, peer)) for peer in self.peers(rank)))
-        mine = self.region("partial", rank, cols=cols)
-        srcs = [mine if src == rank else self.slot(src, rank) for src in range(self.world_size)]
-        out = self.region("out", rank, cols=cols)
-        self.add(rank, "compute", Reduce((Sum((*srcs, *self.addends(rank, cols)), out),)))
-        self.add(rank, "compute", *(Signal(Flag("free", peer, rank)) for peer in self.peers(rank)))
-
-    def publish(self, rank: int, peer: int, cols: Span1D) -> None:
-        """The sum of the own columns to a peer."""
-        self.add(rank, "compute", Wait(Flag("read", rank, peer), 0))
-        self.add(rank, "compute", Copy(self.region("out", rank, cols=cols), self.region("summed", peer, cols=cols)))
-        self.add(rank, "compute", Signal(Flag("ready", peer, rank)))
-
-    def take(self, rank: int, owner: int, cols: Span1D) -> None:
-        """What the owner of these columns has summed."""
-        self.add(rank, "compute", Wait(Flag("ready", rank, owner)))
-        self.add(rank, "compute", Copy(self.region("summed", rank, cols=cols), self.region("out", rank, cols=cols)))
-        self.add(rank, "compute", Signal(Flag("read", owner, rank)))
+    def exchange(self, rank: int, *, hops: int, multiply: bool) -> None:
+        """The kernel that sums what all ranks have. multiply: it makes the product as well; else it finds that in `partial`."""
+        factors = (self.region("a", rank), self.region("b", rank)) if multiply else (self.region("partial", rank),)
+        addends = self.addends(rank, (0, self.problem.n))
+        self.add(rank, "compute", FusedCollective("all_reduce", factors, self.region("out", rank), hops, addends))
 
 
 def sequential(problem: Problem) -> Schedule:
@@ -141,48 +111,33 @@ def sequential(problem: Problem) -> Schedule:
     return s.done()
 
 
-def one_shot(problem: Problem, name: str, *, first_fused: int = 0) -> Schedule:
-    """Every rank stores its partial result at every peer, and sums all. first_fused: steps before it are not of the kernel."""
-    s = _Everywhere(problem, name)
-    peers = s.world_size - 1
-    s.buffer("partial", "local", s.rows, s.cols)
-    s.buffer("recv", "symmetric", [peers * rows for rows in s.rows], s.cols)
-    for rank in range(s.world_size if problem.m and problem.n else 0):
-        s.multiply(rank, "partial")
-        for peer in s.peers(rank):
-            s.send(rank, peer, (0, problem.n))
-        s.total(rank, (0, problem.n))
-        s.fuse(rank, "compute", first_fused)
-    return s.done()
+def one_shot(problem: Problem, name: str) -> Schedule:
+    """Every rank stores its partial result at every peer, and sums all."""
+    return _one_kernel(problem, name, hops=1)
 
 
-def two_shot(problem: Problem, name: str, *, first_fused: int = 0) -> Schedule:
+def two_shot(problem: Problem, name: str) -> Schedule:
     """Columns have owners: each sums the partial results of its own, and stores the sums at every peer."""
+    return _one_kernel(problem, name, hops=2)
+
+
+def _one_kernel(problem: Problem, name: str, *, hops: int) -> Schedule:
+    """One kernel multiplies, exchanges and sums."""
     s = _Everywhere(problem, name)
-    owned = owned_columns(problem)
-    widths = [high - low for low, high in owned]
-    s.buffer("partial", "local", s.rows, s.cols)
-    s.buffer("recv", "symmetric", [(s.world_size - 1) * rows for rows in s.rows], widths)
-    s.buffer("summed", "symmetric", s.rows, s.cols)
     for rank in range(s.world_size if problem.m and problem.n else 0):
-        owners = [peer for peer in s.peers(rank) if widths[peer]]
-        s.multiply(rank, "partial")
-        for owner in owners:
-            s.send(rank, owner, owned[owner])
-        if widths[rank]:
-            s.total(rank, owned[rank])
-            for peer in s.peers(rank):
-                s.publish(rank, peer, owned[rank])
-        for owner in owners:
-            s.take(rank, owner, owned[owner])
-        s.fuse(rank, "compute", first_fused)
+        s.exchange(rank, hops=hops, multiply=True)
     return s.done()
 
 
 def sequential_stores(problem: Problem, name: str) -> Schedule:
     """One vendor GEMM; then the exchange as one kernel: in one hop where that is few bytes, else in two."""
     few = problem.m * problem.n * problem.itemsize * (problem.world_size - 1) <= ONE_HOP_BYTES
-    return (one_shot if few else two_shot)(problem, name, first_fused=1)
+    s = _Everywhere(problem, name)
+    s.buffer("partial", "local", s.rows, s.cols)
+    for rank in range(s.world_size if problem.m and problem.n else 0):
+        s.multiply(rank, "partial")
+        s.exchange(rank, hops=1 if few else 2, multiply=False)
+    return s.done()
 
 
 def gathered(scatter: Callable[[Problem], Schedule]) -> Callable[[Problem], Schedule]:

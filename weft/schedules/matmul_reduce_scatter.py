@@ -41,6 +41,7 @@ from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
+    FusedCollective,
     Gemm,
     Part,
     Receive,
@@ -68,6 +69,7 @@ class _Scatter(Builder):
         chunks: int,
         *,
         partial: Literal["local", "symmetric"] | None = "local",
+        recv: bool = True,
         fan_out: bool = False,
     ) -> None:
         super().__init__(problem, name, chunks, fan_out=fan_out)
@@ -81,7 +83,7 @@ class _Scatter(Builder):
         self.buffer("b", "input", inner, [problem.n for _ in each])
         if partial:
             self.buffer("partial", partial, [problem.m for _ in each], [problem.n for _ in each])
-        if partial != "symmetric":
+        if recv and partial != "symmetric":
             self.buffer("recv", "symmetric", [peers * rows for rows in owned], [problem.n for _ in each])
         self.buffer("out", "output", owned, [problem.n for _ in each])
 
@@ -177,6 +179,11 @@ class _Scatter(Builder):
         out = self.own_out(rank, piece.rows)
         return Part(self.region("a", rank, piece.rows), out, self.all_arrived(rank, piece.index), adds=adds)
 
+    def exchange(self, rank: int, factors: tuple[Region, ...]) -> None:
+        """The kernel that sums what all ranks have of the own shard."""
+        out = self.region("out", rank)
+        self.add(rank, "compute", FusedCollective("reduce_scatter", factors, out, divide_by=self.divide_by))
+
     def reduce_pieces(self, rank: int) -> None:
         self.reduce(rank, [self.total(rank, p.index, p.rows) for p in self.pieces[rank]])
 
@@ -190,26 +197,29 @@ def sequential(problem: Problem) -> Schedule:
     return s.done()
 
 
-def one_shot(problem: Problem, name: str, *, first_fused: int | None = 0) -> Schedule:
-    """Every rank stores its partial rows at their owners, who sum them up. first_fused: steps before it are not of the kernel;
-    None: each step is a kernel of its own."""
-    s = _Scatter(problem, name, 1)
+def one_shot(problem: Problem, name: str) -> Schedule:
+    """One kernel: every rank stores its partial rows at their owners, who sum them up."""
+    s = _Scatter(problem, name, 1, partial=None, recv=False)
     for rank in range(s.world_size if problem.m and problem.n else 0):
-        pieces = [piece for step in s.by_step(rank) for piece in step]
-        s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
-        s.add(rank, "compute", *(s.wait_free(rank, piece.shard) for piece in pieces))
-        for piece in pieces:
-            s.send(rank, piece.shard, 0, piece.rows, lane="compute")
-        s.reduce_pieces(rank)
-        if first_fused is not None:
-            s.fuse(rank, "compute", first_fused)
+        s.exchange(rank, (s.region("a", rank), s.region("b", rank)))
     return s.done()
 
 
 def sequential_stores(problem: Problem, name: str) -> Schedule:
     """One vendor GEMM; then its rows are stored at their owners, who sum them up: as one kernel where that is few bytes."""
     few = problem.m * problem.n * problem.itemsize <= ONE_KERNEL_BYTES
-    return one_shot(problem, name, first_fused=1 if few else None)
+    s = _Scatter(problem, name, 1, recv=not few)
+    for rank in range(s.world_size if problem.m and problem.n else 0):
+        s.gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
+        if few:
+            s.exchange(rank, (s.region("partial", rank),))
+            continue
+        pieces = [piece for step in s.by_step(rank) for piece in step]
+        s.add(rank, "compute", *(s.wait_free(rank, piece.shard) for piece in pieces))
+        for piece in pieces:
+            s.send(rank, piece.shard, 0, piece.rows, lane="compute")
+        s.reduce_pieces(rank)
+    return s.done()
 
 
 def unfused(problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> Schedule:

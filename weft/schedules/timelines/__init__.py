@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from weft.core.errors import require
+from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Schedule
 from weft.schedules.timelines.lines import Column, Line, Placer, owners, words
 
@@ -37,7 +38,9 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
         raise ValueError(f"width is {width}; a timeline needs at least 40")
     order = ("compute", "copy", "blocks", "network")
     columns = [(r, lane.name) for r in ranks for lane in sorted(schedule.ranks[r], key=lambda lane: order.index(lane.kind))]
-    lines, never = Placer(schedule, frozenset(ranks)).run()
+    spelled = spelled_out(schedule)
+    schedule = spelled.schedule
+    lines, never = Placer(spelled, frozenset(ranks)).run()
     shown = [line for line in lines if line.column in columns]
     drawn = _Drawing(schedule, columns, shown).text(width)
     late = [f"never: rank {n.column[0]}, {n.column[1]}: {n.text.strip()}"[:width] for n in never if n.column in columns]

@@ -10,12 +10,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from weft.core.fused_collective import SpelledOut
 from weft.core.schedule import (
     Bags,
     Collective,
     Copy,
     Flag,
+    FusedCollective,
     Gemm,
+    Lane,
     Lookup,
     Part,
     Push,
@@ -24,7 +27,6 @@ from weft.core.schedule import (
     Schedule,
     SendReceive,
     Signal,
-    Step,
     Store,
     Sum,
     Wait,
@@ -72,14 +74,11 @@ class OpenLane:
 class Placer:
     """Gives every line of every rank its row, in an order in which the steps could run. shown: ranks with columns."""
 
-    def __init__(self, schedule: Schedule, shown: frozenset[int]) -> None:
+    def __init__(self, spelled_out: SpelledOut, shown: frozenset[int]) -> None:
+        schedule = spelled_out.schedule
         self.shown, self.size = shown, len(schedule.ranks)
         self.owners = owners(schedule)
-        self.lanes = [
-            OpenLane(_lines(schedule, rank, lane.name, lane.steps))
-            for rank, lanes in enumerate(schedule.ranks)
-            for lane in lanes
-        ]
+        self.lanes = [OpenLane(_lines(spelled_out, rank, lane)) for rank, lanes in enumerate(schedule.ranks) for lane in lanes]
         self.signalled: dict[Flag, list[int]] = defaultdict(list)
         self.met: dict[int, list[int]] = defaultdict(list)
         self.foreign_rows: set[int] = set()
@@ -176,10 +175,17 @@ def owners(schedule: Schedule) -> dict[Flag, Column]:
     return found
 
 
-def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> list[Line]:
-    found: list[Line] = []
-    column, meetings, sent = (rank, lane), 0, Counter[tuple[int, int]]()
-    for step in steps:
+def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
+    """A line for each step, or part of one; and one above the steps of each FusedCollective."""
+    schedule, found = spelled_out.schedule, list[Line]()
+    column, meetings, sent = (rank, lane.name), 0, Counter[tuple[int, int]]()
+    kernels = {low: (high, kernel) for (low, high), kernel in spelled_out.of_lane(rank, lane.name).items()}
+    for position, step in enumerate(lane.steps):
+        if position in kernels:
+            high, kernel = kernels[position]
+            found.append(
+                Line(column, f"one kernel, {kernel.op}, {kernel.hops} hop{'s' * (kernel.hops > 1)}: {high - position} steps")
+            )
         if isinstance(step, Wait):
             found.append(Line(column, f"wait {words(step)}", waits=(step,)))
         elif isinstance(step, Signal):
@@ -192,6 +198,7 @@ def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> l
         elif isinstance(step, SendReceive):
             found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
         else:
+            assert not isinstance(step, FusedCollective), "is spelled out"
             found += _kernel(schedule, column, step)
     return found
 

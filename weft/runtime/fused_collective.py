@@ -1,9 +1,4 @@
-"""A lane's fused steps as one kernel, on any device whose memory has addresses: one_shot and two_shot.
-
-A range of fused steps runs so if it is one that `weft.schedules.matmul_all_reduce` or `matmul_reduce_scatter` makes: the kernel
-stands for those steps, tile by tile, and for no others. The buffers that nothing but such steps touch are not needed then: the
-kernel has a mailbox.
-"""
+"""A FusedCollective as one kernel, on any device whose memory has addresses (weft.kernels.all_reduce)."""
 
 from __future__ import annotations
 
@@ -13,19 +8,10 @@ from typing import Protocol
 import torch
 
 from weft.core.errors import WaitTimeout
-from weft.core.problem import Op
-from weft.core.schedule import Gemm, Lane, Schedule, regions
+from weft.core.problem import split
+from weft.core.schedule import FusedCollective, Schedule
 from weft.kernels.all_reduce import COPIES, Hops, Mailbox, Plan, all_reduce, launcher, mailbox, plan
 from weft.runtime.bindings import Bindings, Where
-from weft.schedules import matmul_reduce_scatter as scatter
-from weft.schedules.matmul_all_reduce import one_shot, owned_columns, two_shot
-
-_KINDS: tuple[tuple[Op, Callable[..., Schedule], Hops], ...] = (
-    ("matmul_all_reduce", one_shot, "one"),
-    ("matmul_all_reduce", two_shot, "two"),
-    ("matmul_reduce_scatter", scatter.one_shot, "scatter"),
-)
-"""(operator, what builds such steps, how they exchange)."""
 
 
 class MailboxOwner(Protocol):
@@ -36,55 +22,63 @@ class MailboxOwner(Protocol):
         ...
 
 
-def exchanges(schedule: Schedule, rank: int, device: torch.device, owner: MailboxOwner, blocks: int) -> list[FusedExchange]:
-    """The kernels of a rank's fused steps. Raises ValueError for steps that are none of theirs. Collective."""
-    return [
-        FusedExchange(schedule, Where(rank, lane.name, low, lane.steps[low]), high - low, device, owner, blocks)
-        for lane in schedule.ranks[rank]
-        for low, high in lane.fused
-    ]
+def kernels_of(
+    schedule: Schedule, rank: int, device: torch.device, owner: MailboxOwner, blocks: int
+) -> dict[tuple[str, int], FusedCollectiveKernel]:
+    """The kernels of a rank's FusedCollective steps, by lane and position. Raises ValueError for a step that the kernel does
+    not run. Collective: each takes memory on all ranks."""
+    found = {}
+    for lane in schedule.ranks[rank]:
+        for position, step in enumerate(lane.steps):
+            if isinstance(step, FusedCollective):
+                where = Where(rank, lane.name, position, step)
+                found[lane.name, position] = FusedCollectiveKernel(schedule, where, step, device, owner, blocks)
+    return found
 
 
-def unneeded(schedule: Schedule) -> frozenset[str]:
-    """Buffers that only fused steps touch, and that are not the caller's."""
-    used = {
-        region.buffer
-        for _, lane, position, step in schedule
-        if not any(low <= position < high for low, high in lane.fused)
-        for region in regions(step)
-    }
-    return frozenset(b.name for b in schedule.buffers if b.kind in ("symmetric", "local") and b.name not in used)
+def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
+    """How the kernel exchanges. Raises ValueError for a step that it does not run."""
+    problem, rank = schedule.problem, where.rank
+    scatters = step.op == "reduce_scatter"
+    divides = problem.world_size if problem.reduce_op == "avg" else 1
+    wrong = ""
+    if problem.op != ("matmul_reduce_scatter" if scatters else "matmul_all_reduce"):
+        wrong = f"it is a {step.op} in a schedule for {problem.op}"
+    elif step.divide_by != divides:
+        wrong = f"divide_by is {step.divide_by}, where the problem divides by {divides}"
+    elif step.copies != COPIES:
+        wrong = f"copies is {step.copies}, where it has {COPIES}"
+    elif step.out != schedule.buffer["out"].whole(rank) or step.addends != tuple(
+        schedule.buffer[name].whole(rank) for name in problem.addends
+    ):
+        wrong = "its result, or what it adds, is not that of the problem"
+    elif step.multiplies and step.factors != tuple(schedule.buffer[name].whole(rank) for name in ("a", "b")):
+        wrong = "it multiplies other matrices than a and b"
+    if wrong:
+        raise ValueError(f"schedule {schedule.name}: {where}: weft's kernel cannot run it: {wrong}")
+    return "scatter" if scatters else "two" if step.hops == 2 else "one"
 
 
-def _kind(schedule: Schedule, rank: int, lane: Lane, low: int, high: int) -> Hops:
-    """How fused steps exchange. Raises ValueError if they are of no known kind."""
-    for op, build, hops in _KINDS:
-        if schedule.problem.op == op and low <= 1:
-            (like,) = build(schedule.problem, schedule.name, first_fused=low).ranks[rank] or (None,)
-            if like is not None and (like.name, like.steps, like.fused) == (lane.name, lane.steps, ((low, high),)):
-                return hops
-    raise ValueError(
-        f"schedule {schedule.name}: rank {rank}, lane {lane.name} has steps {low} to {high} as one kernel, and there is none "
-        "for them; leave `fused` empty, or build one_shot or two_shot"
-    )
-
-
-class FusedExchange:
-    """One range of fused steps of one rank, ready to launch call after call."""
+class FusedCollectiveKernel:
+    """One FusedCollective of one rank, ready to launch call after call."""
 
     def __init__(
-        self, schedule: Schedule, where: Where, length: int, device: torch.device, owner: MailboxOwner, blocks: int
+        self,
+        schedule: Schedule,
+        where: Where,
+        step: FusedCollective,
+        device: torch.device,
+        owner: MailboxOwner,
+        blocks: int,
     ) -> None:
-        self.where, self.length = where, length
-        lane = next(lane for lane in schedule.ranks[where.rank] if lane.name == where.lane)
-        low = where.position
-        hops = _kind(schedule, where.rank, lane, low, low + length)
+        self.where, self.step = where, step
+        hops, problem = _hops(schedule, where, step), schedule.problem
         self.plan: Plan = plan(
-            schedule.problem,
+            problem,
             where.rank,
-            schedule.problem.shards if hops == "scatter" else owned_columns(schedule.problem),
+            problem.shards if hops == "scatter" else split(problem.n, problem.world_size),
             hops=hops,
-            multiply=isinstance(where.step, Gemm),
+            multiply=step.multiplies,
             device=device,
             sms=blocks,
         )
@@ -102,13 +96,14 @@ class FusedExchange:
             ((matrix, _),) = bindings.tensors[name, self.where.rank]
             return matrix
 
+        given = [whole(region.buffer) for region in self.step.factors]
         addends = {name: whole(name) if name in self.plan.problem.addends else None for name in ("bias", "residual")}
         all_reduce(
             self.plan,
             self._memory,
             whole("out"),
-            factors=(whole("a"), whole("b")) if self.plan.multiply else None,
-            partial=None if self.plan.multiply else whole("partial"),
+            factors=(given[0], given[1]) if self.step.multiplies else None,
+            partial=None if self.step.multiplies else given[0],
             live=not silent,
             tries=tries,
             launched_by=self._launcher,

@@ -1,0 +1,228 @@
+"""FusedCollective, a collective and its product as one kernel: the proof, what it refuses, and what the step stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from brute import verdict
+
+import weft
+from weft.checker import ScheduleError, check
+from weft.core import codec
+from weft.core.fused_collective import spelled_out
+from weft.core.problem import Problem
+from weft.core.schedule import Buffer, Copy, FusedCollective, Lane, Region, Schedule, Wait
+from weft.schedules import build
+
+REDUCE = Problem(op="matmul_all_reduce", m=6, n=8, k=12, world_size=3, addends=("bias", "residual"))
+SCATTER = Problem(op="matmul_reduce_scatter", m=7, n=5, k=6, world_size=3, reduce_op="avg")
+CASES = [
+    (REDUCE, "one_shot"),
+    (REDUCE, "two_shot"),
+    (REDUCE, "sequential_stores"),
+    (SCATTER, "one_shot"),
+    (SCATTER, "sequential_stores"),
+]
+
+
+def changed(schedule: Schedule, change: Callable[[FusedCollective], FusedCollective], *ranks: int) -> Schedule:
+    """With the kernels of some ranks changed; of all, where none are named."""
+
+    def lanes(rank: int) -> tuple[Lane, ...]:
+        found = []
+        for lane in schedule.ranks[rank]:
+            steps = (change(step) if isinstance(step, FusedCollective) else step for step in lane.steps)
+            found.append(dataclasses.replace(lane, steps=tuple(steps)))
+        return tuple(found)
+
+    size = len(schedule.ranks)
+    changes = ranks or tuple(range(size))
+    return dataclasses.replace(
+        schedule, ranks=tuple(lanes(rank) if rank in changes else schedule.ranks[rank] for rank in range(size))
+    )
+
+
+@pytest.mark.parametrize(("problem", "name"), CASES)
+def test_it_is_proved_with_the_steps_that_it_stands_for(problem: Problem, name: str) -> None:
+    schedule = build(problem, name)
+    check(schedule)
+    assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
+    assert sum(isinstance(step, FusedCollective) for _, _, _, step in schedule) == 3
+    steps = spelled_out(schedule).schedule
+    check(steps)
+    assert verdict(steps) == ""
+    assert not any(isinstance(step, FusedCollective) for _, _, _, step in steps)
+    assert spelled_out(steps).schedule is steps
+
+
+def test_steps_are_named_by_their_place_in_the_schedule_as_it_was_given() -> None:
+    schedule = build(REDUCE, "sequential_stores")
+    steps = spelled_out(schedule)
+    (lane,) = steps.schedule.ranks[1]
+    assert steps.place(1, "compute", 0) == (0, None)
+    kernel = schedule.ranks[1][0].steps[1]
+    assert steps.place(1, "compute", 1) == steps.place(1, "compute", len(lane.steps) - 1) == (1, kernel)
+    more = (*schedule.ranks[1][0].steps, Wait(weft.core.schedule.Flag("never", 1)))
+    longer = dataclasses.replace(
+        schedule, ranks=(schedule.ranks[0], (dataclasses.replace(schedule.ranks[1][0], steps=more),), schedule.ranks[2])
+    )
+    with pytest.raises(ScheduleError, match=r"rank 1, lane compute, step 2 \(wait never"):
+        check(longer)
+
+
+def _shorter(step: FusedCollective) -> FusedCollective:
+    return dataclasses.replace(step, out=dataclasses.replace(step.out, cols=(0, 4)))
+
+
+def _elsewhere(step: FusedCollective) -> FusedCollective:
+    return dataclasses.replace(step, out=dataclasses.replace(step.out, rank=(step.out.rank + 1) % 3))
+
+
+REFUSED: list[tuple[Problem, str, Callable[[FusedCollective], FusedCollective], str]] = [
+    (REDUCE, "one_shot", lambda s: dataclasses.replace(s, hops=3), "hops is 3"),
+    (SCATTER, "one_shot", lambda s: dataclasses.replace(s, hops=2), "hops is 2"),
+    (REDUCE, "one_shot", lambda s: dataclasses.replace(s, factors=(*s.factors, s.out)), "3 factors"),
+    (REDUCE, "two_shot", _shorter, "has shape"),
+    (SCATTER, "one_shot", lambda s: dataclasses.replace(s, op="all_reduce"), "has shape"),
+    (REDUCE, "one_shot", _elsewhere, "another rank's"),
+    (REDUCE, "one_shot", lambda s: dataclasses.replace(s, addends=s.addends[:1]), "leaves out"),
+    (REDUCE, "one_shot", lambda s: dataclasses.replace(s, addends=(*s.addends, s.addends[0])), "leaves out|summed twice"),
+    (REDUCE, "one_shot", lambda s: dataclasses.replace(s, addends=(s.factors[0],)), "has shape"),
+    (SCATTER, "one_shot", lambda s: dataclasses.replace(s, divide_by=1), "leaves out"),
+]
+
+
+@pytest.mark.parametrize(("problem", "name", "change", "message"), REFUSED, ids=[str(at) for at in range(len(REFUSED))])
+def test_steps_that_are_none_of_it_are_refused(problem: Problem, name: str, change: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(changed(build(problem, name), change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: dataclasses.replace(s, hops=3 - s.hops),
+        lambda s: dataclasses.replace(s, mailbox="other"),
+        lambda s: dataclasses.replace(s, copies=4),
+        lambda s: dataclasses.replace(s, divide_by=3),
+    ],
+    ids=["hops", "mailbox", "copies", "divide_by"],
+)
+def test_ranks_that_differ_are_refused(change: Any) -> None:
+    for name in ("one_shot", "two_shot"):
+        with pytest.raises(ScheduleError, match="rank 1 has other fused collectives"):
+            check(changed(build(REDUCE, name), change, 1))
+
+
+def test_a_rank_without_the_kernel_is_refused() -> None:
+    """Its tiles would go nowhere: the steps that the kernel stands for have other places than its mailbox."""
+    schedule = build(REDUCE, "one_shot")
+    steps = spelled_out(schedule).schedule
+    mixed = dataclasses.replace(steps, ranks=(schedule.ranks[0], *steps.ranks[1:]))
+    with pytest.raises(ScheduleError, match="rank 1 has other fused collectives"):
+        check(mixed)
+
+
+@pytest.mark.parametrize(("name", "copies", "right"), [("one_shot", 2, False), ("one_shot", 3, True), ("two_shot", 1, False)])
+def test_a_mailbox_is_empty_before_it_is_written(name: str, copies: int, right: bool) -> None:
+    """With one hop, a peer may be a call ahead of what it waits for: two copies are too few."""
+    schedule = changed(build(REDUCE, name), lambda step: dataclasses.replace(step, copies=copies))
+    if right:
+        check(schedule)
+        return
+    with pytest.raises(ScheduleError, match=f"has {copies} copies: rank . may send .* has not emptied"):
+        check(schedule)
+
+
+def test_copies_that_are_too_few_lose_words_in_some_order() -> None:
+    """The proof agrees with all orders that messages allow: in some a rank writes a place that is full, or in none."""
+    for name in ("one_shot", "two_shot"):
+        (step,) = {step for rank, _, _, step in build(REDUCE, name) if rank == 0}
+        assert isinstance(step, FusedCollective)
+        for copies in (1, 2, 3):
+            from weft.checker.fused_collective import written_too_early
+
+            proved = not written_too_early(dataclasses.replace(step, copies=copies), 2)
+            assert proved == (not _can_overwrite(step.hops, copies))
+
+
+def _can_overwrite(hops: int, copies: int, calls: int = 5) -> bool:
+    """Whether two ranks can come to write a place that is full, in all states of their programs that messages allow."""
+    program = ["send 1", "empty", "wait 1", *(["send 2", "wait 2"] if hops == 2 else [])]
+    seen, open_ = set(), [(0, 0)]
+    while open_:
+        state = open_.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        for rank in (0, 1):
+            at, other = state[rank], state[1 - rank]
+            call, what = at // len(program), program[at % len(program)]
+            if call == calls:
+                continue
+            if what.startswith("wait") and other <= call * len(program) + program.index(what.replace("wait", "send")):
+                continue
+            if what.startswith("send") and call >= copies:
+                emptied = (call - copies + 1) * len(program) + program.index("empty")
+                if other <= emptied:
+                    return True
+            open_.append((at + 1, other) if rank == 0 else (other, at + 1))
+    return False
+
+
+def test_two_kernels_have_mailboxes_of_their_own() -> None:
+    schedule = build(REDUCE, "one_shot")
+
+    def twice(mailbox: str) -> Schedule:
+        ranks = []
+        for (lane,) in schedule.ranks:
+            (step,) = lane.steps
+            assert isinstance(step, FusedCollective)
+            ranks.append((dataclasses.replace(lane, steps=(step, dataclasses.replace(step, mailbox=mailbox))),))
+        return dataclasses.replace(schedule, ranks=tuple(ranks))
+
+    with pytest.raises(ScheduleError, match="two kernels with one mailbox"):
+        check(twice("mailbox"))
+    check(twice("another"))
+
+
+def test_it_runs_on_a_compute_lane_alone() -> None:
+    schedule = build(REDUCE, "one_shot")
+    ranks = tuple((dataclasses.replace(lane, kind="blocks"),) for (lane,) in schedule.ranks)
+    with pytest.raises(ScheduleError, match="needs a lane of kind compute"):
+        check(dataclasses.replace(schedule, ranks=ranks))
+
+
+def test_no_other_lane_needs_sms_while_its_blocks_wait() -> None:
+    schedule = build(SCATTER, "one_shot")
+    side = Buffer("side", "local", (7, 7, 7), (2, 2, 2))
+    copy = Copy(Region("a", 0, (0, 7), (0, 2)), Region("side", 0, (0, 7), (0, 2)))
+
+    def beside(kind: Any) -> Schedule:
+        lanes = (*schedule.ranks[0], Lane("aside", kind, (copy,)))
+        return dataclasses.replace(schedule, buffers=(*schedule.buffers, side), ranks=(lanes, *schedule.ranks[1:]))
+
+    check(beside("blocks"))
+    with pytest.raises(
+        ScheduleError, match=r"rank 0, lane aside, step 0.*it needs SMs, but the blocks of rank 0, lane compute"
+    ):
+        check(beside("copy"))
+
+
+def test_names_of_the_schedule_are_not_taken() -> None:
+    """A schedule may have buffers and flags of the names that the spelled-out steps use."""
+    schedule = build(REDUCE, "one_shot")
+    other = Buffer("recv", "local", (1, 1, 1), (1, 1, 1))
+    named = dataclasses.replace(schedule, buffers=(*schedule.buffers, other))
+    check(named)
+    names = [buffer.name for buffer in spelled_out(named).schedule.buffers]
+    assert len(names) == len(set(names))
+
+
+def test_a_prediction_is_of_the_steps() -> None:
+    schedule = build(dataclasses.replace(REDUCE, m=64, n=4096, k=4096, world_size=4), "two_shot")
+    spans = weft.simulate(schedule, "h200x8")
+    assert {span.kind for span in spans} >= {"gemm", "copy", "wait", "reduce"}

@@ -1,0 +1,162 @@
+"""What a FusedCollective adds to the proof. What it computes is proved of the steps that it stands for.
+
+    check_shapes      every rank runs the same ones, on its compute lane, over whole matrices of the problem
+    check_mailboxes   no rank writes a place of a mailbox that its owner has not emptied, in any number of calls
+    check_room        no other lane of the rank needs SMs while the kernel's blocks wait
+
+A mailbox has some copies, and call c uses copy c mod copies. In a call each rank does, tile by tile, what `protocol` lists: it
+sends its tiles to all ranks, itself among them; it empties the places that it has read in the call before; it waits for all
+ranks' tiles. A second hop sends and waits again. So a place that is written in call c is read in call c, emptied in call c +
+1, and written again in call c + copies. Messages are all that orders two ranks:
+
+    rank p, call c + 1                rank p, call c + 2       rank r, call c + 2          rank r, call c + 3
+    send, empty (what c has brought)  send  ~~~~~~~~~~~~~~~~>  send, empty, wait (for p)   send: p's place of call c is empty
+
+With two copies rank r sends in call c + 2 to the same place, and knows of p only that it has sent in call c + 1, not that it
+has emptied the place.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from weft.checker.program import Do, Op, Program, ScheduleError
+from weft.core.fused_collective import SpelledOut, protocol
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem
+from weft.core.schedule import FusedCollective, Region, Schedule
+
+Event = tuple[int, int, str]
+"""(call, rank, what it does): one entry of the protocol."""
+
+
+def check_shapes(schedule: Schedule) -> None:
+    """Raises ScheduleError."""
+    first: list[tuple[object, ...]] = []
+    for rank, lanes in enumerate(schedule.ranks):
+        mine = []
+        for lane in lanes:
+            for position, step in enumerate(lane.steps):
+                if isinstance(step, FusedCollective):
+                    fault = _fault(schedule, rank, step)
+                    if lane.kind != "compute":
+                        fault = f"it is on a lane of kind {lane.kind}; it needs a lane of kind compute"
+                    if fault:
+                        raise ScheduleError(f"rank {rank}, lane {lane.name}, step {position} ({step}): {fault}")
+                    mine.append(_common(step))
+        mailboxes = [common[0] for common in mine]
+        if len(mailboxes) > len(set(mailboxes)):
+            raise ScheduleError(f"rank {rank} has two kernels with one mailbox, of {mailboxes}; give each a name of its own")
+        first = mine if rank == 0 else first
+        if mine != first:
+            what = "mailbox, copies, op, hops, multiplies, addends, divide_by"
+            raise ScheduleError(f"rank {rank} has other fused collectives ({what}) than rank 0: {mine}, not {first}")
+
+
+def _common(step: FusedCollective) -> tuple[object, ...]:
+    """What must be the same on every rank."""
+    addends = tuple(region.buffer for region in step.addends)
+    return step.mailbox, step.copies, step.op, step.hops, step.multiplies, addends, step.divide_by
+
+
+def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
+    """What is wrong with a step, in words."""
+    problem = schedule.problem
+    if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem)):
+        return f"{problem.op} has no product whose sum over ranks a kernel could make"
+    if step.hops not in ((1, 2) if step.op == "all_reduce" else (1,)):
+        return f"hops is {step.hops}; an all_reduce has 1 or 2, a reduce_scatter 1"
+    if len(step.factors) not in (1, 2):
+        return f"it has {len(step.factors)} factors; it takes a and b, or one partial result"
+    m, n, (low, high) = problem.m, problem.n, problem.shards[rank]
+    inner = step.factors[0].shape[1]
+    wanted = [(m, inner), (inner, n)] if step.multiplies else [(m, n)]
+    wanted.append((m, n) if step.op == "all_reduce" else (high - low, n))
+    for region, shape in zip((*step.factors, step.out), wanted, strict=True):
+        if region.shape != shape:
+            return f"{region} has shape {region.shape}; for {problem} it is {shape} on rank {rank}"
+    return _addends_fault(step) or _place_fault(schedule, rank, step)
+
+
+def _addends_fault(step: FusedCollective) -> str:
+    for region in step.addends:
+        if region.shape != step.out.shape and region.shape != (1, step.out.shape[1]):
+            return f"{region} has shape {region.shape}, but it is added to {step.out} of shape {step.out.shape}"
+    return ""
+
+
+def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
+    """Regions are the rank's own, in the problem's dtype."""
+    regions: tuple[Region, ...] = (*step.factors, *step.addends, step.out)
+    for region in regions:
+        if region.rank != rank:
+            return f"{region} is another rank's; the kernel reads and writes its own, and sends through its mailbox"
+        buffer = schedule.buffer.get(region.buffer)
+        if buffer is not None and buffer.float32:
+            return f"{region} holds float32; the kernel takes the problem's dtype"
+    return ""
+
+
+def check_mailboxes(schedule: Schedule) -> None:
+    """Raises ScheduleError if a place could be written before it is empty."""
+    for step in {step for rank, _, _, step in schedule if rank == 0 and isinstance(step, FusedCollective)}:
+        late = written_too_early(step, schedule.problem.world_size)
+        if late:
+            raise ScheduleError(f"mailbox {step.mailbox} of {schedule.name} has {step.copies} copies: {late}; use 3")
+
+
+def written_too_early(step: FusedCollective, world_size: int) -> str:
+    """A place that may be written before it has been emptied, in words; nothing if none may.
+
+    Calls are alike, so it is enough to look at what call 0 has brought. A place is safe if its emptying in call 1 comes before
+    the next write to it, in call `copies`.
+    """
+    for owner in range(world_size):
+        known = _after((1, owner, "empty"), step, world_size, step.copies)
+        for send in (entry for entry in protocol(step) if entry.startswith("send")):
+            for sender in range(world_size):
+                if (step.copies, sender, send) not in known:
+                    what = f"{send.replace('send', 'send hop')} of call {step.copies}"
+                    return f"rank {sender} may {what} while rank {owner} has not emptied the place that call 0 has filled"
+    return ""
+
+
+def _after(event: Event, step: FusedCollective, world_size: int, last: int) -> set[Event]:
+    """All events up to call `last` that come after one: in the order of each rank, and as messages go."""
+    order = protocol(step)
+    following = dict(pairwise(order))
+    found, open_ = {event}, [event]
+    while open_:
+        call, rank, what = open_.pop()
+        then: list[Event] = []
+        if what in following:
+            then.append((call, rank, following[what]))
+        elif call < last:
+            then.append((call + 1, rank, order[0]))
+        if what.startswith("send"):
+            then += [(call, peer, what.replace("send", "wait")) for peer in range(world_size)]
+        open_ += [one for one in then if one not in found]
+        found.update(then)
+    return found
+
+
+def check_room(program: Program, spelled_out: SpelledOut) -> None:
+    """No other lane of a rank needs SMs while the blocks of such a kernel wait; lanes of kind blocks have SMs of their own.
+    Raises ScheduleError."""
+    for rank, lanes in enumerate(program.ops):
+        for index, ops in enumerate(lanes):
+            lane = program.schedule.ranks[rank][index]
+            ranges = spelled_out.of_lane(rank, lane.name)
+            at = next((low for low, high in ranges for op in ops[low:high] if _waits(op)), None)
+            if at is None:
+                continue
+            for other, theirs in enumerate(lanes):
+                needs = next((position for position, op in enumerate(theirs) if op.needs_sms), None)
+                if other != index and needs is not None:
+                    kernel = f"the blocks of {program.where(rank, index, at)} may fill all while they wait"
+                    raise ScheduleError(
+                        f"{program.where(rank, other, needs)}: it needs SMs, but {kernel}; use a lane of kind blocks"
+                    )
+
+
+def _waits(op: Op) -> bool:
+    return op.do is Do.WAIT or any(action.waits for action in op.actions)
