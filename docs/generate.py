@@ -34,6 +34,7 @@ from typing import Any
 import weft
 from weft.cli.gantt import gantt
 from weft.core import machine
+from weft.core.fused_collective import spelled_out
 from weft.core.machine import Topology
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
 from weft.core.schedule import Collective, Copy, Gemm, Push, Reduce, Region, Schedule, Signal, Store, Wait
@@ -111,7 +112,7 @@ def counts(op: Op) -> str:
 
 
 def _row(schedule: Schedule) -> tuple[str, ...]:
-    steps = [step for lane in schedule.ranks[0] for step in lane.steps]
+    steps = [step for lane in spelled_out(schedule).schedule.ranks[0] for step in lane.steps]
     gemms = [step for step in steps if isinstance(step, Gemm)]
     kinds = Counter(type(step) for step in steps)
     copies: list[Copy | Store] = [step for step in steps if isinstance(step, Copy)]
