@@ -18,6 +18,7 @@ from weft.comm.team import _BOARD, _LOG_AT, _LOGGED, Team
 from weft.compat.streams import Word
 from weft.runtime import cuda_space
 from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.tickets import IN_FLIGHT
 
 
 def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
@@ -106,11 +107,11 @@ class FakeSpace(CudaSpace):
 
     def begun(self, ticket: int) -> None:
         """The device comes to a call."""
-        self._begun[ticket % cuda_space._TICKETS].reached = True
+        self.tickets._begun[ticket % IN_FLIGHT].reached = True
 
     def ended(self, ticket: int) -> None:
         """The device has done a call."""
-        self._done[ticket % cuda_space._TICKETS].reached = True
+        self.tickets._done[ticket % IN_FLIGHT].reached = True
 
 
 def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.compat import fsdp
 from weft.compat.autograd import NO_BACKWARD, backward_pass
-from weft.compat.c10d import store_of
+from weft.compat.c10d import backend_of, store_of
 from weft.compat.cublas import carveout, has_carveout, set_carveout
 from weft.compat.gloo import connections, nameless_group
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
@@ -58,6 +58,16 @@ def test_a_group_has_a_store_of_which_parts_are_taken_on_a_connection_of_their_o
         assert second.get("key") == b"value"
         assert (first.add("count", 1), second.add("count", 0)) == (1, 1)
         assert not store_of(group, "another").check(["key"])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_has_a_backend_that_can_be_aborted(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert callable(backend_of(group, torch.device("cpu")).abort)
     finally:
         dist.destroy_process_group()
 

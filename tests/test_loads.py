@@ -32,9 +32,8 @@ class Program:
         }
         push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
         nothing |= {"pushes": {0: push}, "_forks": dict.fromkeys(range(lanes)), "bind": lambda inputs, outputs: None}
-        space = SimpleNamespace(
-            device=None, captured=lambda: None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded)
-        )
+        space = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
+        space.watchdog = SimpleNamespace(captured=lambda: None)
         space.allocated = lambda: 64 * self.log.count("loads")
         words = Words(SimpleNamespace(lane="compute"), ())  # type: ignore[arg-type]
         tape = SimpleNamespace(runs=[(None, [words, "work"])])

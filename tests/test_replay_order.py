@@ -57,10 +57,10 @@ def test_replays_that_multiply_take_turns_with_the_workspace(spaces: list[FakeSp
     one, other = spaces
     assert _replay(one, FIRST) == ["replayed"]
     assert _replay(one, FIRST) == ["replayed"]
-    assert _replay(one, SECOND) == [("wait", SECOND, one._done[2]), "replayed"]
+    assert _replay(one, SECOND) == [("wait", SECOND, one.tickets._done[2]), "replayed"]
     assert _replay(other, FIRST) == ["replayed"]
     assert _replay(one, FIRST, multiplies=False) == ["replayed"]
-    assert _replay(one, FIRST) == [("wait", FIRST, one._done[3]), "replayed"]
+    assert _replay(one, FIRST) == [("wait", FIRST, one.tickets._done[3]), "replayed"]
 
 
 class Capturing:

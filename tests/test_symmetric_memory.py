@@ -78,7 +78,7 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     """It may live until the garbage collector comes; the group's memory is to be free before."""
     area, handle = lent()
     program: Any = CudaProgram.__new__(CudaProgram)
-    program.space, program.driver = SimpleNamespace(device=None, forget=lambda key: None), None
+    program.space, program.driver = SimpleNamespace(device=None, releaser=SimpleNamespace(remove=lambda key: None)), None
     program._replays, program._aside = SimpleNamespace(close=lambda: None), ()
     program._forks, program._pieces, program._words, program._area = {}, [], None, None
     program._reached = {"out": [area.view(torch.float32)]}
@@ -135,7 +135,11 @@ def test_a_rank_that_is_interrupted_on_the_way_ends_them_too(torchs: list[str], 
     monkeypatch.setattr(symmetric, "empty", interrupted)
     mine, other = teams()
     space: Any = SimpleNamespace(
-        team=mine, device=torch.device("cpu"), held=lambda: None, settle=lambda: None, raise_if_failed=lambda: None
+        team=mine,
+        device=torch.device("cpu"),
+        held=lambda: None,
+        settle=lambda: None,
+        watchdog=SimpleNamespace(raise_if_failed=lambda: None),
     )
     with pytest.raises(KeyboardInterrupt):
         Reachable(0).take(space, 2048)
@@ -150,7 +154,7 @@ def test_a_rank_without_memory_ends_the_calls_of_all(torchs: list[str]) -> None:
         device=torch.device("cpu"),
         held=lambda: None,
         settle=lambda: torchs.append("meet"),
-        raise_if_failed=lambda: None,
+        watchdog=SimpleNamespace(raise_if_failed=lambda: None),
     )
     torchs.append("full")
     with pytest.raises(torch.OutOfMemoryError):

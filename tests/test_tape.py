@@ -18,11 +18,12 @@ from families import PAIRS
 from weft.compat.streams import Word
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Region, Schedule, waits
+from weft.kernels.words import phases
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.fused import growth
 from weft.runtime.pushes import push_growth
-from weft.runtime.tape import Item, Tape, Words, Work, merged, phases
+from weft.runtime.tape import Item, Tape, Words, Work, merged
 from weft.schedules import build
 
 CALLS = 4

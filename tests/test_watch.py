@@ -21,16 +21,17 @@ from weft.comm.team import _STATE, _TOLD, Team
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
 from weft.overlap.collectives import work
-from weft.runtime import cuda_space
+from weft.runtime import cuda_space, release, watchdog
 from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import MatmulCall
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.cuda_space import Pending
 from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState, Site
 from weft.runtime.invalid import results_of
 from weft.runtime.plain import PLAIN
 from weft.runtime.tape import Words
+from weft.runtime.tickets import IN_FLIGHT, PendingCall
+from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
 
 STREAM, LONG_S = 3, 60.0  # nobody waits for so long, unless something is wrong
@@ -46,11 +47,11 @@ class Ranks:
         self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
     ) -> int:
         """One that is enqueued, and waits on the device. out: what it returns."""
-        ticket = self.space.begin(STREAM, lambda: stuck, rehearses=rehearses, results=results_of(out))
+        ticket = self.space.watchdog.begin(STREAM, lambda: stuck, rehearses=rehearses, results=results_of(out))
         if begun:
             self.space.begun(ticket)
-        self.space.end(STREAM, ticket)
-        self.space.raise_if_failed()
+        self.space.tickets.end(STREAM, ticket)
+        self.space.watchdog.raise_if_failed()
         return ticket
 
     def peer_fails(self) -> None:
@@ -58,21 +59,21 @@ class Ranks:
 
     def failed(self) -> bool:
         """Whether the watch has ended what it does at a failure."""
-        return wait_for(lambda: self.team.broken is not None and not self.space.watching)
+        return wait_for(lambda: self.team.broken is not None and not self.space.watchdog.watching)
 
     def raised_after(self, strike: Callable[[], object], kind: type[BaseException], match: str) -> None:
         """After something has happened, the next call, and weft.synchronize, raise this."""
         strike()
         assert self.failed()
-        for call in (self.team.check_usable, self.space.synchronize, lambda: self.team.check_peers(may_leave=True)):
+        for call in (self.team.check_usable, self.space.watchdog.synchronize, lambda: self.team.check_peers(may_leave=True)):
             with pytest.raises(kind, match=match):
                 call()
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(cuda_space, "_TOLD_S", 0.05)
-    monkeypatch.setattr(cuda_space, "_ASKS_S", LONG_S)
+    monkeypatch.setattr(watchdog, "_NOTIFIED_S", 0.05)
+    monkeypatch.setattr(watchdog, "_ASK_S", LONG_S)
     mine, peer = teams()
     space = space_of(mine, monkeypatch)
     yield Ranks(space, peer)
@@ -95,7 +96,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(ranks: Ranks, c
     ranks.call(out=whole[1:3])
     ranks.call(out=whole_numbers)
     ranks.call(out=dropped)
-    ranks.space.begin(STREAM, lambda: "a flag", rehearses=False, results=results_of([[ended]]))  # not enqueued yet
+    ranks.space.watchdog.begin(STREAM, lambda: "a flag", rehearses=False, results=results_of([[ended]]))  # not enqueued yet
     del dropped
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
     assert whole.isnan().sum(1).tolist() == [0, 3, 3, 0]
@@ -109,7 +110,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(ranks: Ranks, c
 
 def test_what_peers_send_is_nan_before_anything_is_released(ranks: Ranks) -> None:
     done: list[str] = []
-    ranks.space.keep_releasable(0, lambda: done.append("released"), lambda stream: done.append(f"invalid on {stream}"))
+    ranks.space.releaser.add(0, lambda: done.append("released"), lambda stream: done.append(f"invalid on {stream}"))
     ranks.call()
     ranks.peer_fails()
     assert wait_for(lambda: "released" in done)
@@ -120,7 +121,7 @@ def test_what_peers_send_is_nan_before_anything_is_released(ranks: Ranks) -> Non
 def test_no_thread_is_interrupted(ranks: Ranks) -> None:
     """Whatever the user's thread does, it gets no error out of nowhere."""
     ranks.call()
-    ranks.space.captured()
+    ranks.space.watchdog.captured()
     ranks.peer_fails()
     assert ranks.failed()
     _nothing_for(0.1)
@@ -128,8 +129,8 @@ def test_no_thread_is_interrupted(ranks: Ranks) -> None:
 
 def test_a_process_that_is_to_end_does_so_once_peers_know(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    monkeypatch.setattr(cuda_space, "end_process", lambda: ends.append(ranks.team._words[0].load(_STATE)))
-    ranks.space._on_failure = "abort"
+    monkeypatch.setattr(watchdog, "end_process", lambda: ends.append(ranks.team._words[0].load(_STATE)))
+    ranks.space.watchdog._on_failure = "abort"
     ranks.call()
     ranks.peer_fails()
     assert wait_for(lambda: ends)
@@ -151,7 +152,7 @@ def _nothing_for(seconds: float) -> None:
 
 def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its peer did afterwards."""
-    monkeypatch.setattr(cuda_space, "_TOLD_S", LONG_S)
+    monkeypatch.setattr(watchdog, "_NOTIFIED_S", LONG_S)
     ticket = ranks.call()
     ranks.space.ended(ticket)
     ranks.peer_fails()
@@ -162,17 +163,17 @@ def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.Monkey
 
 def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that was stopped: its peers let go of their streams meanwhile, and send what is no result."""
-    held, look = threading.Event(), FakeSpace._look
-    monkeypatch.setattr(FakeSpace, "_look", lambda self: held.is_set() or look(self))
+    held, look = threading.Event(), Watchdog._look
+    monkeypatch.setattr(Watchdog, "_look", lambda self: held.is_set() or look(self))
     held.set()
     out = torch.ones(3)
     ticket = ranks.call(out=out)
     ranks.peer_fails()
-    time.sleep(2 * cuda_space._TOLD_S)
+    time.sleep(2 * watchdog._NOTIFIED_S)
     ranks.space.ended(ticket)
-    (call,) = ranks.space._pending
-    assert ranks.space._ended_rightly(call, ())
-    assert not ranks.space._ended_rightly(call, (call,))
+    (call,) = ranks.space.tickets.pending
+    assert ranks.space.watchdog._ended_rightly(call, ())
+    assert not ranks.space.watchdog._ended_rightly(call, (call,))
     ranks.raised_after(held.clear, PeerLost, "planted")
     assert bool(out.isnan().all())
 
@@ -193,12 +194,12 @@ def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> Non
 
 def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.team.timeout_s = 0.05
-    call = Pending(ticket=ranks.call(rehearses=True), stuck=lambda: "a collective", rehearses=True)
-    ranks.space._hold_to_bound(call)
-    assert 500 < call.deadline - time.monotonic() <= cuda_space._FIRST_S
+    call = PendingCall(ticket=ranks.call(rehearses=True), describe=lambda: "a collective", rehearses=True)
+    ranks.space.watchdog._hold_to_bound(call)
+    assert 500 < call.deadline - time.monotonic() <= watchdog.FIRST_S
     call.deadline = time.monotonic() - 1
     with pytest.raises(WaitTimeout, match="a collective after 600 s"):
-        ranks.space._hold_to_bound(call)
+        ranks.space.watchdog._hold_to_bound(call)
 
 
 def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +207,7 @@ def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypa
     other.start()
     ranks.space.settle()
     other.join()
-    monkeypatch.setattr(cuda_space, "_FIRST_S", 0.1)
+    monkeypatch.setattr(cuda_space, "FIRST_S", 0.1)
     ranks.team.timeout_s = 0.05
     with pytest.raises(WaitTimeout, match=r"entered\[1\]@1.* after 0.1 s"):
         ranks.space.settle()
@@ -215,9 +216,9 @@ def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypa
 def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way home of a gradient: a peer that is lost in it is told, and the communicator is aborted."""
     aborted = threading.Event()
-    monkeypatch.setattr(cuda_space, "_RELEASED_S", 0.05)
+    monkeypatch.setattr(watchdog, "_RELEASED_S", 0.05)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cuda_space, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
+    monkeypatch.setattr(release, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
     state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
     assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7
@@ -256,17 +257,17 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
 def test_what_waits_is_released_after_an_error_of_ones_own(ranks: Ranks) -> None:
     ranks.call()
     released = threading.Event()
-    ranks.space.keep_releasable(0, released.set)
+    ranks.space.releaser.add(0, released.set)
     with pytest.raises(MemoryError, match="planted"):
         raise ranks.team.fail(MemoryError("planted"))
     assert wait_for(released.is_set)
 
 
 def test_nothing_is_captured_once_a_peer_has_failed(ranks: Ranks) -> None:
-    ranks.space.captured()
+    ranks.space.watchdog.captured()
     ranks.peer_fails()
     with pytest.raises(PeerLost):
-        ranks.space.captured()
+        ranks.space.watchdog.captured()
 
 
 def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ranks) -> None:
@@ -278,7 +279,7 @@ def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ra
         ranks.space.rescue.idle = False
 
     for number in range(2):
-        ranks.space.keep_releasable(number, lambda n=number: release(n))  # type: ignore[misc]
+        ranks.space.releaser.add(number, lambda n=number: release(n))  # type: ignore[misc]
     ranks.team.fail(MemoryError("planted"))
     assert wait_for(lambda: passes[1])
     _nothing_for(0.1)
@@ -295,10 +296,10 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     def closed() -> str:
         raise AttributeError("_words")
 
-    ticket = ranks.space.begin(STREAM, closed, rehearses=False)
+    ticket = ranks.space.watchdog.begin(STREAM, closed, rehearses=False)
     ranks.space.begun(ticket)
-    ranks.space.end(STREAM, ticket)
-    ranks.space.keep_releasable(0, released.set)
+    ranks.space.tickets.end(STREAM, ticket)
+    ranks.space.releaser.add(0, released.set)
     (partial(setattr, ranks.space.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
     with pytest.raises(WeftError, match="the device is lost" if lost else "cannot be told: AttributeError"):
@@ -310,25 +311,25 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
 
 def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a stream is full, a launch waits, and other threads' calls of the driver behind it."""
-    monkeypatch.setattr(cuda_space, "_ASKS_S", 0.05)
+    monkeypatch.setattr(watchdog, "_ASK_S", 0.05)
     answers = threading.Event()
-    ticket = ranks.space.begin(STREAM, lambda: str(answers.wait(LONG_S)), rehearses=False)
+    ticket = ranks.space.watchdog.begin(STREAM, lambda: str(answers.wait(LONG_S)), rehearses=False)
     ranks.space.begun(ticket)
     ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile .* the driver does not answer")
     answers.set()
 
 
 def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    tickets = [ranks.call() for _ in range(cuda_space._TICKETS - 1)]
+    tickets = [ranks.call() for _ in range(IN_FLIGHT - 1)]
     began = time.monotonic()
     threading.Timer(0.1, lambda: ranks.space.ended(tickets[0])).start()
     ranks.call()
     assert time.monotonic() - began > 0.05
     waited: list[object] = []
     monkeypatch.setattr(ranks.space.driver, "wait", lambda stream, event: waited.append(event), raising=False)
-    ranks.space.after(STREAM, 0)
+    ranks.space.tickets.after(STREAM, 0)
     assert waited == [], "its event is another call's by now"
-    ranks.space.after(STREAM, 1)
+    ranks.space.tickets.after(STREAM, 1)
     assert len(waited) == 1
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
 
@@ -366,12 +367,12 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
     ranks.space.pool = cast(Any, SimpleNamespace(give=given.append, close=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: released.wait(LONG_S) or pytest.fail("nobody released it"))
     program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None), _pieces=["words", "area"])
-    ranks.space.keep_releasable(id(program), released.set)
+    ranks.space.releaser.add(id(program), released.set)
     with pytest.raises(MemoryError):
         raise ranks.team.fail(MemoryError("planted"))
     program.close()
     assert sorted(given) == ["area", "words"]
-    assert ranks.space._releases == {}
+    assert ranks.space.releaser._programs == {}
 
 
 def test_a_program_that_cannot_be_bound_gives_its_memory_back(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,9 +440,9 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 
     with pytest.raises(KeyError):
         program._submit(raises, {})
-    assert not ranks.space.done(1)
+    assert not ranks.space.tickets.done(1)
     ranks.space.ended(1)
-    assert ranks.space.done(1)
+    assert ranks.space.tickets.done(1)
 
 
 def _state(team: Team, **attributes: Any) -> GroupState:

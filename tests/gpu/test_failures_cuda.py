@@ -109,11 +109,11 @@ def _wakes_too_late(victim: int, step: int) -> str:
     """`victim` sleeps past the bound while it enqueues a call, its watch too, as if it were stopped; the others give up, and
     let go of what waits on their GPUs."""
     from weft.runtime.cuda import CudaProgram
-    from weft.runtime.cuda_space import CudaSpace
+    from weft.runtime.watchdog import Watchdog
 
     weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
-    one, look, seen, asleep = CudaProgram._one, CudaSpace._look, 0, threading.Event()
+    one, look, seen, asleep = CudaProgram._one, Watchdog._look, 0, threading.Event()
 
     def slow(self: CudaProgram, *arguments: Any) -> None:
         nonlocal seen
@@ -124,15 +124,15 @@ def _wakes_too_late(victim: int, step: int) -> str:
             asleep.clear()
         one(self, *arguments)
 
-    def drowsy(self: CudaSpace) -> bool:
+    def drowsy(self: Watchdog) -> bool:
         return asleep.is_set() or look(self)
 
     if dist.get_rank() == victim:
-        CudaProgram._one, CudaSpace._look = slow, drowsy  # type: ignore[method-assign, assignment]
+        CudaProgram._one, Watchdog._look = slow, drowsy  # type: ignore[method-assign, assignment]
     try:
         message = told_of(lambda: check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1))
     finally:
-        CudaProgram._one, CudaSpace._look = one, look  # type: ignore[method-assign]
+        CudaProgram._one, Watchdog._look = one, look  # type: ignore[method-assign]
     torch.cuda.synchronize()
     weft.close()
     dist.barrier()

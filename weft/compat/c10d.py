@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
@@ -12,3 +13,8 @@ def store_of(group: dist.ProcessGroup, name: str) -> Any:
     """A part of the group's store that `name` alone uses, on a connection of its own: another thread may wait on torch's."""
     store: Any = _get_process_group_store(group)
     return PrefixStore(name, store.clone())
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What runs a group's collectives on a device: its communicator, with `abort`."""
+    return group._get_backend(device)

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.compat.streams import Word
 from weft.kernels.launch import Launcher
 from weft.triton.flags import table
 
@@ -72,6 +73,26 @@ def do_words(plan: WordsTable, *, tries: int, launched_by: Launcher | None = Non
     arguments = (plan.operations, plan.phases if tries else 0, tries)
     constants = {"KINDS": _KINDS, "SIZE": plan.size}
     (launched_by or launcher())(1, arguments, constants, key=plan.size, stream=stream, num_warps=1)
+
+
+def phases(words: Sequence[Word]) -> list[Phase]:
+    """Flag operations of one lane in phases: waits that follow each other are one phase, lowered together. Signals end it.
+
+    The waits may be lowered after the last of them instead of each at once, since the lane signals nothing between them:
+    whatever raises one of them again has to come after a later signal of this lane.
+    """
+    found = [Phase()]
+    closed = False
+    for word in words:
+        if word.kind in ("here", "wait") and (closed or (word.kind == "here" and found[-1] != Phase())):
+            found.append(Phase())
+            closed = False
+        phase = found[-1]
+        if word.kind == "signal" or (word.kind == "lower" and word.address not in {address for address, _ in phase.waits}):
+            closed = True
+        lists = {"here": phase.here, "wait": phase.waits, "lower": phase.lowers, "signal": phase.signals}
+        lists[word.kind].append((word.address, word.value))
+    return found
 
 
 @triton.jit

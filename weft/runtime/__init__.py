@@ -15,8 +15,9 @@ A program, which is a schedule bound to one rank:
     host.py  interpret.py  bags.py               on CPUs: lanes on threads, step by step; lookups
     cuda.py  tape.py  order.py                   on GPUs: lanes as streams get them, in an order in which none is stuck
     flag_words.py  replay.py                     words of flags on GPUs, calls as graphs
-    cuda_space.py  pool.py  reach.py             what a team's programs share there: streams, the watch, symmetric memory
-    invalid.py                                   what a failure does to results, and to the process
+    cuda_space.py  reach.py                      what the programs of a process group share there: streams, symmetric memory
+    tickets.py  watchdog.py                      the events of each call, and the thread that bounds every call
+    release.py  invalid.py  aborts.py            what follows a failure: released waits, NaN in results, aborted communicators
     driver.py                                    the CUDA driver, where torch has no name
     products.py  cublaslt.py                     matmuls, each by the algorithm of cuBLAS that was fastest
 

@@ -98,7 +98,7 @@ class CudaProgram(BoundProgram):
             for rank, _, _, step in schedule
             if rank == self.rank and isinstance(step, Collective)
         }
-        space.has_collectives |= bool(self._vendors)
+        space.releaser.has_collectives |= bool(self._vendors)
         self._sends = any(isinstance(step, SendReceive) for rank, _, _, step in schedule if rank == self.rank)
         self._replayable = not self._vendors and not self._sends
         multiplies = {lane.name for rank, lane, position, step in schedule if rank == self.rank and isinstance(step, Gemm)}
@@ -119,7 +119,7 @@ class CudaProgram(BoundProgram):
         self._last_ticket = 0
         self._forks = {lane.name: (self.driver.event(), self.driver.event()) for lane in lanes if lane.kind != "compute"}
         self._aside = self.driver.event(), self.driver.event()
-        space.keep_releasable(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
+        space.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
 
     def _raise_what_no_call_left(self) -> None:
         """What a call waits for of the calls before it is raised for the first one."""
@@ -166,7 +166,7 @@ class CudaProgram(BoundProgram):
         # Waits are released until the streams have drained, since a call may be under way whose peers are lost; and what was
         # released last has been written before the words are given back.
         torch.cuda.synchronize(self.space.device)
-        self.space.forget(id(self))
+        self.space.releaser.remove(id(self))
         torch.cuda.synchronize(self.space.device)
         self._replays.close()
         for event in chain(self._aside, *self._forks.values()):
@@ -256,7 +256,7 @@ class CudaProgram(BoundProgram):
         bindings = self.bind(inputs, outputs)
         if capturing:
             self.captured = True
-            self.space.captured()
+            self.space.watchdog.captured()
             self._replays.branches.enqueue(self.space.current_stream(), lambda: self._fork_and_join(bindings))
             return
         if self._forks:
@@ -336,11 +336,11 @@ class CudaProgram(BoundProgram):
         failure makes invalid. allocates: bytes, on the way."""
         caller = self.space.current_stream()
         if self._last_stream not in (None, caller):
-            self.space.after(caller, self._last_ticket)
+            self.space.tickets.after(caller, self._last_ticket)
         if self._waits_on_sms and not self._silent:
             self.space.turn.take(caller)
         zero_us, watched = time.perf_counter_ns() / 1e3, self.spans is not None
-        ticket = self.space.begin(caller, self._stuck, rehearses=self._silent, results=results_in(outputs))
+        ticket = self.space.watchdog.begin(caller, self._stuck, rehearses=self._silent, results=results_in(outputs))
         self._times = []
         if watched:
             self._timed(None, caller, lambda: None)
@@ -348,8 +348,8 @@ class CudaProgram(BoundProgram):
             with self.space.temporaries(allocates):
                 enqueue()
         finally:
-            self.space.end(caller, ticket)
-        self.space.raise_if_failed()
+            self.space.tickets.end(caller, ticket)
+        self.space.watchdog.raise_if_failed()
         self._last_stream, self._last_ticket = caller, ticket
         if watched:
             self._read_spans(ticket, zero_us)
@@ -420,7 +420,7 @@ class CudaProgram(BoundProgram):
 
     def _read_spans(self, ticket: int, zero_us: float) -> None:
         """Wait for the call's end, and read when each step ran: a step of several items from its first to its last."""
-        self.team.until(lambda: self.space.done(ticket), self._stuck)
+        self.team.until(lambda: self.space.tickets.done(ticket), self._stuck)
         torch.cuda.synchronize(self.space.device)
         (_, begin, _), *times = self._times
         found: dict[Where, tuple[float, float]] = {}

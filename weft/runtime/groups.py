@@ -366,7 +366,7 @@ class GroupState:
         with self.team.failing():
             for space in list(self._spaces.values()):
                 if isinstance(space, CudaSpace):
-                    space.synchronize()
+                    space.watchdog.synchronize()
             self._ragged.synchronize()
             self.team.check_peers(may_leave=True)
 

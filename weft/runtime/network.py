@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.team import Team
-from weft.runtime.vendor import Abort
+from weft.runtime.aborts import Abort
 
 _SMS_OF_LINKS, _SMS_OF_ADAPTERS = 32, 16
 """Between nodes of one host 32 of the vendor's blocks move 64 MiB both ways at 260 GB/s (2 x H200), 16 at 155. That 16 keep an

@@ -42,7 +42,7 @@ class Reachable:
             self._segments += segments
             piece = tuple(segment.matrix(0, 1, nbytes, torch.uint8)[0] for segment in segments)
         else:
-            space.raise_if_failed()
+            space.watchdog.raise_if_failed()
             with space.team.failing():  # this GPU may be full, and the others wait for this rank
                 memory, handle = gpu_symmetric(nbytes, space.team.near_meetings, space.device, meet=space.settle)
             space.settle()

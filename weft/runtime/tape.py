@@ -55,7 +55,6 @@ from weft.runtime.bindings import Bindings, Where
 from weft.runtime.order import before, behind, order, turns
 
 if TYPE_CHECKING:
-    from weft.kernels.words import Phase
     from weft.runtime.cuda import CudaProgram
     from weft.runtime.fused import FusedStep
     from weft.runtime.fused_collective import FusedCollectiveKernel
@@ -279,28 +278,6 @@ def _signals(item: Item) -> int:
 
 def _given(moment: int, words: Iterable[Words]) -> Iterator[Words]:
     return (replace(one, moment=moment) for one in words)
-
-
-def phases(words: Sequence[Word]) -> list[Phase]:
-    """Memory operations of one lane in phases: waits that follow each other are one, lowered together, and signals end it.
-
-    The waits may be lowered after the last of them instead of each at once, since between them the lane tells nobody
-    anything: whatever raises one of them again has to come after a later signal of this lane.
-    """
-    from weft.kernels.words import Phase
-
-    found = [Phase()]
-    closed = False
-    for word in words:
-        if word.kind in ("here", "wait") and (closed or (word.kind == "here" and found[-1] != Phase())):
-            found.append(Phase())
-            closed = False
-        phase = found[-1]
-        if word.kind == "signal" or (word.kind == "lower" and word.address not in {address for address, _ in phase.waits}):
-            closed = True
-        lists = {"here": phase.here, "wait": phase.waits, "lower": phase.lowers, "signal": phase.signals}
-        lists[word.kind].append((word.address, word.value))
-    return found
 
 
 def merged(items: Sequence[Item]) -> list[Item]:

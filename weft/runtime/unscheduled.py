@@ -26,7 +26,7 @@ def watched(team: Team, space: Any, what: str, alike: str, work: Callable[[], T]
     """Run it. what: in an error's words; alike: what ranks must have in common, a line each. What it raises ends all ranks'."""
     with team.failing():
         if isinstance(space, CudaSpace):
-            return space.watched(what, work)
+            return space.watchdog.watch(what, space.current_stream(), work)
         team.enter(f"op: {what}\n{alike}")
         return work()
 

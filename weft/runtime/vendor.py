@@ -7,15 +7,12 @@ nothing could bound the wait. Where they are faster than plain ones, so is `sequ
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from weft.core.logs import LOGGER
 from weft.core.problem import Problem
 from weft.core.schedule import Collective
 
@@ -33,35 +30,6 @@ def _in_order(work: Any) -> None:
     """The current stream goes on after a collective; a backend that has seen to that itself gives nothing to wait for."""
     if work is not None:
         work.wait()
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What runs a group's collectives on a device."""
-    return group._get_backend(device)
-
-
-class Abort:
-    """The end of a communicator in which this rank waits for others in vain, on a thread of its own: kernels end at once, but
-    while a CUDA graph holds collectives of it, NCCL does not return."""
-
-    _WAITS_S = 5.0
-
-    def __init__(self, abort: Callable[[], object], name: str) -> None:
-        self._abort, self._ended = abort, False
-        self._thread = threading.Thread(target=self._run, name=f"weft-abort-{name}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._abort()
-            self._ended = True
-        except Exception as error:  # of torch's and NCCL's
-            LOGGER.error("the process group cannot be aborted (%s): end this process", str(error).splitlines()[0])
-
-    def ended(self) -> bool:
-        """Whether NCCL is through with it, after a while."""
-        self._thread.join(self._WAITS_S)
-        return self._ended
 
 
 class Vendor:
