@@ -30,7 +30,8 @@ def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
         team.timeout_s, team.rank, team.world_size = timeout_s, rank, world_size
         team.calls = team._meetings = team._compared = team._rounds = 0
         team._known, team.unraised, team._raised = {}, None, False
-        team.broken, team._relay, team._lock = None, None, threading.Lock()
+        team.broken, team._relay = None, None
+        team.lock, team._failure_lock = threading.RLock(), threading.Lock()
         team.nodes, team.one_host, team.near = (), True, range(world_size)
         team.pids = [os.getpid()] * world_size
         team._starts = [process_start(os.getpid()) or 0] * world_size

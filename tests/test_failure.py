@@ -167,7 +167,7 @@ def _raise_in_a_copy(name: str) -> str:
         raise AssertionError("a lane failed and nobody noticed")
     finally:
         HostProgram.signal = signal_  # type: ignore[method-assign]
-    with pytest.raises(weft.WeftError, match=r"broken .* call weft.close\(group\) on every rank"):
+    with pytest.raises(weft.WeftError, match=r"has failed .* call weft.close\(group\) on every rank"):
         check_gather(64, 48, 32, torch.float32, name, 1)
     dist.barrier()
     weft.close()

@@ -474,5 +474,5 @@ def test_a_rank_without_room_for_a_program_is_told_of(interpreted: Ranks, lacks:
     kind = {"own": "OutOfMemoryError", "shared": "ValueError"}[lacks]
     for rank, (first, second) in enumerate(told):
         assert first == f"{kind}: no room" if rank == 1 else first.startswith("PeerLost: ") and first.endswith("no room"), told
-        assert "this group's team is broken" in second
+        assert "this process group has failed" in second
         assert "call weft.close(group) on every rank" in second

@@ -62,7 +62,7 @@ def _interrupted() -> tuple[str, float]:
     if dist.get_rank() == 0:
         with _interrupted_in_a_wait(), pytest.raises(KeyboardInterrupt):
             weft.all_gather_matmul(A, B)
-        with pytest.raises(WeftError, match=r"broken \(KeyboardInterrupt\); call weft.close"):
+        with pytest.raises(WeftError, match=r"has failed \(KeyboardInterrupt\); call weft.close"):
             weft.all_gather_matmul(A, B)
         dist.barrier()
         return "", 0.0

@@ -13,6 +13,7 @@ from compiled import for_a_gpu
 from rank_pools import interpreted_ranks
 from triton_kernels import copy_kernel, exchange_kernel, sums_kernel
 from triton_work import (
+    beside_operators,
     calls_without_end,
     documented,
     example_with_a_slow_rank,
@@ -114,6 +115,13 @@ def test_peers_that_are_over_say_what_to_do(interpreted: Ranks) -> None:
     for told in interpreted.run(used_when_over):
         assert told[:2] == ["these Peers are closed; make new ones on every rank"] * 2
         assert told[2:] == ["these Peers have failed (planted); close them, and make new ones on every rank"] * 2
+
+
+def test_peers_and_operators_share_what_there_is_of_a_group(interpreted: Ranks) -> None:
+    """They agree on calls, and fail, as one; whoever ends first does not end the other."""
+    for of_operator, of_peers in interpreted.run(beside_operators):
+        assert of_operator == "this process group has failed (planted); call weft.close(group) on every rank, then go on"
+        assert of_peers.startswith("this process group has failed (planted); on every rank close its Peers")
 
 
 def test_without_gpu_and_interpreter_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

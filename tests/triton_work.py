@@ -233,3 +233,33 @@ def used_when_over() -> list[str]:
                 use()
             told.append(str(caught.value))
     return told
+
+
+def beside_operators() -> list[str]:
+    """Peers and operators of one group: each goes on when the other has ended, and a failure of Peers ends an operator's calls
+    until the group is closed. What the operator and new Peers then raise."""
+    import weft
+    from weft.core.errors import WeftError
+    from weft.triton import Peers
+
+    a, b, raised = torch.ones(2, 4), torch.ones(4, 2), []
+    with Peers() as first:
+        weft.all_gather_matmul(a, b, schedule="sequential")
+        first.settle()
+        weft.close()
+        first.settle()
+        weft.all_gather_matmul(a, b, schedule="sequential")
+    weft.all_gather_matmul(a, b, schedule="sequential")
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="planted"), Peers():
+        raise RuntimeError("planted")
+    for call in (partial(weft.all_gather_matmul, a, b, schedule="sequential"), Peers):
+        with pytest.raises(WeftError) as caught:
+            call()
+        raised.append(str(caught.value))
+    weft.close()
+    with Peers() as last:
+        last.settle()
+        weft.all_gather_matmul(a, b, schedule="sequential")
+    weft.close()
+    return raised

@@ -26,6 +26,7 @@ A wait ends when its word is there, when a peer is seen to be dead, failed or go
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -58,10 +60,12 @@ _LOGGED = 4096
 _BOARD = Board(words=6, texts_at=TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
 _NUMBERS = 1 << 24
 """A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
-OF_A_GROUP = (
-    "this group's team is broken ({}); call weft.close(group) on every rank, then go on",
+_REMEDIES = (
+    "this process group has failed ({}); call weft.close(group) on every rank, then go on",
     "this group was closed, and with it what had been made for it before, as a hook's trial; make that again, on every rank",
 )
+"""What a call says after a failure, and after the group was closed."""
+_IN_USE = "this process group has failed ({}); on every rank close its Peers and call weft.close(group), then go on"
 _Member = tuple[str, str, int, int | None, str]
 """A rank, as the others know it: its host, what tells its node, its process and when that began, its control segment."""
 _PEER_CHECK_S = 0.02
@@ -83,21 +87,73 @@ def timeout_from_environment() -> float:
     return value
 
 
+_SHARED: dict[dist.ProcessGroup, Team] = {}
+"""The object of each process group that somebody uses."""
+_SHARED_LOCK = threading.Lock()
+"""Held while objects are looked up, counted and left."""
+_MAKING: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
+"""Held while a group's object is made. One for each group: ranks may come to two groups in different orders."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """No process group may be held until the interpreter ends, for its threads would still run."""
+    for shared in list(_SHARED.values()):
+        if not shared.forked:
+            shared.close()
+
+
 class Team:
     """The ranks of `group`. Collective: every rank of the group constructs it.
 
-    timeout_s: bound of every wait. remedy: what calls say after it has failed, and after it was closed. nodes: as a Problem has
-    them. one_host: whether they are all of one host. near: the ranks of this one's node, itself among them. topic: what tells
-    this team from all others. broken: why it has failed. unraised: the same, as long as calls that have returned are invalid
-    and no later call has raised it. Raises ValueError if the ranks of a host are no neighbours.
+    A process has one of a process group: whoever uses it gets it by `of`, and ends with `release`.
+
+    timeout_s: bound of every wait. nodes: as a Problem has them. one_host: whether they are all of one host. near: the ranks of
+    this one's node, itself among them. topic: a name that no other process group has. lock: held by a thread from where it
+    begins a call until all that the call says to other ranks is said. broken: why the group has failed. unraised: the same, as
+    long as calls that have returned are invalid and no later call has raised it. Raises ValueError if the ranks of a host are
+    no neighbours.
     """
 
-    _remedy, _closed = OF_A_GROUP, False
+    _closed, _users = False, 0
 
-    def __init__(
-        self, group: dist.ProcessGroup, *, timeout_s: float | None = None, remedy: tuple[str, str] = OF_A_GROUP
-    ) -> None:
-        self._remedy = remedy
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Team:
+        """The group's object. Collective at its first use. Raises WeftError if it has failed and has not been released."""
+        with _SHARED_LOCK:
+            making = _MAKING.setdefault(group, threading.Lock())
+        with making:
+            with _SHARED_LOCK:
+                if (known := _SHARED.get(group)) is not None:
+                    return known._used()
+            made = cls(group)
+            with _SHARED_LOCK:
+                _SHARED[group] = made
+                return made._used()
+
+    def _used(self) -> Team:
+        """This object, with one use more."""
+        self.check_usable((_IN_USE, _REMEDIES[1]))
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        """End one use of the group's object; the last one closes it. A fork of the rank's process closes nothing."""
+        with _SHARED_LOCK:
+            self._users -= 1
+            last = self._users <= 0 and not self.forked
+            if last:
+                self._forget()
+        if last:
+            self.close()
+
+    def _forget(self) -> None:
+        """Whoever uses the process group next makes a new object."""
+        group = self.__dict__.get("group")
+        if group is not None and _SHARED.get(group) is self:
+            del _SHARED[group]
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._meetings = self._compared = 0
@@ -105,7 +161,8 @@ class Team:
         self.broken: BaseException | None = None
         self.unraised: WeftError | None = None
         self._raised = False
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
+        self._failure_lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
         control, everyone = self._introduced(timeout_s)
@@ -378,7 +435,7 @@ class Team:
 
     def fail(self, error: BaseException) -> BaseException:
         """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
-        with self._lock:
+        with self._failure_lock:
             if self.broken is None:
                 self.broken = error
                 _mark_failed(self._control[self.rank], reason(error))
@@ -398,14 +455,14 @@ class Team:
 
     def _is_raised(self) -> None:
         """A call of this rank's raises why the team has failed: `weft.close` need not."""
-        with self._lock:
+        with self._failure_lock:
             self._raised, self.unraised = True, None
 
     def fail_later(self, error: WeftError, *, unraised: bool) -> None:
         """The team has failed, and no call of this rank's can raise that now: the next one does, with this error's words.
         unraised: calls that have returned were under way, so that `weft.close` raises it, too, if no other call has."""
         self.fail(error)
-        with self._lock:
+        with self._failure_lock:
             self.broken = error
             self.unraised = error if unraised and not self._raised else None
 
@@ -456,20 +513,23 @@ class Team:
             self._relay.close()
         self._closed = self._closed or self.broken is None
         self.broken = self.broken or WeftError("the team is closed")
+        with _SHARED_LOCK:
+            self._forget()
         self.__dict__.pop("group", None)
 
-    def check_usable(self) -> None:
-        """Raise WeftError if this team has failed here, or is another process's: with the reason, and of the failure's type."""
+    def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
+        """Raise WeftError if this team has failed here, or is another process's: with the reason, and of the failure's type.
+        remedies: what helps after a failure, and after the group was closed."""
         if self.forked:
             raise WeftError(
                 f"process {os.getpid()} is a fork of process {self.pids[self.rank]}, which is rank {self.rank} of this group: "
                 "call weft there, or start processes by spawn and give them a group of their own"
             )
         if self._closed:
-            raise WeftError(self._remedy[1])
+            raise WeftError(remedies[1])
         if self.broken:
             self._is_raised()
-            raise self._again(self._remedy[0].format(reason(self.broken)))
+            raise self._again(remedies[0].format(reason(self.broken)))
 
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]

@@ -71,9 +71,9 @@ class GroupState:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
-        self.team = Team(group)
+        self.team = Team.of(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
-        self.lock = threading.Lock()
+        self.lock = self.team.lock
         self._sites: dict[Hashable, Site] = {}
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
@@ -419,11 +419,18 @@ class GroupState:
                 rest.callback(free_symmetric)
                 rest.callback(gc.collect)
             for close in reversed(
-                (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self.team.close)
+                (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self._leave)
             ):
                 rest.callback(close)
         if self.team.unraised is not None:
             raise self.team.unraised
+
+    def _leave(self) -> None:
+        """What has failed is closed for all who use it, Peers too, so that the group can be used anew."""
+        if self.team.broken is None:
+            self.team.release()
+        else:
+            self.team.close()
 
     def _close_side_streams(self) -> None:
         while self._side:

@@ -25,15 +25,14 @@ import triton
 from weft.comm.memory import Segment, gpu_symmetric
 from weft.comm.team import Team, timeout_from_environment
 from weft.comm.texts import no_group
-from weft.core.errors import WaitTimeout, require
+from weft.core.errors import WaitTimeout, WeftError, require
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}
 """How often a block looks at a flag in a second, roughly: an acquiring load from its own memory; the interpreter's atomic."""
 _FLAG, _EXPECTED, _SEEN = range(3)
-_REMEDY = (
-    "these Peers have failed ({}); close them, and make new ones on every rank",
-    "these Peers are closed; make new ones on every rank",
-)
+_CLOSED = "these Peers are closed; make new ones on every rank"
+_REMEDIES = ("these Peers have failed ({}); close them, and make new ones on every rank", _CLOSED)
+"""What a call says after a failure, and after the end."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +62,9 @@ class Peers:
     nothing has failed. Raises ValueError for ranks on several hosts, and where kernels could not run: without a GPU and without
     TRITON_INTERPRET=1.
 
+    Peers and weft's operators share what weft has for a process group. So their calls on one group come in one order on all
+    ranks, and a failure of either ends both.
+
     rank, world_size: of the group. device: where tensors belong. status, tries: for `wait`.
     """
 
@@ -73,17 +75,19 @@ class Peers:
                 raise ValueError(f"timeout_s is {timeout_s}; it must be a number of seconds above 0")
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
-        self._team = Team(_ranks(group), timeout_s=4 * timeout_s, remedy=_REMEDY)
+        self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._team = Team.of(_process_group(group))
         if self._team.nodes:
-            self._team.close()
+            self._team.release()
             raise ValueError(
                 f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
         self.rank, self.world_size = self._team.rank, self._team.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
-        self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._host_timeout_s = 4 * timeout_s
         self._tensors: list[SymmetricTensor] = []
         self._made = 0
+        self._closed = self._ended_well = False
 
     @property
     def broken(self) -> bool:
@@ -117,12 +121,21 @@ class Peers:
         if math.prod(shape) * dtype.itemsize >= 1 << 63:
             raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
         name = name or f"tensor {self._made}"
-        self._team.enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
-        made = self._allocate(name, shape, dtype)
-        self._tensors.append(made)
-        self._made += 1
-        self.settle()
+        with self._team.lock:
+            self._enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
+            made = self._allocate(name, shape, dtype)
+            self._tensors.append(made)
+            self._made += 1
+            self.settle()
         return made
+
+    def _enter(self, text: str) -> None:
+        """Begin what every rank begins, and wait for all of them."""
+        if self._ended_well:
+            raise WeftError(_CLOSED)
+        self._team.check_usable(_REMEDIES)
+        with self._team.lock:
+            self._team.enter(text, within_s=self._host_timeout_s)
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         count = math.prod(shape)
@@ -149,7 +162,7 @@ class Peers:
     def settle(self) -> None:
         """Wait until every rank has come here and its device has ended all its work. Raises as `check`, PeerLost too."""
         self.check()
-        self._team.enter("call: settle")
+        self._enter("call: settle")
 
     def check(self) -> None:
         """Wait for this rank's device; raise WaitTimeout if a kernel's wait has ended at its bound.
@@ -192,8 +205,11 @@ class Peers:
             _free(tensor)
 
     def close(self) -> None:
-        """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Peers that wait are told."""
-        self._team.close()
+        """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Ranks that wait for this one then get
+        PeerLost, unless something else uses the group."""
+        if not self._closed:
+            self._closed, self._ended_well = True, not self.broken
+            self._team.release()
         for tensor in self._tensors:
             _free(tensor)
         self._tensors = []
@@ -229,7 +245,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _ranks(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group; all ranks for None. Raises ValueError for what is none."""
     if not dist.is_initialized():
         raise ValueError("group: torch.distributed has no process group yet; call init_process_group first")

@@ -27,12 +27,12 @@ def launches(device: str) -> list[Sample]:
 def _with_team(probe: Callable[[Clock, Team], list[Sample]], device: str) -> list[Sample]:
     group = dist.group.WORLD
     assert group is not None
-    team = Team(group)
+    team = Team.of(group)
     try:
         return probe(Clock(device), team)
     finally:
         dist.barrier()
-        team.close()
+        team.release()
 
 
 def flags(device: str) -> list[Sample]:
