@@ -655,19 +655,18 @@ class Part:
 
 
 _SHARED = "two ranks share one GPU"
-_NOT_TUNED = {"WEFT_EFFORT": "none"}
 PARTS = {
     "host": Part(work=host, ranks=2, limit_s=130, note=_SHARED),
-    "first": Part(work=first, ranks=2, limit_s=110, environment=_NOT_TUNED | {"TRITON_CACHE_DIR": "fresh"}, note=_SHARED),
-    "memory": Part(work=memory, ranks=2, environment=_NOT_TUNED, note=_SHARED),
-    "replay": Part(work=replay, ranks=2, environment=_NOT_TUNED, note=f"{_SHARED} in turns: slow, only to compare two trees"),
-    "replay1": Part(work=replay1, environment=_NOT_TUNED, note="world of one rank: no traffic"),
+    "first": Part(work=first, ranks=2, limit_s=110, environment={"TRITON_CACHE_DIR": "fresh"}, note=_SHARED),
+    "memory": Part(work=memory, ranks=2, note=_SHARED),
+    "replay": Part(work=replay, ranks=2, note=f"{_SHARED} in turns: slow, only to compare two trees"),
+    "replay1": Part(work=replay1, note="world of one rank: no traffic"),
     "gemm": Part(work=gemm),
     "products": Part(work=products),
     "lookup": Part(work=lookup),
     "ragged": Part(work=ragged, note="world of one rank: rows do not travel"),
     "cpu_host": Part(work=host, ranks=2, device="cpu"),
-    "cpu_first": Part(work=first, ranks=2, device="cpu", environment=_NOT_TUNED),
+    "cpu_first": Part(work=first, ranks=2, device="cpu"),
 }
 
 

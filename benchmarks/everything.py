@@ -4,7 +4,7 @@ Runs the other benchmarks and the tests for GPUs, each part in processes of its 
 that hangs costs its limit, and what it has written stays. A line tells how each ended; logs and JSON lines go to a folder.
 
     python benchmarks/everything.py --out out/h200x4                            every part, as many GPUs as there are
-    python benchmarks/everything.py --out out/h200x4 --only tp,promise --budget-s 600
+    python benchmarks/everything.py --out out/h200x4 --only tp,planner --budget-s 600
     python benchmarks/everything.py --list
 
 Protocol: parts run one after the other, alone on the machine; only the runs of one part that are meant to share the GPUs do.
@@ -107,7 +107,6 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "embedding": one("fused.py", 90, "--only", "embedding", "--modes", "graph"),
         "ulysses": one("fused.py", 90, "--only", "ulysses", "--modes", "graph"),
         "paper": one("fused.py", 90, "--only", "paper", "--modes", "graph"),
-        "promise": one("promise.py", 80, "--budget-s", "60"),
         "row_counts": one("row_counts.py", 60),
         "planner": one("planner.py", 130, "--collect", "--set", "fresh", "--budget-s", "100"),
         "planner_fit": one("planner.py", 130, "--collect", "--set", "fit", "--budget-s", "100"),

@@ -32,7 +32,7 @@ from scores import FICCO, Line, read_lines
 from weft.core import codec
 from weft.core.machine import Machine, load
 from weft.core.problem import LOOKUP_OPS, LookupProblem, Op, Problem
-from weft.perf.rules import TERMS, Estimates, Weights, terms
+from weft.perf.rules import TERMS, Estimates, Fitted, Weights, terms
 from weft.schedules import FAMILIES, parse, spec
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 
@@ -158,7 +158,26 @@ def fitted(lines: Sequence[Line], machine: Machine) -> Estimates:
             raise ValueError(f"files have no problem of {op}; every operator needs some")
         rows = (weights(text, some, machine) for text in TRIED[op] if _useful(text, some))
         found[op] = tuple(row for row in rows if row is not None)
-    return Estimates(source=f"benchmarks/fit_heuristic.py: {_words(lines)}", weights=found)
+    measured_on = "" if all(line.simulated for line in lines) else machine.name
+    ranges = {op: fitted_range([line.problem for line in lines if line.problem.op == op]) for op in found}
+    source = f"benchmarks/fit_heuristic.py: {_words(lines)}"
+    return Estimates(source=source, weights=found, measured_on=measured_on, fitted=ranges)
+
+
+def fitted_range(problems: Sequence[Problem]) -> Fitted:
+    """Within which bounds the problems of one operator lie."""
+
+    def extent(name: str) -> tuple[int, int]:
+        values = [getattr(problem, name) for problem in problems]
+        return min(values), max(values)
+
+    return Fitted(
+        world_sizes=tuple(sorted({problem.world_size for problem in problems})),
+        dtypes=tuple(sorted({problem.dtype for problem in problems})),
+        m=extent("m"),
+        n=extent("n"),
+        k=extent("k"),
+    )
 
 
 def fitted_again(before: Estimates, only: str, lines: Sequence[Line], machine: Machine) -> Estimates:
@@ -173,7 +192,7 @@ def fitted_again(before: Estimates, only: str, lines: Sequence[Line], machine: M
         known = ", ".join(row.spec for row in rows) or f"an operator of {', '.join(before.weights)}"
         raise ValueError(f"only is {only}; give one of {known}, and lines that have its time")
     changed = tuple(made.get(row.spec) or row for row in rows)
-    return Estimates(source=f"{before.source}; {only}: {_words(some)}", weights=dict(before.weights) | {op: changed})
+    return replace(before, source=f"{before.source}; {only}: {_words(some)}", weights=dict(before.weights) | {op: changed})
 
 
 def _timed(text: str, line: Line) -> bool:

@@ -230,7 +230,6 @@ def test_plans_are_kept_by_the_profile_that_says_what_is_measured(monkeypatch: p
     before = plans._key(PROBLEM, device)
     assert plans._key(PROBLEM, device) == before
     monkeypatch.setenv("WEFT_MACHINE", "a100x8")
-    monkeypatch.setenv("WEFT_MACHINE_FORCE", "1")
     assert plans._key(PROBLEM, device).digest != before.digest
 
 
@@ -241,3 +240,18 @@ def test_folders_on_the_way_are_for_their_user_alone(tmp_path: Path) -> None:
     finally:
         os.umask(mask)
     assert [mode(tmp_path / name) for name in ("one", "one/two", "one/two/plans")] == [0o700] * 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_skipped(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """A FIFO would make the reader wait for a writer; a directory would leave a descriptor open at each read."""
+    cache = Cache(tmp_path)
+    cache.write(ENTRY)
+    cache.path(KEY).unlink()
+    make(cache.path(KEY))
+    before = len(os.listdir("/proc/self/fd"))
+    with logged() as said:
+        for _ in range(3):
+            assert cache.read(KEY) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert any("no regular file" in text for text in said)

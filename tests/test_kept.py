@@ -24,7 +24,7 @@ from weft.core.errors import PeerLost
 from weft.core.problem import Problem
 from weft.planner.between import Between
 from weft.planner.cache import Cache
-from weft.runtime.kept import PREDICTED_AFTER, PROVED_AFTER, Unproved
+from weft.runtime.kept import PROVED_AFTER, Unproved
 from weft.runtime.trial import Trial, as_good
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
@@ -226,42 +226,6 @@ def test_what_is_taken_over_is_held_against_sequential_in_use(ranks: RankFixture
         assert (found, bound, seen) == ([("sequential", True)], ["sequential"], []), "it is kept so, and said once"
 
 
-def _predicted(asked: str, fast: str) -> tuple[list[str], list[str], int]:
-    """Calls of "planned" or "heuristic", until they have been proved: schedules that are bound, warnings, binds."""
-    from weft.runtime import choose
-    from weft.runtime.groups import GROUPS
-
-    def named(problem: Problem, device: torch.device) -> str:
-        return "shard_p2p"
-
-    with (
-        mock.patch.multiple(choose, predicted=named, by_sizes=named),
-        trials_by_a_clock(fast) as made,
-        logged() as seen,
-    ):
-        weft.close()
-        for call in range(PREDICTED_AFTER + 3):
-            check_gather(64, 48, 32, torch.float32, asked, call)
-        group = dist.group.WORLD
-        assert group is not None
-        bound = sorted(schedule.name for schedule in GROUPS.state(group.group_name).schedules())
-        weft.close()
-        return bound, seen, len(made)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("asked", ["planned", "heuristic"])
-def test_what_is_predicted_is_held_against_sequential_in_use(ranks: RankFixture, asked: str) -> None:
-    pool = ranks(2)
-    for bound, seen, binds in pool.run(_predicted, asked, "shard_p2p"):
-        assert (bound, seen) == (["shard_p2p"], [])
-        assert binds > 1, "it has been proved"
-    for bound, seen, _ in pool.run(_predicted, asked, "sequential"):
-        assert bound == ["sequential", "shard_p2p"]
-        (text,) = seen
-        assert text.endswith(f"shard_p2p was chosen by {asked!r}, but is no faster here; sequential is put back")
-
-
 def test_calls_until_a_proof_are_counted_once() -> None:
     left, program = Unproved(), object()
     assert not left.due(program)  # type: ignore[arg-type]
@@ -270,38 +234,9 @@ def test_calls_until_a_proof_are_counted_once() -> None:
     left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
     left.forget(program)  # type: ignore[arg-type]
     assert not any(left.due(program) for _ in range(PROVED_AFTER + 3))  # type: ignore[arg-type]
-    left.verdicts["its problem"] = "sequential"
+    left.proved.add("its problem")
     left.add(program, "its problem", PROVED_AFTER)  # type: ignore[arg-type]
     assert not any(left.due(program) for _ in range(PROVED_AFTER + 3)), "bound anew"  # type: ignore[arg-type]
-
-
-def _come_and_go(asked: str, fast: str) -> tuple[int, int]:
-    """More row counts than a group keeps, three times: warnings, and the trials that were made."""
-    from weft.runtime import choose, groups
-
-    def named(problem: Problem, device: torch.device) -> str:
-        return "shard_p2p"
-
-    with (
-        mock.patch.multiple(choose, predicted=named, by_sizes=named),
-        mock.patch.object(groups, "PROGRAMS_PER_GROUP", 2),
-        mock.patch.object(groups.GroupState, "_proved", autospec=True, side_effect=groups.GroupState._proved) as proved,
-        trials_by_a_clock(fast),
-        logged() as seen,
-    ):
-        weft.close()
-        for _ in range(3):
-            for m in (64, 32, 16, 8):
-                for call in range(PREDICTED_AFTER + 1):
-                    check_gather(m, 48, 32, torch.float32, asked, call)
-        weft.close()
-        return len(seen), proved.call_count
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("fast", ["sequential", "shard_p2p"])
-def test_a_verdict_holds_for_programs_that_are_bound_anew(ranks: RankFixture, fast: str) -> None:
-    assert ranks(2).run(_come_and_go, "planned", fast) == [(4 if fast == "sequential" else 0, 4)] * 2
 
 
 def _one_cannot_read() -> list[str]:
@@ -312,19 +247,9 @@ def _one_cannot_read() -> list[str]:
 @pytest.mark.ranks
 def test_a_profile_that_one_rank_cannot_read_is_told_to_all(ranks: RankFixture) -> None:
     first, second = ranks(2).run(_one_cannot_read)
-    assert first == ["rank 1 cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there", "right"]
+    assert first == ["rank 1 cannot read its machine profile (WEFT_MACHINE): see the error there", "right"]
     assert second[0].startswith("cannot read nothing.json")
     assert second[1] == "right"
-
-
-def _efforts() -> list[str]:
-    return told_with([{"WEFT_EFFORT": effort} for effort in ("quick" if dist.get_rank() == 1 else "none", "quick")], "auto")
-
-
-@pytest.mark.ranks
-def test_efforts_that_differ_are_named(ranks: RankFixture) -> None:
-    expected = ["WEFT_EFFORT is none on rank 0, quick on rank 1; set it alike on all ranks", "right"]
-    assert ranks(2).run(_efforts) == [expected] * 2
 
 
 def _strict(folder: str) -> str:

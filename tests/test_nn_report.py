@@ -149,7 +149,7 @@ def _chosen_by_sizes() -> list[list[str]]:
     """What is told of two linears that ask for other schedules of one problem; and of other rows by one schedule."""
     told = []
     with torch.no_grad():
-        for asked in ("heuristic", "planned"):
+        for asked in ("auto", "planned"):
             weft.close(dist.group.WORLD)
             model = _pair(asked, "flag_gated:2")
             model["one"](torch.randn(4, 8))

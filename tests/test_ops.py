@@ -299,8 +299,8 @@ def _disagree(what: str) -> str:
         schedule = "shard_p2p"
     patch = pytest.MonkeyPatch()
     if what == "choice":
-        schedule = "heuristic"
-        patch.setattr(choose, "by_sizes", lambda *_: "shard_p2p" if odd else "flag_gated:1")
+        schedule = "planned"
+        patch.setattr(choose, "planned", lambda *_: "shard_p2p" if odd else "flag_gated:1")
     if what == "SMs" and odd:
         patch.setattr(HostSpace, "blocks", 108)
     a, b = torch.ones(rows, 4, dtype=dtype), torch.ones(4, 2, dtype=dtype)

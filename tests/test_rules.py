@@ -15,12 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import RankFixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_tiny import tiny
-from rank_work import check_gather, check_scatter
 
 import weft
 from weft.core import codec, machine
@@ -32,7 +29,6 @@ from weft.core.problem import (
     CollectiveProblem,
     ColumnProblem,
     LookupProblem,
-    Op,
     Problem,
 )
 from weft.perf.cost import gemm_cost
@@ -297,27 +293,5 @@ def test_auto_measures_what_it_names_too(monkeypatch: pytest.MonkeyPatch) -> Non
     listed = contenders(problem, cpu)
     assert listed[0] == "sequential"
     assert heuristic(problem, H200) in listed
-    monkeypatch.setattr(choose, "by_sizes", lambda problem, device: "uniform_fused_1d:7")
+    monkeypatch.setattr(choose, "heuristic", lambda problem, machine: "uniform_fused_1d:7")
     assert contenders(problem, cpu) == (*listed[: AT_MOST - 1], "uniform_fused_1d:7")
-
-
-def _called() -> list[str]:
-    weft.close()
-    check_gather(64, 48, 32, torch.float32, "heuristic", 0)
-    check_scatter(64, 48, 32, torch.float32, "heuristic", 0)
-    from weft.runtime.groups import GROUPS
-
-    group = dist.group.WORLD
-    assert group is not None
-    ran = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
-    weft.close()
-    return ran
-
-
-@pytest.mark.ranks
-def test_operators_take_it(ranks: RankFixture) -> None:
-    def chosen(op: Op) -> str:
-        return heuristic(Problem(op=op, m=64, n=48, k=32, world_size=2, dtype="float32"), H200)
-
-    for ran in ranks(2).run(_called):
-        assert ran == [chosen("all_gather_matmul"), chosen("matmul_reduce_scatter")]

@@ -29,16 +29,18 @@ pool = ranks_on_gpus(min(4, GPUS), BOUND_S)
 
 
 @alarm(ALARM_S)
-def _by_sizes() -> None:
-    for m, n, k in ((256, 1024, 512), (4096, 4096, 2048), (253, 136, 72)):
+def _planned() -> int:
+    for m, n, k in ((256, 1024, 512), (4096, 8192, 4096), (253, 136, 72)):
         for call in range(6):
-            check_gather(m, n, k, torch.bfloat16, "heuristic", call)
-            check_scatter(m, n, k, torch.bfloat16, "heuristic", call)
+            check_gather(m, n, k, torch.bfloat16, "planned", call)
+            check_scatter(m, n, k, torch.bfloat16, "planned", call)
+    measured = sum(len(choice.us) for choice in weft.choices())
     weft.close()
+    return measured
 
 
-def test_the_heuristics_choices_are_right(pool: Ranks) -> None:
-    pool.run(_by_sizes, timeout_s=80)
+def test_planned_is_right_and_measures_nothing(pool: Ranks) -> None:
+    assert set(pool.run(_planned, timeout_s=80)) == {0}
 
 
 @alarm(ALARM_S)
@@ -73,33 +75,23 @@ def test_a_kept_plan_needs_no_trial(pool: Ranks, tmp_path: Path) -> None:
 
 
 @alarm(ALARM_S)
-def _elsewhere(file: str) -> tuple[str, str, int]:
-    """A profile of another GPU is refused before anything runs, unless forced; without effort auto measures nothing."""
-    os.environ["WEFT_MACHINE"], os.environ["WEFT_EFFORT"] = file, "none"
-    device, message = torch.device("cuda", torch.cuda.current_device()), ""
+def _elsewhere(file: str) -> str:
+    """A profile of another GPU serves, with a warning (tests/test_modes.py)."""
+    os.environ["WEFT_MACHINE"] = file
     try:
-        profile_for(device)
-    except ValueError as error:
-        message = str(error)
-    os.environ["WEFT_MACHINE_FORCE"] = "1"
-    try:
-        name = profile_for(device).name
+        name = profile_for(torch.device("cuda", torch.cuda.current_device())).name
         for call in range(6):
-            check_gather(512, 1024, 512, torch.bfloat16, "auto", call)
-        measured = sum(len(choice.us) for choice in weft.choices())
+            check_gather(512, 1024, 512, torch.bfloat16, "planned", call)
     finally:
-        for key in ("WEFT_MACHINE", "WEFT_MACHINE_FORCE", "WEFT_EFFORT"):
-            del os.environ[key]
+        del os.environ["WEFT_MACHINE"]
         weft.close()
-    return message, name, measured
+    return name
 
 
-def test_a_profile_of_another_gpu_is_refused_unless_forced(pool: Ranks, tmp_path: Path) -> None:
+def test_a_profile_of_another_gpu_serves(pool: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text(codec.dumps(dataclasses.replace(load("h200x8"), name="other", device="a GPU of another name")))
-    for message, name, measured in pool.run(_elsewhere, str(file), timeout_s=80):
-        assert "measured on a GPU of another name; this is " in message
-        assert (name, measured) == ("other", 0)
+    assert set(pool.run(_elsewhere, str(file), timeout_s=80)) == {"other"}
 
 
 @alarm(ALARM_S)

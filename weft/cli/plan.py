@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TERMS = (
     "ideal: the longer of the matmul alone and the collective alone. head, tail, waits: what nothing hides. "
     "DIL: the pieces alone over the whole alone. CIL: beside the other kind over alone. By sizes alone: what "
-    "schedule=heuristic names."
+    "the heuristic names, and schedule=planned runs for sizes and machines that it was fitted to."
 )
 
 

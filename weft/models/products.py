@@ -26,6 +26,7 @@ from weft.ops.library import backward_schedule
 from weft.ops.library.summed import summed
 from weft.ops.library.whole import linears_of_whole
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
+from weft.runtime.choose import MODES
 
 Tensor = torch.Tensor
 
@@ -41,7 +42,7 @@ class How:
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, str):
             raise ValueError(f"schedule is a {type(self.schedule).__name__}; a module's calls differ in size, so use a name")
-        if self.schedule not in ("auto", "planned", "heuristic"):
+        if self.schedule not in MODES:
             schedules.parse(self.schedule)
 
     def of(self, op: Op) -> str:

@@ -13,7 +13,7 @@ from weft.comm.texts import no_group
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
-from weft.runtime.choose import CHOSEN_HERE
+from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -37,7 +37,7 @@ def spec_of(schedule: str | Schedule, op: Op) -> str:
         return GROUPS.keep(schedule)
     if not isinstance(schedule, str):
         raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
-    if schedule not in CHOSEN_HERE:
+    if schedule not in MODES:
         _check_name(schedule, op)
     return schedule
 
@@ -49,7 +49,7 @@ def _check_name(schedule: str, op: Op) -> None:
     except ValueError as error:
         if schedule.partition(":")[0] in schedules.NAMES:
             raise
-        raise ValueError(f"{error}, or planned for auto without a trial, or heuristic for a choice by sizes alone") from None
+        raise ValueError(f"{error}, or auto, or planned") from None
 
 
 def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], count: int, *, beside: int = 1) -> None:

@@ -101,8 +101,8 @@ def all_gather_matmul(
         b: [K, n], or several of them that share one gather (Q, K and V, say).
         group: any process group; on several hosts see docs/nodes.md. Default: the whole world.
         schedule: "auto": the fastest of a few that are measured at the first call of a problem (on CPUs the planner's choice).
-            "planned": the planner's choice. "heuristic": chosen by the problem's sizes alone, in microseconds. Or a name of
-            `weft schedules`, "name:chunks", or a Schedule value.
+            "planned": the planner's choice; nothing is measured. Or a name of `weft schedules`, "name:chunks", or a Schedule
+            value.
         return_gathered: also return the gathered a.
         gather_dim: the dimension that is gathered (not the last).
         rows: extent of gather_dim over all ranks, where it is not world_size times a's: then a's is the part that torch.chunk

@@ -36,14 +36,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weft.core import codec
 from weft.core.errors import require
 from weft.core.machine import Machine, Topology
-from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, REDUCTIONS, Op, Problem
+from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, REDUCTIONS, DType, Op, Problem
 from weft.perf.pieces import CUT, Pieces
 from weft.schedules import FAMILIES, check_op, parse, spec
 
@@ -190,12 +190,33 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """The range of the problems of one operator that the weights were fitted to: rank counts, dtypes, and the least and the
+    greatest M, N and K."""
+
+    world_sizes: tuple[int, ...]
+    dtypes: tuple[DType, ...]
+    m: tuple[int, int]
+    n: tuple[int, int]
+    k: tuple[int, int]
+
+    def covers(self, problem: Problem) -> bool:
+        """Whether a problem lies within. One whose b has shards of irregular sizes does not: there were none."""
+        extents = ((self.m, problem.m), (self.n, problem.n), (self.k, problem.k))
+        within = all(low <= extent <= high for (low, high), extent in extents)
+        return within and problem.world_size in self.world_sizes and problem.dtype in self.dtypes and not problem.b_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimates:
     """Weights of every schedule that the heuristic knows of an operator, simpler ones first. source: which times they were
-    fitted to. Raises ValueError for a schedule that the operator lacks."""
+    fitted to. measured_on: the profile of the machine whose measured times are among these; empty where all are simulated.
+    fitted: the range of the problems, by operator. Raises ValueError for a schedule that the operator lacks."""
 
     source: str
     weights: Mapping[str, tuple[Weights, ...]]
+    measured_on: str = ""
+    fitted: Mapping[str, Fitted] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for op, rows in self.weights.items():
@@ -255,6 +276,14 @@ def heuristic(problem: Problem, machine: Machine) -> str:
     if problem.world_size == 1 or not problem.m or not problem.n or problem.nodes:
         return "sequential"
     return choice(estimates(machine.links.topology).us(problem, machine))
+
+
+def measured_for(problem: Problem, machine: Machine) -> bool:
+    """Whether the heuristic's weights for a problem come from measurements of problems like it on this machine: the profile is
+    the one that they were fitted with, and the operator's ranks, dtype and extents lie within the range of what was fitted."""
+    found = estimates(machine.links.topology)
+    known = found.fitted.get(problem.op)
+    return machine.name == found.measured_on and not problem.nodes and known is not None and known.covers(problem)
 
 
 def choice(us: Mapping[str, float]) -> str:

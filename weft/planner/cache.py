@@ -36,11 +36,10 @@ _CHUNKS = 1 << 20
 """More than a spec can have: see `encode`."""
 
 
-def space(effort: str = "quick") -> str:
-    """A digest of the schedules that there are to choose from, and of how many of them were measured: what was measured among
-    others may no longer be the best."""
+def space() -> str:
+    """A digest of the schedules that there are to choose from: what was measured among others may no longer be the best."""
     families = [[f.name, f.chunked, sorted(f.builders), f.words] for f in FAMILIES.values()]
-    return hashlib.sha256(json.dumps([_FORMAT, families, effort]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([_FORMAT, families]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +151,21 @@ class Cache:
 
 
 def _private_text(path: Path) -> str:
-    """A file's text. Raises OSError where it cannot be read, ValueError where others could have written it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as file:
+    """A file's text. Raises OSError where it cannot be read, ValueError where it is no regular file, or where others could have
+    written it."""
+    # O_NONBLOCK, because opening a FIFO otherwise waits until somebody writes to it. os.fdopen refuses a directory without
+    # closing its descriptor, so the kind of file is looked at before.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
         found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no regular file; remove it")
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
             raise ValueError("other users could have written it; remove it, or chmod 600 it")
-        return file.read(_MOST_BYTES).decode(errors="replace")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    finally:
+        os.close(descriptor)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -36,10 +36,10 @@ def shortlist(found: Plan) -> tuple[str, ...]:
     return ("sequential", *(rival.spec for rival in rivals[: AT_MOST - 1]))
 
 
-def joined(problem: Problem, listed: Sequence[str], named: str, at_most: int = AT_MOST) -> tuple[str, ...]:
+def joined(problem: Problem, listed: Sequence[str], named: str) -> tuple[str, ...]:
     """A list with the heuristic's choice, in the place of the last one if there are too many; as it is where that program is
     listed by another name."""
-    return tuple(listed) if synonym(problem, named, listed) else (*listed[: at_most - 1], named)
+    return tuple(listed) if synonym(problem, named, listed) else (*listed[: AT_MOST - 1], named)
 
 
 def _simplest(family: Sequence[Candidate]) -> Candidate:

@@ -1,15 +1,14 @@
-"""From what a caller asks for to schedules: a name, a kept value, or what the planner says of the machine that this is.
+"""From what a caller asks for to a schedule.
 
-"auto" stands for the fastest of `contenders`, measured (weft.runtime.trial), where calls can be timed, and for `predicted`
-elsewhere; "planned" for `predicted` everywhere; "heuristic" for what sizes alone speak for (weft.perf.rules). Where calls can
-be timed, what these two name is held against the sequential program in use (weft.runtime.kept). A name, whoever gives it, is
-built as the profile has copies: in one lane, or in a lane for each peer; so what is predicted is what runs. Pure functions of
-agreed values, so that ranks choose alike; and of the environment, which is to be the same on all ranks:
+    auto        the fastest of `contenders`, measured at the first call of a problem (weft.runtime.trial) where calls can be
+                timed; elsewhere as planned
+    planned     nothing is measured: `planned` below, a function of the problem and the machine profile alone
+    otherwise   a family's name, "name:chunks", or a Schedule value
 
-    WEFT_EFFORT          none: auto is planned, and nothing is measured. quick (default): auto measures a shortlist. full: every
-                         candidate of the planner
-    WEFT_MACHINE         a profile to predict with, by name or file, in place of the nearest one (weft.runtime.nearest)
-    WEFT_MACHINE_FORCE   1: even if that profile was measured on another device
+Every schedule is built with the copy lanes that the machine profile says: one for all peers, or one for each; so what was
+predicted is what runs. These are pure functions of values that ranks agree on, so all ranks choose the same schedule, and of
+one variable of the environment, which has to be the same on all ranks: WEFT_MACHINE names the profile to predict with, or its
+file, in place of the nearest one (weft.runtime.nearest).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,25 +26,14 @@ from weft.core.logs import warn_once
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, Problem
 from weft.core.schedule import Schedule
-from weft.perf.rules import heuristic
+from weft.perf.rules import heuristic, measured_for
 from weft.runtime.nearest import nearest_profile
 
 if TYPE_CHECKING:
     from weft.planner import Plan
 
-CHOSEN_HERE = ("auto", "planned", "heuristic")
-"""What `schedule=` takes beside what names a schedule."""
-Effort = Literal["none", "quick", "full"]
-FULL_AT_MOST = 48
-"""Candidates that a full trial measures."""
-
-
-def effort() -> Effort:
-    """How much "auto" measures. Raises ValueError for an unknown word."""
-    word = os.environ.get("WEFT_EFFORT", "quick")
-    if word not in get_args(Effort):
-        raise ValueError(f"WEFT_EFFORT is {word!r}; use none, quick or full")
-    return word  # type: ignore[return-value]
+MODES = ("auto", "planned")
+"""What `schedule=` takes besides what names a schedule."""
 
 
 def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str, Schedule]) -> Schedule:
@@ -57,8 +45,8 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str,
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
         return schedule
-    if spec in CHOSEN_HERE:
-        spec = by_sizes(problem, device) if spec == "heuristic" else predicted(problem, device)
+    if spec in MODES:
+        spec = planned(problem, device)
     return schedules.build(problem, *schedules.parse(spec), fan_out=fans_out(device))
 
 
@@ -71,39 +59,34 @@ def fans_out(device: torch.device) -> bool:
         return False
 
 
-def by_sizes(problem: Problem, device: torch.device) -> str:
-    """The spec that the problem's sizes speak for; sequential, with a warning, where the profile does not serve."""
+def planned(problem: Problem, device: torch.device) -> str:
+    """The spec that is chosen without measuring; sequential, with a warning, where the profile does not serve.
+
+    Where the heuristic's weights come from measurements of such problems on such a machine (`measured_for`), it decides, in
+    microseconds: on held-out problems it was as good as the simulator (docs/planner.md). Elsewhere the simulator does, which
+    takes a second or two."""
     profile = _profile(problem, device)
-    return heuristic(problem, profile) if profile else "sequential"
-
-
-def predicted(problem: Problem, device: torch.device) -> str:
-    """The spec that is predicted to be fastest; sequential, with a warning, where the profile does not serve."""
-    found = _plan(problem, device)
-    return found.chosen.spec if found else "sequential"
+    if profile is None:
+        return "sequential"
+    return heuristic(problem, profile) if measured_for(problem, profile) else _plan(problem, profile).chosen.spec
 
 
 def contenders(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """The specs worth measuring, sequential first: the planner's shortlist and what sizes alone speak for, or at full effort
-    every candidate. Sequential alone, with a warning, where the profile does not serve."""
+    """The specs that `auto` measures, sequential first: the planner's shortlist and the heuristic's choice. Sequential alone,
+    with a warning, where the profile does not serve."""
     from weft.planner.shortlist import joined, shortlist
 
-    found = _plan(problem, device)
-    if found is None:
+    profile = _profile(problem, device)
+    if profile is None:
         return ("sequential",)
-    named = by_sizes(problem, device)
-    if effort() == "full":
-        specs = ["sequential", *(candidate.spec for candidate in found.candidates)]
-        return joined(problem, tuple(dict.fromkeys(specs))[:FULL_AT_MOST], named, FULL_AT_MOST)
-    return joined(problem, shortlist(found), named)
+    return joined(problem, shortlist(_plan(problem, profile)), heuristic(problem, profile))
 
 
-def _plan(problem: Problem, device: torch.device) -> Plan | None:
-    # Only these need the simulator and its packages: a stock PyTorch container runs every schedule that is named.
+def _plan(problem: Problem, profile: Machine) -> Plan:
+    # Only this needs the simulator and its packages: a stock PyTorch container runs every schedule that is named.
     from weft.planner import plan
 
-    profile = _profile(problem, device)
-    return plan(problem, profile) if profile else None
+    return plan(problem, profile)
 
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
@@ -121,18 +104,15 @@ def _profile(problem: Problem, device: torch.device) -> Machine | None:
 
 
 def profile_for(device: torch.device) -> Machine:
-    """The profile to predict with: WEFT_MACHINE, else the one that is nearest to the device.
-
-    Raises ValueError if WEFT_MACHINE cannot be read, or was measured on another device and is not forced.
-    """
+    """The profile to predict with: WEFT_MACHINE, with a warning where it was measured on another device, else the one that is
+    nearest to the device. Raises ValueError if WEFT_MACHINE cannot be read."""
     named = os.environ.get("WEFT_MACHINE")
     if not named:
         return nearest_profile(device)
     found = _loaded(named, _written(named))
     here = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    if found.device not in ("", here) and os.environ.get("WEFT_MACHINE_FORCE") != "1":
-        cure = "calibrate this one (weft calibrate), or set WEFT_MACHINE_FORCE=1"
-        raise ValueError(f"WEFT_MACHINE is {named}, measured on {found.device}; this is {here}: {cure}")
+    if found.device not in ("", here):
+        warn_once(f"WEFT_MACHINE is {named}, measured on {found.device}; this is {here}: weft calibrate measures this one")
     return found
 
 

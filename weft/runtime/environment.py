@@ -9,7 +9,7 @@ import torch
 
 from weft.comm.nodes import ranks_per_node
 from weft.comm.team import timeout_from_environment
-from weft.runtime.choose import effort, profile_for
+from weft.runtime.choose import profile_for
 from weft.runtime.collective_calls import staging_from_environment
 from weft.runtime.invalid import on_failure_from_environment
 
@@ -17,26 +17,14 @@ _PREFIX = "WEFT_"
 
 
 def _load_machine() -> None:
-    """Raises ValueError where calls would: a profile must be of a device that is here, be it the CPU beside GPUs."""
-    if not os.environ.get("WEFT_MACHINE"):
-        return
-    refused: list[ValueError] = []
-    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
-        try:
-            profile_for(torch.device(device))
-        except ValueError as error:
-            refused.append(error)
-        else:
-            return
-    raise refused[0]
+    """Raises ValueError where calls would."""
+    profile_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 READ: dict[str, Callable[[], object]] = {
     "WEFT_TIMEOUT_S": timeout_from_environment,
     "WEFT_ON_FAILURE": on_failure_from_environment,
-    "WEFT_EFFORT": effort,
     "WEFT_MACHINE": _load_machine,
-    "WEFT_MACHINE_FORCE": lambda: None,
     "WEFT_CACHE_DIR": lambda: None,
     "WEFT_RANKS_PER_NODE": ranks_per_node,
     "WEFT_STAGING_BYTES": lambda: staging_from_environment(torch.device("cpu")),

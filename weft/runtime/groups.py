@@ -33,12 +33,12 @@ from weft.runtime import unscheduled
 from weft.runtime.bound import BoundProgram, Closes, MayBeHeld
 from weft.runtime.bounded import bounded
 from weft.runtime.calls import Call, MatmulCall, Site
-from weft.runtime.choose import CHOSEN_HERE, choose, contenders, effort, fans_out, predicted
+from weft.runtime.choose import MODES, choose, contenders, fans_out, planned
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host import HostProgram, HostSpace
 from weft.runtime.host_wire import HostWire
-from weft.runtime.kept import PREDICTED_AFTER, PROVED_AFTER, KeptPlans, Unproved, agree
+from weft.runtime.kept import PROVED_AFTER, KeptPlans, Unproved, agree
 from weft.runtime.plain import PLAIN
 from weft.runtime.ragged_programs import RaggedPrograms
 from weft.runtime.reach import Reach, Reachable
@@ -178,10 +178,10 @@ class GroupState:
     def _made(self, call: Call, key: Key, kept: Mapping[str, Schedule]) -> BoundProgram:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
         problem, spec, device = key
-        if spec in CHOSEN_HERE:
+        if spec in MODES:
             agree(self.team, device)
         # Of agreed values: an error is the same on all ranks, and leaves the team whole. Profiles may differ.
-        timer = timer_for(device) if spec in CHOSEN_HERE and call.tried and effort() != "none" else None
+        timer = timer_for(device) if spec == "auto" and call.tried else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(device).blocks
@@ -192,7 +192,7 @@ class GroupState:
             if timer is None or len(specs) == 1:
                 program = self._keep(schedule, key)
                 known = self._choices.get((problem, device)) if spec == "auto" else None
-                program.times_products = effort() != "none" and not (known and known.like)
+                program.times_products = spec != "planned" and not (known and known.like)
             else:
                 program, trials = self._contest(call, key, timer).fastest(specs)
             self._drop_oldest()
@@ -203,10 +203,8 @@ class GroupState:
             choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
             self._choices[problem, device] = choice
             self._earlier.keep(choice, device)
-        elif timer is not None and spec == "auto" and self._choices[problem, device].taken_over:
+        elif timer is not None and self._choices[problem, device].taken_over:
             self._unproved.add(program, key, PROVED_AFTER)
-        elif timer is not None and spec != "auto" and program.schedule.name != BASE:
-            self._unproved.add(program, key, PREDICTED_AFTER)
         return program
 
     def _proved(self, call: Call, site: Site) -> Site:
@@ -214,7 +212,7 @@ class GroupState:
 
         The program that lost stays bound, as what its own name stands for: a graph of the caller's may be replaying it.
         """
-        problem, asked, device = key = self._programs[site.program]
+        problem, _, device = key = self._programs[site.program]
         schedule, timer = site.program.schedule, timer_for(device)
         spec = schedules.spec(schedule.name, schedule.chunks)
         assert timer is not None, "only where calls are timed are choices proved"
@@ -222,17 +220,15 @@ class GroupState:
             program, trials = self._contest(call, key, timer).fastest((BASE, spec))
         except BaseException as error:
             raise self.team.fail(error) from error.__cause__
-        self._unproved.verdicts[key] = BASE if program.schedule.name == BASE else asked
+        self._unproved.proved.add(key)
         if program.schedule.name != BASE:
             self._drop(program)
             return site
         choice = Choice(problem=problem, spec=BASE, trials=trials)
-        whence = "taken over" if asked == "auto" else f"chosen by {asked!r}"
-        warn_once(f"{choice}: {spec} was {whence}, but is no faster here; sequential is put back")
+        warn_once(f"{choice}: {spec} was taken over, but is no faster here; sequential is put back")
         self._programs[site.program] = (problem, spec, device)
-        if asked == "auto":
-            self._choices[problem, device] = choice
-            self._earlier.keep(choice, device)
+        self._choices[problem, device] = choice
+        self._earlier.keep(choice, device)
         moved = {k: replace(s, program=program) for k, s in self._sites.items() if s.program is site.program}
         self._sites |= moved
         return replace(site, program=program)
@@ -241,9 +237,9 @@ class GroupState:
         """What could run a call: one spec, unless it is to be measured, as a problem is once."""
         problem, spec, device = key
         if spec != "auto":
-            return (self._unproved.verdicts.get(key, spec),)
+            return (spec,)
         if timer is None and (problem, device) not in self._choices:
-            return (predicted(problem, device),)
+            return (planned(problem, device),)
         known = self._choices.get((problem, device)) or self._earlier.find(problem, device)
         if known is None:
             return contenders(problem, device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache
-from typing import get_args
 
 import torch
 
@@ -22,41 +21,32 @@ from weft.core.problem import Problem
 from weft.planner.between import Between
 from weft.planner.cache import Entry, Key, decode, encode, from_environment, space
 from weft.runtime.bound import BoundProgram
-from weft.runtime.choose import Effort, effort, profile_for
+from weft.runtime.choose import profile_for
 from weft.runtime.trial import Choice, Trial, as_good
 from weft.runtime.versions import gpu_number, links_between, machine_of, versions
 
 PROVED_AFTER = 20
 """Calls of a choice that was taken over, until it is held against the sequential program: all is warm by then."""
-PREDICTED_AFTER = 3
-"""The same of a choice that is only predicted: as many as callers make before they capture a graph."""
 _AS_GOOD = 3
 """Specs beside the chosen one that an entry speaks for."""
-_EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 
 def agree(team: Team, device: torch.device) -> None:
-    """See that every rank can read what schedules are chosen by, and has the others' effort, and copy lanes as they do. Raises
-    ValueError on all where one cannot, or has not; the team goes on. Collective."""
+    """See that every rank can read its machine profile, and that all profiles have as many copy lanes. Raises ValueError on all
+    ranks where one cannot, or where they differ; the team goes on. Collective."""
     wrong: ValueError | None = None
     mine = 0
     try:
-        mine = 1 + _EFFORTS.index(effort()) + len(_EFFORTS) * profile_for(device).fans_out
+        mine = 2 if profile_for(device).fans_out else 1
     except ValueError as error:
         wrong = error
-    found = team.enter("what schedules are chosen by can be read", mine)
+    found = team.enter("the machine profile can be read", mine)
     if wrong is not None:
         raise wrong
     if 0 in found:
-        raise ValueError(
-            f"rank {found.index(0)} cannot read what schedules are chosen by (WEFT_EFFORT, WEFT_MACHINE): see there"
-        )
-    fan_out, efforts = zip(*(divmod(each - 1, len(_EFFORTS)) for each in found), strict=True)
-    if len(set(efforts)) > 1:
-        words = ", ".join(f"{_EFFORTS[each]} on rank {rank}" for rank, each in enumerate(efforts))
-        raise ValueError(f"WEFT_EFFORT is {words}; set it alike on all ranks")
-    if len(set(fan_out)) > 1:
-        one, each = fan_out.index(False), fan_out.index(True)
+        raise ValueError(f"rank {found.index(0)} cannot read its machine profile (WEFT_MACHINE): see the error there")
+    if len(set(found)) > 1:
+        one, each = found.index(1), found.index(2)
         raise ValueError(
             f"machine profiles differ: rank {one} has one copy lane by its own, rank {each} one for each peer "
             "(copies.engines); set WEFT_MACHINE alike on all ranks"
@@ -123,7 +113,7 @@ class KeptPlans:
         if device in self._links:
             machine = machine | {"links": self._links[device]}
         machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring
-        return Key(machine=machine, versions=known, problem=problem, space=space(effort()))
+        return Key(machine=machine, versions=known, problem=problem, space=space())
 
 
 class Unproved:
@@ -134,12 +124,12 @@ class Unproved:
 
     def __init__(self) -> None:
         self._left: dict[BoundProgram, int] = {}
-        self.verdicts: dict[Hashable, str] = {}
-        """What was proved runs as, by key."""
+        self.proved: set[Hashable] = set()
+        """What has been held against sequential, by key."""
 
     def add(self, program: BoundProgram, key: Hashable, calls: int) -> None:
-        """key: what a verdict is about. One holds for the process, also for a program that is bound anew."""
-        if key not in self.verdicts:
+        """key: what is proved once in a process, also for a program that is bound anew."""
+        if key not in self.proved:
             self._left[program] = calls
 
     def due(self, program: BoundProgram) -> bool:

@@ -12,7 +12,7 @@ processes, and ranks, may choose otherwise: torch.use_deterministic_algorithms(T
 The sleep lets the host get ahead, so that launches do not count. The least of several medians is mostly too little: so the
 fastest is held against torch's pick once more, by itself. A product that was not timed before its first use (one that
 a capture comes upon, of tensors that lie otherwise than the rehearsal's, of row counts whose schedule was taken over from
-those around, or at WEFT_EFFORT=none) stays torch's.
+other row counts, or by schedule="planned") stays torch's.
 """
 
 from __future__ import annotations

@@ -1,0 +1,93 @@
+"""The two modes: `auto` measures, and `planned` predicts; and which machine profile predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RankFixture
+from logged import logged
+from rank_work import check_gather
+
+import weft
+from weft.core import codec, machine
+from weft.core.problem import Problem
+from weft.perf.rules import measured_for
+from weft.planner import heuristic, plan
+from weft.runtime import choose
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(op="all_gather_matmul", m=8192, n=28672, k=8192, world_size=4)
+
+
+def test_planned_is_the_heuristics_choice_where_that_was_measured_and_else_the_simulators() -> None:
+    """The shipped weights were fitted to 4 x H200 and to these extents in bfloat16."""
+    h200 = machine.load("h200x8")
+    assert choose.planned(PROBLEM, CPU) == heuristic(PROBLEM, h200)
+    for change in ({"m": 128}, {"k": 1024}, {"world_size": 3}, {"dtype": "float16"}, {"b_sizes": (28671, 1, 0, 0)}):
+        outside = dataclasses.replace(PROBLEM, **change)  # type: ignore[arg-type]
+        assert not measured_for(outside, h200), change
+        assert choose.planned(outside, CPU) == plan(outside, h200).chosen.spec
+    for other in ("mi300x8", "t3_ring8"):
+        assert not measured_for(PROBLEM, machine.load(other)), "nobody has measured it"
+    assert not measured_for(PROBLEM, dataclasses.replace(h200, name="mine")), "a calibrated profile has other numbers"
+
+
+def profile(path: Path, device: str, gbps: float) -> Path:
+    known = machine.load("h200x8")
+    made = dataclasses.replace(known, name="mine", device=device, links=dataclasses.replace(known.links, gbps=gbps))
+    path.write_text(codec.dumps(made))
+    return path
+
+
+def test_a_profile_of_another_device_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert choose.profile_for(CPU) == machine.load("h200x8"), "the shipped one that is nearest"
+    file = profile(tmp_path / "mine.json", "NVIDIA H200", 5.0)
+    monkeypatch.setenv("WEFT_MACHINE", str(file))
+    with logged() as seen:
+        assert choose.profile_for(CPU).links.gbps == 5.0
+    (text,) = seen
+    assert "mine.json, measured on NVIDIA H200; this is cpu" in text
+    assert choose.planned(PROBLEM, CPU) == plan(PROBLEM, machine.load(file)).chosen.spec
+    profile(file, "cpu", 6.0)
+    with logged() as seen:
+        assert choose.profile_for(CPU).links.gbps == 6.0
+    assert not seen
+    assert choose.profile_for(CPU) is choose.profile_for(CPU), "read once"
+    assert choose.profile_for(CPU).digest == machine.load(file).digest != machine.load("h200x8").digest
+    monkeypatch.setenv("WEFT_MACHINE", "nothing.json")
+    with pytest.raises(ValueError, match=r"nothing\.json"):
+        choose.profile_for(CPU)
+
+
+def _measured(schedule: str) -> int:
+    """How many calls are timed, by a clock that makes all schedules the same."""
+    from weft.runtime import groups
+
+    timed = 0
+
+    def clock(call: Callable[[], object], calls: int) -> int:
+        nonlocal timed
+        timed += 1
+        call()
+        return 1000
+
+    timer_for, groups.timer_for = groups.timer_for, lambda device: clock  # type: ignore[assignment,return-value]
+    weft.close()
+    try:
+        for seed in range(30):
+            check_gather(64, 48, 32, torch.float32, schedule, seed)
+        return timed
+    finally:
+        groups.timer_for = timer_for
+        weft.close()
+
+
+@pytest.mark.ranks
+def test_planned_measures_nothing(ranks: RankFixture) -> None:
+    assert ranks(2).run(_measured, "planned") == [0, 0]
+    few = ranks(2).run(_measured, "auto")
+    assert few[0] == few[1] > 1
