@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
-from weft.ops.checks import group_of
+from weft.ops.common import group_of
 from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter

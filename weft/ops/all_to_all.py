@@ -18,11 +18,10 @@ import torch.distributed as dist
 
 from weft.core.problem import split
 from weft.core.schedule import Schedule
-from weft.ops.checks import check_operands, group_of, spec_of
+from weft.ops.common import as_matrix, check_operands, group_of, rows_per_entry, spec_of
 from weft.ops.library.all_to_all import run_combine, run_dispatch
 from weft.ops.library.columns import run_apart, run_beside
 from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
-from weft.ops.rows import flat, per_entry
 
 
 @overload
@@ -98,9 +97,11 @@ def matmul_all_to_all(
     refuse_max_rows(max_rows)
     if by_columns:
         return _apart(a, b, group, schedule)
-    check_operands(a, [b], 1)
+    check_operands(a, [b])
     group_name, rank, world_size = group_of(group)
-    out = run_combine(flat(a), b, group_name, rank, world_size, max(1, per_entry(a)), spec_of(schedule, "matmul_all_to_all"))
+    out = run_combine(
+        as_matrix(a), b, group_name, rank, world_size, max(1, rows_per_entry(a)), spec_of(schedule, "matmul_all_to_all")
+    )
     return _shaped(out, a, rank, world_size)
 
 
@@ -200,10 +201,10 @@ def all_to_all_matmul(
     refuse_max_rows(max_rows)
     if beside:
         return _beside(a, b, group, schedule, return_received=return_received)
-    check_operands(a, [b], 1)
+    check_operands(a, [b])
     group_name, rank, world_size = group_of(group)
     spec = spec_of(schedule, "all_to_all_matmul")
-    results = run_dispatch(flat(a), b, group_name, rank, world_size, max(1, per_entry(a)), spec, return_received)
+    results = run_dispatch(as_matrix(a), b, group_name, rank, world_size, max(1, rows_per_entry(a)), spec, return_received)
     out = _shaped(results[0], a, rank, world_size)
     return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
 
@@ -219,11 +220,11 @@ def _is_last(name: str, dim: int, splits: torch.Tensor | None) -> bool:
 
 def _apart(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule) -> torch.Tensor:
     """matmul_all_to_all of columns."""
-    check_operands(a, [b], 1)
+    check_operands(a, [b])
     name, _, world_size = group_of(group)
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
-    out = run_apart(flat(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
+    out = run_apart(as_matrix(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
     return _with_middle(out, a, world_size * a.shape[0])
 
 
@@ -232,11 +233,11 @@ def _beside(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """all_to_all_matmul of columns side by side."""
     name, _, world_size = group_of(group)
-    check_operands(a, [b], 1, beside=world_size)
+    check_operands(a, [b], parts=world_size)
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = spec_of(schedule, "all_to_all_columns_matmul")
-    results = run_beside(flat(a), b, name, world_size, spec, return_received)
+    results = run_beside(as_matrix(a), b, name, world_size, spec, return_received)
     entries = a.shape[0] // world_size
     out = _with_middle(results[0], a, entries)
     return (out, _with_middle(results[1], a, entries)) if return_received else out
@@ -244,7 +245,7 @@ def _beside(
 
 def _shaped(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """The rows that this rank has from every rank, with the middle dimensions of a."""
-    rows = per_entry(a)
+    rows = rows_per_entry(a)
     if rows:
         return _with_middle(out, a, out.shape[0] // rows)
     low, high = split(a.shape[0], world_size)[rank]

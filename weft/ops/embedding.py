@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from weft.core.errors import require
 from weft.core.schedule import Schedule
-from weft.ops.checks import DTYPES, check_own, group_of, listed, shape_of, spec_of
+from weft.ops.common import DTYPES, check_own, group_of, list_of, shape_of, spec_of
 from weft.ops.library.embedding import run_lookup
 from weft.ops.optimizers import Optimizer
 
@@ -85,7 +85,7 @@ def embedding_bag_all_to_all(
     Source: fused computation-collectives (arXiv 2305.06942).
     """
     group_name, rank, world_size = group_of(group)
-    tables = listed("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
+    tables = list_of("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
     _check_indices(indices, per_sample_weights, mode)
     kind = _check_tables(tables, indices.device, dtype)
     by_rank = _dims(tables, dims, rank, world_size)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.checks import check_operands, group_of, shape_of
+from weft.ops.common import check_operands, group_of, shape_of
 from weft.ops.library.ragged import run_combine, run_dispatch, run_gated
 
 
@@ -76,7 +76,7 @@ def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: i
     """The number of experts."""
     if not isinstance(b, torch.Tensor) or b.dim() not in (2, 3) or (b.dim() == 3 and not b.shape[0]):
         raise ValueError(f"b is {shape_of(b)}; with splits it must be a matrix, or [experts, K, N] with an expert or more")
-    check_operands(a, [_grouped(b)[0]], 1)
+    check_operands(a, [_grouped(b)[0]])
     if a.dim() != 2:
         raise ValueError(f"a is {shape_of(a)}; with splits it must be a matrix")
     experts = b.shape[0] if b.dim() == 3 else 1

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
-from weft.ops.checks import group_of, shape_of, spec_of
+from weft.ops.common import group_of, shape_of, spec_of
 from weft.ops.library.collectives import run_collective
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.groups import GROUPS
