@@ -12,7 +12,7 @@ from conftest import RankFixture
 from torch.autograd import forward_ad
 
 import weft
-import weft.ops.library.experts
+import weft.ops.experts
 from weft.core.problem import split
 
 pytestmark = pytest.mark.ranks

@@ -102,7 +102,7 @@ def _both(work: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
 def _kernels() -> int:
     import triton
 
-    from weft.ops.library.experts import _by_kernels
+    from weft.ops.experts import _by_kernels
 
     assert triton.knobs.runtime.interpret
     compared = 0
