@@ -37,6 +37,7 @@ from weft.compat.dispatch import (
     writes_to,
 )
 from weft.compat.gloo import connections, nameless_group
+from weft.compat.grouped import grouped_mm
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
 from weft.compat.storages import WeakStorage
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
@@ -168,6 +169,14 @@ def test_a_graph_break_has_its_reason() -> None:
     with pytest.raises(RuntimeError, match="because of this"):
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
     assert torch.equal(torch.compile(broken, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_groups_of_rows_are_multiplied_and_what_lies_past_them_is_not_read() -> None:
+    a, b = torch.randn(8, 16).bfloat16(), torch.randn(8, 24).bfloat16()
+    a[6:] = float("nan")
+    found = grouped_mm(a.t(), b, torch.tensor([2, 2, 6]))
+    wanted = torch.stack([a[begin:end].float().t() @ b[begin:end].float() for begin, end in ((0, 2), (2, 2), (2, 6))])
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_the_sms_of_gemms_are_set_and_read() -> None:

@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weft
 from weft.models.expert_parallel import _activation
 from weft.models.experts import Experts, Routing, swiglu
-from weft.ops.library.ragged import room
-from weft.ops.ragged import ragged_gated
+from weft.ops.ragged_all_to_all import ragged_gated, room
 from weft.runtime.ranks import Ranks
 
 TOKENS, TOP, EXPERTS, WIDTH = 7, 3, 5, 40

@@ -17,8 +17,7 @@ from torch import nn
 
 from weft.ops import all_to_all_matmul, matmul_all_to_all
 from weft.ops.experts import experts_spread, experts_total, swiglu
-from weft.ops.library.ragged import room, room_home
-from weft.ops.ragged import ragged_gated
+from weft.ops.ragged_all_to_all import ragged_gated, room, room_home
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
@@ -84,7 +83,7 @@ def experts_apart(
         all_to_all_single(received, rows); grouped matmuls; all_to_all_single(home, results)
 
     x: [T, H], this rank's tokens, as many as every rank's. into: [e, H, 2 F], out: [e, F, H], this rank's experts. capacity:
-    the most rows that may arrive at a rank, in multiples of T k, rounded up (weft.ops.library.ragged.room); None: all that
+    the most rows that may arrive at a rank, in multiples of T k, rounded up (weft.ops.ragged_all_to_all.room); None: all that
     ranks can send. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home

@@ -41,7 +41,7 @@ from weft.ops.common import (
     rows_per_entry,
     spec_of,
 )
-from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
+from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GROUPS
 
