@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch._C import _functorch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 
 def observed() -> bool:
     """Whether something of torch's acts on every operator that this thread calls: a dispatch mode, a function mode, a transform
     of torch.func, or forward-mode autograd."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
         or forward_ad._current_level >= 0
-        or _functorch.peek_interpreter_stack() is not None
+        or peek_interpreter_stack() is not None
     )
 
 
@@ -30,8 +31,8 @@ def has_tangent(value: object) -> bool:
 
 def in_functional_gradient() -> bool:
     """Whether the innermost transform of torch.func is one for reverse-mode gradients: grad, vjp or jacrev."""
-    transform = _functorch.peek_interpreter_stack()
-    return transform is not None and transform.key() == _functorch.TransformType.Grad
+    transform = peek_interpreter_stack()
+    return transform is not None and transform.key() == TransformType.Grad
 
 
 def autocast_enabled() -> bool:

@@ -270,8 +270,9 @@ def all_to_all_matmul(
     name, rank, world_size = group_of(group)
     unit = max(1, rows_per_entry(a))
     options = _Dispatch(name, rank, world_size, unit, spec_of(schedule, "all_to_all_matmul"), return_received)
-    results = [_shaped(one, a, rank, world_size) for one in _all_to_all_matmul(as_matrix(a), b, options)]
-    return (results[0], results[1]) if return_received else results[0]
+    results = _all_to_all_matmul(as_matrix(a), b, options)
+    out = _shaped(results[0], a, rank, world_size)
+    return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
 
 
 class _Dispatch(NamedTuple):

@@ -88,9 +88,10 @@ def columns_from_ranks(
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     options = _FromRanks(name, world_size, spec_of(schedule, "all_to_all_columns_matmul"), return_received)
+    results = _all_to_all_columns_matmul(as_matrix(a), b, options)
     entries = a.shape[0] // world_size
-    results = [as_tensor(one, entries, a) for one in _all_to_all_columns_matmul(as_matrix(a), b, options)]
-    return (results[0], results[1]) if return_received else results[0]
+    out = as_tensor(results[0], entries, a)
+    return (out, as_tensor(results[1], entries, a)) if return_received else out
 
 
 class _FromRanks(NamedTuple):

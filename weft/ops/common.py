@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, wraps
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -80,11 +80,12 @@ def define(
     arguments = [argument.split()[-1] for argument in schema[len(name) + 1 : schema.index(") ->")].split(", ")]
     fields = [field for kind in options for field in kind._fields]
     count = len(arguments) - len(fields)
+    ends = list(accumulate([len(kind._fields) for kind in options], initial=count))
+    places = [(kind, slice(*ends)) for kind, ends in zip(options, pairwise(ends), strict=True)]
     assert arguments[count:] == fields, f"weft::{name} has {arguments[count:]} behind its tensors, its options have {fields}"
 
     def grouped(flat: Sequence[Any]) -> list[Any]:
-        found, rest = list(flat[:count]), iter(flat[count:])
-        return found + [kind(*[next(rest) for _ in kind._fields]) for kind in options]
+        return [*flat[:count], *[kind(*flat[place]) for kind, place in places]]
 
     def kernel(*flat: Any) -> Any:
         return run(*grouped(flat))
@@ -125,13 +126,17 @@ def outside_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor]
                 " use torch.autograd.grad, or backward"
             )
         return False
-    grad = torch.is_grad_enabled()
+    return _plain(arguments, torch.is_grad_enabled())
+
+
+def _plain(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None], grad: bool) -> bool:
+    """Whether all of them are ordinary tensors without gradients, or lists of these. grad: whether gradients are recorded."""
     for argument in arguments:
-        if argument is None:
-            continue
-        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if type(tensor) not in _PLAIN or (grad and tensor.requires_grad) or tensor.is_neg() or tensor.is_conj():
+        if type(argument) in _PLAIN:
+            if (grad and argument.requires_grad) or argument.is_neg() or argument.is_conj():
                 return False
+        elif argument is not None and not (isinstance(argument, (list, tuple)) and _plain(argument, grad)):
+            return False
     return True
 
 
