@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from weft.models.expert_parallel import _activation
-from weft.models.experts import Experts, Routing, swiglu
+from weft.models.experts import Experts, Routing
+from weft.ops.experts import swiglu
 from weft.ops.ragged_all_to_all import ragged_gated, room
 from weft.runtime.ranks import Ranks
 

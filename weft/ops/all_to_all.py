@@ -155,7 +155,7 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     rows, spec = a.shape[0], backward_schedule(options.schedule, "all_to_all_matmul")
-    home = _Dispatch(*options[:4], spec, return_received=True)
+    home = _Dispatch(options.group, options.rank, options.world_size, options.unit, spec, return_received=True)
     grad_a, back = _all_to_all_matmul(_padded(grad, rows, options), b.t(), home)
     return grad_a[:rows], a.t() @ back[:rows]
 
@@ -323,7 +323,8 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # The gradient of the received rows goes back with the rest, as a product with 1.
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
-        home = _Combine(*options[:4], backward_schedule(options.schedule, "matmul_all_to_all"))
+        spec = backward_schedule(options.schedule, "matmul_all_to_all")
+        home = _Combine(options.group, options.rank, options.world_size, options.unit, spec)
         grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), home)[:rows]
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.

@@ -129,7 +129,7 @@ def outside_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor]
     return _plain(arguments, torch.is_grad_enabled())
 
 
-def _plain(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None], grad: bool) -> bool:
+def _plain(arguments: Iterable[Any], grad: bool) -> bool:
     """Whether all of them are ordinary tensors without gradients, or lists of these. grad: whether gradients are recorded."""
     for argument in arguments:
         if type(argument) in _PLAIN:
