@@ -36,6 +36,7 @@ from weft.compat.dispatch import (
     without_autocast,
     writes_to,
 )
+from weft.compat.functional import all_reduced, tree_flatten, tree_leaves, tree_unflatten
 from weft.compat.gloo import connections, nameless_group
 from weft.compat.grouped import grouped_mm
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
@@ -169,6 +170,33 @@ def test_a_graph_break_has_its_reason() -> None:
     with pytest.raises(RuntimeError, match="because of this"):
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
     assert torch.equal(torch.compile(broken, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_nested_lists_of_tensors_are_flattened_and_made_again() -> None:
+    x, y = torch.ones(1), torch.ones(2)
+    nested = (x, [None, y], None)
+    leaves, structure = tree_flatten(nested)
+    assert leaves == tree_leaves(nested)
+    assert [leaf for leaf in leaves if leaf is not None] == [x, y]
+    assert tree_unflatten(leaves, structure) == nested
+
+
+def _all_reduced() -> list[list[float]]:
+    """Plain, and in a graph of torch.compile's."""
+    world = dist.group.WORLD
+    assert world is not None
+    name, x = world.group_name, torch.full((2, 3), float(world.rank() + 1)).t()
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * all_reduced(x, name)
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    return [all_reduced(x, name).unique().tolist(), compiled(x).unique().tolist()]
+
+
+@pytest.mark.ranks
+def test_sums_over_ranks_are_traced(ranks: RankFixture) -> None:
+    assert ranks(2).run(_all_reduced) == [[[3.0], [6.0]]] * 2
 
 
 def test_groups_of_rows_are_multiplied_and_what_lies_past_them_is_not_read() -> None:

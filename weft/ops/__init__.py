@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from weft.ops import collective, column_parallel, experts  # noqa: F401 - saved graphs find these operators, too
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.common import group_of

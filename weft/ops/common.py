@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from weft import schedules
 from weft.comm.texts import no_group
@@ -29,6 +28,7 @@ from weft.compat.dispatch import (
     observed,
     without_autocast,
 )
+from weft.compat.functional import tree_flatten, tree_leaves, tree_unflatten
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed import _functional_collectives as functional
+
+from weft.compat.functional import all_reduced
 
 Tensor = torch.Tensor
 
@@ -45,13 +46,13 @@ class _Identity(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _AllReduce.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
-        return _all_reduce(grads[0], ctx.group), None
+        return all_reduced(grads[0], ctx.group), None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: str) -> Tensor:
-        return _all_reduce(x, group)
+        return all_reduced(x, group)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -60,9 +61,3 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return with_summed_double_gradient(grads[0], ctx.group), None
-
-
-def _all_reduce(x: Tensor, group: str) -> Tensor:
-    total = functional.all_reduce(x.contiguous(), "sum", group)  # type: ignore[arg-type]
-    found: Tensor = functional.wait_tensor(total)  # type: ignore[no-untyped-call]
-    return found
