@@ -32,7 +32,7 @@ from parts import chosen, folder_of, profiles, run_parts
 
 from weft.models.experts import Routing, experts_apart, swiglu
 from weft.ops import all_to_all_matmul, matmul_all_to_all
-from weft.ops.ragged import ragged_gated
+from weft.ops.ragged_all_to_all import ragged_gated
 
 ROUNDS, REPEAT, ALARM_S = 7, 2, 55
 HIDDEN, WIDTH, EXPERTS, TOP_K = 4096, 14336, 8, 2

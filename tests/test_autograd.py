@@ -12,7 +12,7 @@ from conftest import RankFixture
 from torch.autograd import forward_ad
 
 import weft
-import weft.ops.library.experts
+import weft.ops.experts
 from weft.core.problem import split
 
 pytestmark = pytest.mark.ranks
@@ -89,11 +89,11 @@ def test_autocast_changes_nothing(ranks: RankFixture) -> None:
 
 def _gathers_in_backward(keep: bool) -> int:
     """How often the backward gathers a."""
-    from weft.ops.library import tensor_parallel
+    from weft.ops import tensor_parallel
 
     found = []
     again = tensor_parallel._gathered_again
-    tensor_parallel._gathered_again = lambda ctx, a: found.append(1) or again(ctx, a)
+    tensor_parallel._gathered_again = lambda a, options: found.append(1) or again(a, options)
     try:
         _gather_gradients(12, "flag_gated:2", False, keep)
         _gather_gradients(7, "auto", True, keep)

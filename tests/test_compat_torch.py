@@ -15,15 +15,30 @@ import torch.distributed as dist
 from conftest import RankFixture
 from torch import nn
 from torch._inductor.utils import fresh_cache
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from weft.compat import fsdp
 from weft.compat.autograd import NO_BACKWARD, backward_pass
-from weft.compat.c10d import backend_of, store_of
+from weft.compat.c10d import backend_of, group_named, store_of
 from weft.compat.cublas import carveout, has_carveout, set_carveout
+from weft.compat.dispatch import (
+    autocast_enabled,
+    forward_mode,
+    graph_break,
+    has_tangent,
+    in_functional_gradient,
+    observed,
+    without_autocast,
+    writes_to,
+)
+from weft.compat.functional import all_reduced, tree_flatten, tree_leaves, tree_unflatten
 from weft.compat.gloo import connections, nameless_group
+from weft.compat.grouped import grouped_mm
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
 from weft.compat.storages import WeakStorage
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
@@ -62,14 +77,135 @@ def test_a_group_has_a_store_of_which_parts_are_taken_on_a_connection_of_their_o
         dist.destroy_process_group()
 
 
-def test_a_group_has_a_backend_that_can_be_aborted(tmp_path: Path) -> None:
+def test_a_group_is_found_by_its_name_and_has_a_backend_that_can_be_aborted(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         group = dist.group.WORLD
         assert group is not None
+        assert group_named(group.group_name) is group
         assert callable(backend_of(group, torch.device("cpu")).abort)
     finally:
         dist.destroy_process_group()
+
+
+class _Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class _Calling(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_and_transforms_are_seen_where_they_act_on_every_operator() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(observed())
+        return (x * x).sum()
+
+    x = torch.ones(3)
+    for mode in (_Dispatching(), _Calling(), forward_ad.dual_level()):
+        with mode:
+            square(x)
+    for transform in (torch.func.grad, torch.vmap):
+        transform(square)(x)
+    torch.func.jvp(square, (x,), (x,))
+    assert seen == [True] * 6
+    square(x.requires_grad_()).backward()
+    assert not seen[-1]
+
+
+def test_tangents_are_seen_in_forward_mode() -> None:
+    x = torch.ones(3)
+    assert not forward_mode()
+    with forward_ad.dual_level():
+        assert forward_mode()
+        assert has_tangent(forward_ad.make_dual(x, x))
+        assert not has_tangent(x)
+        assert not has_tangent("x")
+    assert not forward_mode()
+
+
+def test_a_functional_gradient_is_told_from_other_transforms() -> None:
+    found = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        found.append(in_functional_gradient())
+        return (x * x).sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.vmap):
+        transform(square)(torch.ones(3))
+    torch.func.vjp(square, torch.ones(3))
+    square(torch.ones(3, requires_grad=True)).backward()
+    assert found == [True, True, False, True, False]
+
+
+def test_autocast_is_seen_and_left() -> None:
+    x = torch.ones(2, 2)
+    assert not autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_enabled()
+        assert (x @ x).dtype == torch.bfloat16
+        with without_autocast():
+            assert not autocast_enabled()
+            assert (x @ x).dtype == torch.float32
+        assert autocast_enabled()
+
+
+def test_writes_to_a_tensor_are_counted_also_through_a_view() -> None:
+    x = torch.zeros(4)
+    before = writes_to(x)
+    x[1:].add_(1)
+    assert writes_to(x) == before + 1
+    x.add(1)
+    assert writes_to(x) == before + 1
+
+
+def test_a_graph_break_has_its_reason() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        graph_break("because of this")
+        return x + 1
+
+    with pytest.raises(RuntimeError, match="because of this"):
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
+    assert torch.equal(torch.compile(broken, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_nested_lists_of_tensors_are_flattened_and_made_again() -> None:
+    x, y = torch.ones(1), torch.ones(2)
+    nested = (x, [None, y], None)
+    leaves, structure = tree_flatten(nested)
+    assert leaves == tree_leaves(nested)
+    assert [leaf for leaf in leaves if leaf is not None] == [x, y]
+    assert tree_unflatten(leaves, structure) == nested
+
+
+def _all_reduced() -> list[list[float]]:
+    """Plain, and in a graph of torch.compile's."""
+    world = dist.group.WORLD
+    assert world is not None
+    name, x = world.group_name, torch.full((2, 3), float(world.rank() + 1)).t()
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * all_reduced(x, name)
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    return [all_reduced(x, name).unique().tolist(), compiled(x).unique().tolist()]
+
+
+@pytest.mark.ranks
+def test_sums_over_ranks_are_traced(ranks: RankFixture) -> None:
+    assert ranks(2).run(_all_reduced) == [[[3.0], [6.0]]] * 2
+
+
+def test_groups_of_rows_are_multiplied_and_what_lies_past_them_is_not_read() -> None:
+    a, b = torch.randn(8, 16).bfloat16(), torch.randn(8, 24).bfloat16()
+    a[6:] = float("nan")
+    found = grouped_mm(a.t(), b, torch.tensor([2, 2, 6]))
+    wanted = torch.stack([a[begin:end].float().t() @ b[begin:end].float() for begin, end in ((0, 2), (2, 2), (2, 6))])
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_the_sms_of_gemms_are_set_and_read() -> None:

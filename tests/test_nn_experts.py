@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from weft.models.expert_parallel import _activation
-from weft.models.experts import Experts, Routing, swiglu
-from weft.ops.library.ragged import room
-from weft.ops.ragged import ragged_gated
+from weft.models.experts import Experts, Routing
+from weft.ops.experts import swiglu
+from weft.ops.ragged_all_to_all import ragged_gated, room
 from weft.runtime.ranks import Ranks
 
 TOKENS, TOP, EXPERTS, WIDTH = 7, 3, 5, 40
@@ -102,7 +102,7 @@ def _both(work: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
 def _kernels() -> int:
     import triton
 
-    from weft.ops.library.experts import _by_kernels
+    from weft.ops.experts import _by_kernels
 
     assert triton.knobs.runtime.interpret
     compared = 0

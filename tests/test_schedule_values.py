@@ -14,7 +14,7 @@ from conftest import RankFixture
 import weft
 from weft.core.problem import Problem
 from weft.core.schedule import Copy, Gemm, Schedule, Step
-from weft.ops.checks import spec_of
+from weft.ops.common import spec_of
 from weft.runtime.groups import GROUPS, Groups
 from weft.schedules import build
 

@@ -27,7 +27,7 @@ class Unused(Inner):
 def _without_a_use() -> int:
     """A weight that a step does not use has no gradient, as in one process, and a frozen one's is not even computed, where
     tokens are sharded, compiled too, and where they are whole. How many gradients of gathered weights were computed."""
-    from weft.ops.library import tensor_parallel
+    from weft.ops import tensor_parallel
 
     torch.manual_seed(0)
     computed, gradient_of = [], tensor_parallel._gradient_of

@@ -453,7 +453,7 @@ def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) ->
 
 
 def test_mistakes_name_planned() -> None:
-    from weft.ops.checks import spec_of
+    from weft.ops.common import spec_of
 
     assert spec_of("planned", "all_gather_matmul") == "planned"
     with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned for auto without a trial"):

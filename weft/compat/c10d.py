@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    PrefixStore,
+    _get_process_group_store,
+    _resolve_process_group,
+)
 
 
 def store_of(group: dist.ProcessGroup, name: str) -> Any:
@@ -18,3 +22,8 @@ def store_of(group: dist.ProcessGroup, name: str) -> Any:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """What runs a group's collectives on a device: its communicator, with `abort`."""
     return group._get_backend(device)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this process that has a name, as custom operators are given it."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from torch import nn
 
 from weft.models.sites import Ran, Site, note
 from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
-from weft.ops.checks import group_of
+from weft.ops.common import group_of
 from weft.ops.optimizers import Optimizer
 
 _OPERATORS = ("embedding_bag_all_to_all",)

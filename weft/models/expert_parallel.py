@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.models.experts import Activation, Experts, Routing, experts_apart, swiglu
+from weft.models.experts import Activation, Experts, Routing, experts_apart
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
 from weft.models.sites import Ran, Site, note
+from weft.ops.experts import swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
 """In one order on all ranks: each is a collective."""

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import weft.ops.library.experts  # noqa: F401 - defines what torch.ops.weft is asked for here
 from weft.ops import all_to_all_matmul, matmul_all_to_all
-from weft.ops.library.ragged import room, room_home
-from weft.ops.ragged import ragged_gated
+from weft.ops.experts import experts_spread, experts_total, swiglu
+from weft.ops.ragged_all_to_all import ragged_gated, room, room_home
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From [rows, 2 F], what both halves of the first weight make, to [rows, F]. The second argument's sum is how many of the rows
@@ -47,19 +46,11 @@ class Routing:
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] to rows by expert, [T k, H]."""
-        rows: torch.Tensor = torch.ops.weft.experts_spread(x, self.place)
-        return rows
+        return experts_spread(x, self.place)
 
     def gather(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Rows by expert to the sum of each token's, [T, H], in float32 and rounded once. weights: [T, k]."""
-        found: torch.Tensor = torch.ops.weft.experts_total(rows, self.place, weights)
-        return found
-
-
-def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """silu(left half) * right half of hidden [rows, 2 F], computed in float32; zeros for rows past the sum of counts."""
-    found: torch.Tensor = torch.ops.weft.swiglu(hidden, counts)
-    return found
+        return experts_total(rows, self.place, weights)
 
 
 def experts_alone(
@@ -92,7 +83,7 @@ def experts_apart(
         all_to_all_single(received, rows); grouped matmuls; all_to_all_single(home, results)
 
     x: [T, H], this rank's tokens, as many as every rank's. into: [e, H, 2 F], out: [e, F, H], this rank's experts. capacity:
-    the most rows that may arrive at a rank, in multiples of T k, rounded up (weft.ops.library.ragged.room); None: all that
+    the most rows that may arrive at a rank, in multiples of T k, rounded up (weft.ops.ragged_all_to_all.room); None: all that
     ranks can send. Returns [T, H].
 
         rows by expert ~all_to_all_matmul~> act ~matmul_all_to_all~> rows by expert, home

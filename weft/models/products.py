@@ -22,9 +22,9 @@ import torch.distributed as dist
 from weft import schedules
 from weft.core.problem import Op
 from weft.ops.all_reduce import matmul_all_reduce
-from weft.ops.library import backward_schedule
-from weft.ops.library.summed import summed
-from weft.ops.library.whole import linears_of_whole
+from weft.ops.column_parallel import column_parallel_linears
+from weft.ops.common import backward_schedule
+from weft.ops.replicated import with_summed_gradient
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.choose import MODES
 
@@ -89,7 +89,7 @@ def rows(
         out = matmul_all_reduce(matrix, weight.t(), group, schedule=how.of("matmul_all_reduce"), bias=bias)
         return out[0] if x.dim() == 1 else out
     out = matmul_reduce_scatter(x, weight.t(), group, schedule=how.of("matmul_reduce_scatter"), scatter_dim=dim)
-    return out if bias is None else out + summed(bias, group.group_name)
+    return out if bias is None else out + with_summed_gradient(bias, group.group_name)
 
 
 def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
@@ -111,7 +111,7 @@ def _in_backward(op: Op) -> tuple[Op, ...]:
 def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, how: How) -> list[Tensor]:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return [torch.nn.functional.linear(x, weight) for weight in weights]
-    return linears_of_whole(x, weights, group.group_name, how.of("matmul_all_reduce"))
+    return column_parallel_linears(x, weights, group.group_name, how.of("matmul_all_reduce"))
 
 
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 
 from weft.models.linear import Distributor, group_of, local
-from weft.ops.library.summed import summed
+from weft.ops.replicated import with_summed_gradient
 
 Part = Callable[[], bool]
 
@@ -120,6 +120,6 @@ def _local_parameter(name: str, running: _Running) -> property:
         if not inside:
             return parameter
         mine = local(parameter)
-        return summed(mine, group_of(parameter).group_name) if module._weft_part() else mine
+        return with_summed_gradient(mine, group_of(parameter).group_name) if module._weft_part() else mine
 
     return property(read)

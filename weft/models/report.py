@@ -23,7 +23,7 @@ from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.report_page import page
 from weft.models.sites import Ran, Site, sites
-from weft.ops.library import backward_schedule
+from weft.ops.common import backward_schedule
 from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.runtime.groups import GROUPS
 from weft.runtime.nearest import nearest_profile

@@ -1,23 +1,31 @@
 """The operators: what a PyTorch user calls in place of a collective and a matmul.
 
-All ranks of the group call the same operator in the same order. The first call of a group builds its Team; the first call of
-a problem plans, checks and binds a schedule; later calls run it. Every call, ranks agree on what they call before anything
-moves (RankMismatch shows the difference). Results have their arguments' dtype: torch.autocast changes no operator, as it
-changes no collective; modules of weft.models cast what they multiply, as torch's own do.
+All ranks of the group call the same operator in the same order. The first call of a group connects its ranks. The first call of
+a problem plans, checks and binds a schedule, which later calls run. In every call the ranks agree on what they call before
+anything moves; RankMismatch shows the difference. Results have their arguments' dtype: torch.autocast changes no operator, as
+it changes no collective. Modules of weft.models cast what they multiply, as torch's own do.
 
-    tensor_parallel.py   all_gather_matmul, matmul_reduce_scatter        checks.py   what they all ask of their arguments
-    all_reduce.py        matmul_all_reduce                               rows.py     their tensors as matrices
-    all_to_all.py        matmul_all_to_all, all_to_all_matmul            ragged.py   of these two, what splits add
-    embedding.py         embedding_bag_all_to_all                        optimizers.py   for its backward
+Each file has its operators from the public function to the backward; common.py has what they share, and says in which order.
+
+    tensor_parallel.py        all_gather_matmul, matmul_reduce_scatter
+    all_reduce.py             matmul_all_reduce
+    all_to_all.py             matmul_all_to_all, all_to_all_matmul, of rows in even shares
+    all_to_all_columns.py     the same two between parts of rows and parts of columns
+    ragged_all_to_all.py      the same two with splits
+    embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
+    column_parallel.py        linears of a replicated input, for weft.models; replicated.py has such tensors' gradients
+    experts.py                what lies around the matmuls of experts, for weft.models
+    collective.py             a collective alone, for weft.collectives
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+from weft.ops import collective, column_parallel, experts  # noqa: F401 - saved graphs find these operators, too
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
-from weft.ops.checks import group_of
+from weft.ops.common import group_of
 from weft.ops.embedding import embedding_bag_all_to_all
 from weft.ops.optimizers import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter

@@ -2,18 +2,30 @@
 
     matmul_all_reduce(a, b)        replaces   c = a @ b; dist.all_reduce(c)
 
-Legend: M N full extents, k a rank's part of K. weft::matmul_all_reduce is its torch.library definition.
+Capitals M N are full extents, k is a rank's part of K. The operator of torch.library takes flat matrices and a group's name:
+
+    weft::matmul_all_reduce(a [M, k], b [k, N], bias [N]?, residual [M, N]?, ...)   -> out [M, N]
+
+Every rank has the whole result, so its gradient is whole on every rank, too, and the backward needs no exchange:
+
+    grad_a = grad @ b^T      grad_b = a^T @ grad      grad_bias = the sum of grad's rows      grad_residual = grad
+
+Each rank computes a part of the first two. If they are differentiated in turn, what flows back into grad is therefore summed
+over the ranks.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.checks import check_operands, check_own, group_of, shape_of, spec_of
-from weft.ops.library.all_reduce import run_all_reduce
-from weft.ops.rows import flat
+from weft.ops.common import as_matrix, check_operands, check_own, define, group_of, shape_of, spec_of
+from weft.ops.replicated import with_summed_double_gradient
+from weft.runtime.calls import MatmulCall
+from weft.runtime.groups import GROUPS
 
 
 def matmul_all_reduce(
@@ -39,22 +51,24 @@ def matmul_all_reduce(
         bias: [N], the same on every rank, added once.
         residual: [M, ..., N], the same on every rank, added once.
 
-    Partial products are rounded to the dtype; they and the addends are summed in float32, in the order of ranks, and rounded
-    once (by "sequential": after the vendor's all-reduce, once more for the addends). A schedule gives the same bits each call,
-    and all of them but the vendor's say so of each rank, too.
+    Partial products are rounded to the dtype. They and the addends are summed in float32, in the order of ranks, and rounded
+    once; "sequential" rounds twice, after NCCL's or gloo's all-reduce and after adding the addends. A schedule gives the same
+    bits in each call. All schedules but those that use NCCL's or gloo's all-reduce also give the same bits on every rank.
 
-    The gradient of the result must be the same on every rank; those of bias and residual are then whole on each.
+    The gradient of the result must be the same on every rank; the gradients of bias and residual are then whole on each.
 
     Returns out [M, ..., N], whole on every rank. Raises as all_gather_matmul does. Source: fused computation-collectives
     (arXiv 2305.06942), GEMV + AllReduce.
     """
-    check_operands(a, [b], 1)
+    check_operands(a, [b])
     shape = (*a.shape[:-1], b.shape[1])
     _check_addend("bias", bias, (b.shape[1],), a)
     _check_addend("residual", residual, shape, a)
-    group_name, _, _ = group_of(group)
-    added = None if residual is None else flat(residual)
-    return run_all_reduce(flat(a), b, bias, added, group_name, spec_of(schedule, "matmul_all_reduce")).view(shape)
+    options = AllReduce(group_of(group)[0], spec_of(schedule, "matmul_all_reduce"))
+    out: torch.Tensor = flat_matmul_all_reduce(
+        as_matrix(a), b, bias, None if residual is None else as_matrix(residual), options
+    )
+    return out.view(shape)
 
 
 def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor) -> None:
@@ -65,3 +79,53 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
     check_own(name, given)
     if given.dtype != a.dtype or given.device != a.device:
         raise ValueError(f"{name} is {given.dtype} on {given.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+class AllReduce(NamedTuple):
+    """Options of weft::matmul_all_reduce. group: by name."""
+
+    group: str
+    schedule: str
+
+
+def _run(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, options: AllReduce
+) -> torch.Tensor:
+    extras = {} if bias is None else {"bias": bias[None]}
+    extras |= {} if residual is None else {"residual": residual}
+    call = MatmulCall(
+        op="matmul_all_reduce", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=options.schedule, extras=extras
+    )
+    return GROUPS.run(options.group, call)["out"][0]
+
+
+def _fake(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, _, _, ctx.options = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    for_a, for_b, for_bias, for_residual = ctx.needs_input_grad[:4]
+    used = with_summed_double_gradient(grad, ctx.options.group)
+    return (
+        used @ b.t() if for_a else None,
+        a.t() @ used if for_b else None,
+        grad.sum(0) if for_bias else None,
+        grad if for_residual else None,
+    )
+
+
+flat_matmul_all_reduce = define(
+    "matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
+    AllReduce,
+    run=_run,
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+)
+"""weft::matmul_all_reduce, of matrices."""

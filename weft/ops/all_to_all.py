@@ -1,28 +1,49 @@
-"""matmul_all_to_all and all_to_all_matmul: rows by destination, in even shares or as `splits` has it.
+"""matmul_all_to_all and all_to_all_matmul: rows by destination, in even shares.
 
     matmul_all_to_all(a, b)    replaces   c = a @ b; dist.all_to_all_single(out, c)
     all_to_all_matmul(a, b)    replaces   dist.all_to_all_single(received, a); received @ b
 
-or between parts of rows and parts of columns (split_dim=-1, gather_dim=-1), as Ulysses' attention has it.
+Every rank has an a and a b of its own. M rows of a, m of them for one rank; N and K of a rank's matmul. The public functions
+also lead to two other layouts, whose operators are in files of their own:
 
-Every rank has an a and a b of its own. Legend: M rows of a, m those of them for one rank, N and K of a rank's matmul. Each is a
-torch.library custom operator (weft::...) with a fake implementation, so that it traces under torch.compile.
+    splits=...                         as many rows to each rank as a tensor says      ragged_all_to_all.py
+    split_dim=-1, gather_dim=-1        between parts of rows and parts of columns      all_to_all_columns.py
+
+The operators of torch.library take flat matrices and a group's name. Shard d of the M rows goes to rank d.
+
+    weft::matmul_all_to_all(a [M, K], b [K, N], ...)   -> out [world_size * m, N]
+    weft::all_to_all_matmul(a [M, K], b [K, N], ...)   -> [out [world_size * m, N], received [world_size * m, K] if asked for]
+
+The backward of each is the other one, which takes every row back to where it came from, overlapped with its matmul:
+
+    matmul_all_to_all    grad_a = back(grad_out) @ b^T       grad_b = a^T @ back(grad_out)
+    all_to_all_matmul    grad_a = back(grad_out @ b^T)       grad_b = all_to_all(a)^T @ grad_out
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 
 from weft.core.problem import split
 from weft.core.schedule import Schedule
-from weft.ops.checks import check_operands, group_of, spec_of
-from weft.ops.library.all_to_all import run_combine, run_dispatch
-from weft.ops.library.columns import run_apart, run_beside
-from weft.ops.ragged import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
-from weft.ops.rows import flat, per_entry
+from weft.ops.all_to_all_columns import columns_from_ranks, columns_to_ranks
+from weft.ops.common import (
+    as_matrix,
+    as_tensor,
+    backward_schedule,
+    check_operands,
+    define,
+    group_of,
+    rows_per_entry,
+    spec_of,
+)
+from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows, refuse_schedule
+from weft.runtime.calls import MatmulCall
+from weft.runtime.groups import GROUPS
 
 
 @overload
@@ -91,17 +112,62 @@ def matmul_all_to_all(
 
     Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and docs/kernels.md for splits.
     """
-    by_columns = _is_last("split_dim", split_dim, splits)
+    columns = _is_columns("split_dim", split_dim, splits)
     if splits is not None:
         refuse_schedule(schedule)
         return ragged_combine(a, b, group, splits, max_rows)
     refuse_max_rows(max_rows)
-    if by_columns:
-        return _apart(a, b, group, schedule)
-    check_operands(a, [b], 1)
-    group_name, rank, world_size = group_of(group)
-    out = run_combine(flat(a), b, group_name, rank, world_size, max(1, per_entry(a)), spec_of(schedule, "matmul_all_to_all"))
-    return _shaped(out, a, rank, world_size)
+    if columns:
+        return columns_to_ranks(a, b, group, schedule)
+    check_operands(a, [b])
+    name, rank, world_size = group_of(group)
+    unit = max(1, rows_per_entry(a))
+    options = _Combine(name, rank, world_size, unit, spec_of(schedule, "matmul_all_to_all"))
+    return _shaped(_matmul_all_to_all(as_matrix(a), b, options), a, rank, world_size)
+
+
+class _Combine(NamedTuple):
+    """Options of weft::matmul_all_to_all. unit: rows of the flat a for one entry of its first dimension, which are not cut."""
+
+    group: str
+    rank: int
+    world_size: int
+    unit: int
+    schedule: str
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tensor:
+    call = MatmulCall(
+        op="matmul_all_to_all", a=a, bs=[b], rows=a.shape[0], row_multiple=options.unit, schedule=options.schedule
+    )
+    return GROUPS.run(options.group, call)["out"][0]
+
+
+def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tensor:
+    return a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1])
+
+
+def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, ctx.options = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    (a, b), options = ctx.saved_tensors, ctx.options
+    rows, spec = a.shape[0], backward_schedule(options.schedule, "all_to_all_matmul")
+    home = _Dispatch(options.group, options.rank, options.world_size, options.unit, spec, return_received=True)
+    grad_a, back = _all_to_all_matmul(_padded(grad, rows, options), b.t(), home)
+    return grad_a[:rows], a.t() @ back[:rows]
+
+
+_matmul_all_to_all = define(
+    "matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
+    _Combine,
+    run=_combine,
+    fake=_combine_fake,
+    save=_combine_save,
+    backward=_combine_backward,
+)
 
 
 @overload
@@ -193,23 +259,102 @@ def all_to_all_matmul(
     Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and
     docs/kernels.md for splits.
     """
-    beside = _is_last("gather_dim", gather_dim, splits)
+    columns = _is_columns("gather_dim", gather_dim, splits)
     if splits is not None:
         refuse_schedule(schedule)
         return ragged_dispatch(a, b, group, splits, max_rows, return_received=return_received)
     refuse_max_rows(max_rows)
-    if beside:
-        return _beside(a, b, group, schedule, return_received=return_received)
-    check_operands(a, [b], 1)
-    group_name, rank, world_size = group_of(group)
-    spec = spec_of(schedule, "all_to_all_matmul")
-    results = run_dispatch(flat(a), b, group_name, rank, world_size, max(1, per_entry(a)), spec, return_received)
+    if columns:
+        return columns_from_ranks(a, b, group, schedule, return_received=return_received)
+    check_operands(a, [b])
+    name, rank, world_size = group_of(group)
+    unit = max(1, rows_per_entry(a))
+    options = _Dispatch(name, rank, world_size, unit, spec_of(schedule, "all_to_all_matmul"), return_received)
+    results = _all_to_all_matmul(as_matrix(a), b, options)
     out = _shaped(results[0], a, rank, world_size)
     return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
 
 
-def _is_last(name: str, dim: int, splits: torch.Tensor | None) -> bool:
-    """Whether an exchange cuts, or lays together, the last dimension instead of the first."""
+class _Dispatch(NamedTuple):
+    """Options of weft::all_to_all_matmul: those of weft::matmul_all_to_all, and whether the received rows are returned."""
+
+    group: str
+    rank: int
+    world_size: int
+    unit: int
+    schedule: str
+    return_received: bool
+
+
+def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
+    call = MatmulCall(
+        op="all_to_all_matmul",
+        a=a,
+        bs=[b],
+        rows=a.shape[0],
+        row_multiple=options.unit,
+        schedule=options.schedule,
+        return_gathered=options.return_received,
+    )
+    outputs = GROUPS.run(options.group, call)
+    return outputs["out"] + outputs.get("gathered", [])
+
+
+def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
+    rows = _arriving(a.shape[0], *options[1:4])
+    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * options.return_received
+
+
+def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
+    a, b, ctx.options = inputs
+    # Zeros for received rows that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(a, b, *outputs[1:])
+
+
+def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    (a, b, *kept), options = ctx.saved_tensors, ctx.options
+    rows = a.shape[0]
+    grad = a.new_zeros(_arriving(rows, *options[1:4]), b.shape[1]) if grads[0] is None else grads[0]
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        factors, columns = grad, b
+        if options.return_received and grads[-1] is not None:
+            # The gradient of the received rows goes back with the rest, as a product with 1.
+            factors = torch.cat([grad, grads[-1]], 1)
+            columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
+        spec = backward_schedule(options.schedule, "matmul_all_to_all")
+        home = _Combine(options.group, options.rank, options.world_size, options.unit, spec)
+        grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), home)[:rows]
+    if ctx.needs_input_grad[1]:
+        # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
+        received = kept[0] if kept else _received_again(a, b, options)
+        grad_b = received.t() @ grad
+    return grad_a, grad_b
+
+
+def _received_again(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> torch.Tensor:
+    again = options._replace(schedule="sequential", return_received=True)
+    received: torch.Tensor = _all_to_all_matmul(a, b[:, :0], again)[1]
+    return received
+
+
+_all_to_all_matmul = define(
+    "all_to_all_matmul(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule,"
+    " bool return_received) -> Tensor[]",
+    _Dispatch,
+    run=_dispatch,
+    fake=_dispatch_fake,
+    save=_dispatch_save,
+    backward=_dispatch_backward,
+)
+
+
+# What both share.
+
+
+def _is_columns(name: str, dim: int, splits: torch.Tensor | None) -> bool:
+    """Whether an exchange is between parts of rows and parts of columns. Raises ValueError that names the argument."""
     if not isinstance(dim, int) or dim not in (0, -1) or isinstance(dim, bool):
         raise ValueError(f"{name} is {dim!r}; it must be 0 (rows) or -1 (columns)")
     if dim and splits is not None:
@@ -217,39 +362,29 @@ def _is_last(name: str, dim: int, splits: torch.Tensor | None) -> bool:
     return dim == -1
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule) -> torch.Tensor:
-    """matmul_all_to_all of columns."""
-    check_operands(a, [b], 1)
-    name, _, world_size = group_of(group)
-    if b.shape[1] % world_size:
-        raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
-    out = run_apart(flat(a), b, name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
-    return _with_middle(out, a, world_size * a.shape[0])
+def _arriving(rows: int, rank: int, world_size: int, unit: int) -> int:
+    """How many flat rows a rank receives from all ranks, each of which has `rows`."""
+    low, high = split(rows // unit, world_size)[rank]
+    return world_size * (high - low) * unit
 
 
-def _beside(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """all_to_all_matmul of columns side by side."""
-    name, _, world_size = group_of(group)
-    check_operands(a, [b], 1, beside=world_size)
-    if a.shape[0] % world_size:
-        raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
-    spec = spec_of(schedule, "all_to_all_columns_matmul")
-    results = run_beside(flat(a), b, name, world_size, spec, return_received)
-    entries = a.shape[0] // world_size
-    out = _with_middle(results[0], a, entries)
-    return (out, _with_middle(results[1], a, entries)) if return_received else out
+def _padded(grad: torch.Tensor, rows: int, options: _Combine | _Dispatch) -> torch.Tensor:
+    """The gradients of the rows from every rank, with zeros behind each rank's if this rank's shard is shorter than the
+    longest. So the way back is an exchange of even shards, the first `rows` rows of which are those that were sent."""
+    longest = _arriving(rows, 0, options.world_size, options.unit)
+    if grad.shape[0] == longest:
+        return grad.contiguous()
+    own = grad.shape[0] // options.world_size
+    padded = grad.new_zeros(options.world_size, longest // options.world_size, grad.shape[1])
+    # Also if there are no rows: all ranks must record this for a second derivative, or none.
+    padded[:, :own] = grad.reshape(options.world_size, own, grad.shape[1])
+    return padded.flatten(0, 1)
 
 
 def _shaped(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """The rows that this rank has from every rank, with the middle dimensions of a."""
-    rows = per_entry(a)
+    rows = rows_per_entry(a)
     if rows:
-        return _with_middle(out, a, out.shape[0] // rows)
+        return as_tensor(out, out.shape[0] // rows, a)
     low, high = split(a.shape[0], world_size)[rank]
-    return _with_middle(out, a, world_size * (high - low))
-
-
-def _with_middle(out: torch.Tensor, a: torch.Tensor, entries: int) -> torch.Tensor:
-    return out if a.dim() == 2 else out.view(entries, *a.shape[1:-1], out.shape[1])
+    return as_tensor(out, world_size * (high - low), a)

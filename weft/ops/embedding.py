@@ -1,32 +1,56 @@
-"""embedding_bag_all_to_all: tables that lie whole on one rank each, batch parallel out.
+"""embedding_bag_all_to_all: each rank has some tables with all their rows; the result is sharded by samples.
 
     embedding_bag_all_to_all(indices, offsets, tables)   replaces   pooled = embedding_bag(...) of each table, side by side
                                                                     dist.all_to_all_single(out, pooled); out, columns in order
 
-Legend: M the global batch, m a rank's part of it, T the tables of this rank, N the columns of all ranks' tables.
+M is the global batch, m a rank's part of it; T the tables of this rank; N the columns of all ranks' tables. The operators of
+torch.library:
+
+    weft::embedding_bag_all_to_all(tables, indices, offsets, weights, ...)   -> out [m, N]
+    weft::embedding_bag_gradients(grad [m, N], tables, indices, ...)         -> gradients of tables and of weights
+    weft::embedding_bag_update(grad [m, N], tables(a!), states(b!), ...)     -> gradient of weights; an optimizer's step in
+    place
+
+In the backward the gradient goes back by an all-to-all while the indices are sorted (weft.runtime.gradients). Tables that have
+an optimizer are no saved tensors of autograd: several lookups of one table may wait for their backward, and each of these
+changes the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import islice
-from operator import index
-from typing import Literal
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from weft.core.errors import require
+from weft.compat.dispatch import writes_to
+from weft.core.problem import DType, LookupProblem, split
 from weft.core.schedule import Schedule
-from weft.ops.checks import DTYPES, check_own, group_of, listed, shape_of, spec_of
-from weft.ops.library.embedding import run_lookup
+from weft.ops.common import define, group_of, list_of, spec_of
+from weft.ops.embedding_arguments import (
+    batch_of,
+    check_disjoint,
+    check_indices,
+    check_values_of,
+    dims_by_rank,
+    dtype_of_tables,
+    offsets_of,
+)
 from weft.ops.optimizers import Optimizer
+from weft.runtime import gradients
+from weft.runtime.calls import LookupCall
+from weft.runtime.groups import GROUPS
 
-_INDEX_TYPES = (torch.int32, torch.int64)
+Tables = Sequence[torch.Tensor]
+_BACKWARD = "all-to-all of the gradient of embedding_bag_all_to_all"
+"""What errors call the exchange in the backward."""
 with torch.inference_mode(False):  # this module may first be loaded in there
     _ANCHOR = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
-"""Of compiled lookups: their graphs have gradients for inputs alone, and one that is made within is none."""
+"""What compiled lookups of a rank without tables take for `anchor`. A graph has gradients for its inputs alone, and a tensor
+that is made within it is none of those."""
 
 
 def embedding_bag_all_to_all(
@@ -84,122 +108,35 @@ def embedding_bag_all_to_all(
     ranks call different things; PeerLost and WaitTimeout if a rank is lost.
     Source: fused computation-collectives (arXiv 2305.06942).
     """
-    group_name, rank, world_size = group_of(group)
-    tables = listed("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
-    _check_indices(indices, per_sample_weights, mode)
-    kind = _check_tables(tables, indices.device, dtype)
-    by_rank = _dims(tables, dims, rank, world_size)
-    offsets = _offsets(offsets, lengths, indices)
-    samples = _batch(offsets.shape[0] - 1, len(tables), batch)
+    name, rank, world_size = group_of(group)
+    tables = list_of("tables", tables, "pass this rank's tables, matrices [rows, dim], in a list")
+    check_indices(indices, per_sample_weights, mode)
+    kind = dtype_of_tables(tables, indices.device, dtype)
+    by_rank = dims_by_rank(tables, dims, rank, world_size)
+    offsets = offsets_of(offsets, lengths, indices)
+    samples = batch_of(offsets.shape[0] - 1, len(tables), batch)
     if not isinstance(pooling, int) or pooling < 1:
         raise ValueError(f"pooling is {pooling!r}; it must be a whole number of at least 1")
-    return run_lookup(
+    states = _states(optimizer, tables, sparse)
+    counts, flat_dims = [len(own) for own in by_rank], [dim for own in by_rank for dim in own]
+    update = (optimizer.KIND, optimizer.lr, optimizer.eps) if optimizer else ("", 0.0, 0.0)
+    spec = spec_of(schedule, "embedding_bag_all_to_all")
+    out: torch.Tensor = _embedding_bag_all_to_all(
         tables,
         indices.contiguous(),
         offsets.contiguous(),
         None if per_sample_weights is None else per_sample_weights.contiguous(),
         _anchor(tables, indices) if any(by_rank) else None,
-        _states(optimizer, tables, sparse),
-        group_name,
-        rank,
-        [len(own) for own in by_rank],
-        [dim for own in by_rank for dim in own],
-        samples,
-        mode,
-        kind,
-        spec_of(schedule, "embedding_bag_all_to_all"),
-        pooling,
-        _checked(checked, indices),
-        sparse,
-        optimizer.KIND if optimizer else "",
-        optimizer.lr if optimizer else 0.0,
-        optimizer.eps if optimizer else 0.0,
+        states,
+        _Lookup(name, rank, counts, flat_dims, samples, mode),
+        _Forward(kind, spec, pooling, _checked(checked, indices), sparse, *update),
     )
-
-
-def _check_indices(indices: torch.Tensor, weights: torch.Tensor | None, mode: str) -> None:
-    if not isinstance(indices, torch.Tensor) or indices.dim() != 1 or indices.dtype not in _INDEX_TYPES:
-        raise ValueError(f"indices is {_kind_of(indices)}; it must be a vector of int32 or int64")
-    if indices.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"indices is on {indices.device}; weft runs on cpu and cuda")
-    if mode not in ("sum", "mean"):
-        raise ValueError(f"mode is {mode!r}; use 'sum' or 'mean'")
-    if weights is None:
-        return
-    if mode != "sum":
-        raise ValueError("per_sample_weights goes with mode='sum' alone; divide the weights for a weighted mean")
-    if not isinstance(weights, torch.Tensor):
-        raise ValueError(f"per_sample_weights is a {type(weights).__name__}; it must be a tensor")
-    if weights.shape != indices.shape or weights.dtype not in DTYPES or weights.device != indices.device:
-        wanted = f"a float vector of {indices.shape[0]} on {indices.device}, one for each index"
-        raise ValueError(f"per_sample_weights is {_kind_of(weights)} on {weights.device}; it must be {wanted}")
-
-
-def _check_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
-    """The tables' dtype."""
-    if not tables and dtype not in DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; a rank without tables must say what the others have, of {', '.join(DTYPES.values())}"
-        )
-    for at, table in enumerate(tables):
-        require(f"tables[{at}]", table, torch.Tensor, "it must be a matrix [rows, dim]")
-        check_own(f"tables[{at}]", table)
-    kind = tables[0].dtype if tables else dtype
-    if kind not in DTYPES or dtype not in (None, kind):
-        raise ValueError(f"tables[0] is {kind}, dtype {dtype}; weft takes {', '.join(DTYPES.values())}, the same for both")
-    for at, table in enumerate(tables):
-        if table.dim() != 2 or table.shape[1] < 1 or table.stride(1) != 1 or table.stride(0) < table.shape[1]:
-            raise ValueError(f"tables[{at}] is {shape_of(table)}; it must be a matrix [rows, dim] of contiguous rows")
-        if table.dtype != kind or table.device != device:
-            have, need = f"{table.dtype} on {table.device}", f"{kind} on {device}"
-            raise ValueError(f"tables[{at}] is {have}; tables and indices must agree: {need}")
-    assert kind is not None
-    return kind
-
-
-def _dims(
-    tables: Sequence[torch.Tensor], dims: Sequence[Sequence[int]] | None, rank: int, world_size: int
-) -> tuple[tuple[int, ...], ...]:
-    own = tuple(int(table.shape[1]) for table in tables)
-    if dims is None:
-        return (own,) * world_size
-    try:
-        found = tuple(tuple(index(dim) for dim in one) for one in dims)
-    except TypeError:
-        found = ()
-    if len(found) != world_size or any(dim < 1 for one in found for dim in one):
-        raise ValueError(f"dims is {dims}; it must have a list of whole numbers of at least 1 for each of {world_size} ranks")
-    if found[rank] != own:
-        raise ValueError(f"dims[{rank}] is {found[rank]}, but the tables of rank {rank} have dims {own}")
-    return found
-
-
-def _offsets(offsets: torch.Tensor | None, lengths: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
-    given, name = (lengths, "lengths") if offsets is None else (offsets, "offsets")
-    if (offsets is None) == (lengths is None):
-        raise ValueError("offsets and lengths: pass one of them, and None for the other")
-    if not isinstance(given, torch.Tensor) or given.dim() != 1 or given.dtype not in _INDEX_TYPES:
-        raise ValueError(f"{name} is {_kind_of(given)}; it must be a vector of int32 or int64")
-    if given.device != indices.device:
-        raise ValueError(f"{name} is on {given.device}, indices on {indices.device}; they must agree")
-    if name == "offsets" and not given.shape[0]:
-        raise ValueError("offsets is empty; it has one entry more than there are bags")
-    return given if name == "offsets" else torch.nn.functional.pad(given.cumsum(0), (1, 0))
-
-
-def _batch(bags: int, tables: int, batch: int | None) -> int:
-    """M, from the number of bags."""
-    if not tables and batch is None:
-        raise ValueError("batch is None; a rank without tables must say how many samples all ranks have")
-    found = batch if batch is not None else bags // tables
-    if bags != tables * found:
-        needed = f"{tables} tables of {found} samples need {tables * found}: a bag for each table and sample, table by table"
-        raise ValueError(f"offsets or lengths has {bags} bags (offsets has one entry more); {needed}")
-    return found
+    return out
 
 
 def _anchor(tables: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
-    """A rank without tables takes part in the backward, too: the others wait for its gradient."""
+    """A tensor that requires a gradient, for a rank without tables: so autograd runs the backward there, too, and the other
+    ranks do not wait for its gradient in vain."""
     if tables or not torch.is_grad_enabled():
         return None
     if torch.compiler.is_compiling():
@@ -217,27 +154,8 @@ def _states(optimizer: Optimizer | None, tables: Sequence[torch.Tensor], sparse:
     if torch.is_grad_enabled() and not all(table.requires_grad for table in tables):
         raise ValueError("optimizer updates tables in backward; let all of them require a gradient, or use torch.no_grad()")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _check_apart(tuple([(table.data_ptr(), *table.shape, table.stride(0), table.element_size()) for table in tables]))
+        check_disjoint(tuple([(table.data_ptr(), *table.shape, table.stride(0), table.element_size()) for table in tables]))
     return optimizer.states_of(tables)
-
-
-@lru_cache(maxsize=64)
-def _check_apart(tables: tuple[tuple[int, ...], ...]) -> None:
-    """Of rows that two tables have, one update would be lost: each is made by a block of its own. tables: of each its address,
-    rows, columns, elements from row to row, and bytes of one."""
-    placed = sorted((table, at) for at, table in enumerate(tables) if table[1])
-    for number, ((first_ptr, rows, cols, stride, item), first) in enumerate(placed):
-        end_ptr = first_ptr + item * ((rows - 1) * stride + cols)
-        for (second_ptr, others, width, pitch, _), second in islice(placed, number + 1, None):
-            if second_ptr >= end_ptr:
-                break
-            column = (second_ptr - first_ptr) // item % stride
-            alike = others == 1 or stride == pitch
-            if not (alike and cols <= column <= stride - width):
-                raise ValueError(
-                    f"tables[{min(first, second)}] and tables[{max(first, second)}] share memory; with an optimizer, give each "
-                    "table rows of its own, or look both features up in one table"
-                )
 
 
 def _checked(checked: bool | None, indices: torch.Tensor) -> bool:
@@ -246,5 +164,258 @@ def _checked(checked: bool | None, indices: torch.Tensor) -> bool:
     return indices.device.type == "cpu" if checked is None else checked
 
 
-def _kind_of(value: object) -> str:
-    return f"{shape_of(value)} of {value.dtype}" if isinstance(value, torch.Tensor) else shape_of(value)
+# The forward.
+
+
+class _Lookup(NamedTuple):
+    """Options that forward and backward share. counts, dims: how many tables each rank has, and the columns of all tables in
+    the order of ranks. how: "sum" or "mean"; torch does not allow the name `mode` where an operator changes its arguments."""
+
+    group: str
+    rank: int
+    counts: list[int]
+    dims: list[int]
+    batch: int
+    how: str
+
+    @property
+    def by_rank(self) -> tuple[tuple[int, ...], ...]:
+        ends = tuple(accumulate(self.counts))
+        return tuple(tuple(self.dims[end - count : end]) for count, end in zip(self.counts, ends, strict=True))
+
+    @property
+    def mode(self) -> Literal["sum", "mean"]:
+        return cast(Literal["sum", "mean"], self.how)
+
+    def describe(self) -> str:
+        """What every rank must have in common, a line each."""
+        return f"batch: {self.batch}\ndims: {self.by_rank}\nmode: {self.how}"
+
+
+class _Forward(NamedTuple):
+    """The other options of weft::embedding_bag_all_to_all. optimizer, lr, eps: what the backward updates tables by; "" for
+    none."""
+
+    dtype: torch.dtype
+    schedule: str
+    pooling: int
+    checked: bool
+    sparse: bool
+    optimizer: str
+    lr: float
+    eps: float
+
+
+def _forward(
+    tables: Tables,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    anchor: torch.Tensor | None,
+    states: Tables,
+    lookup: _Lookup,
+    options: _Forward,
+) -> torch.Tensor:
+    call = LookupCall(
+        op="embedding_bag_all_to_all",
+        schedule=options.schedule,
+        tables=tables,
+        indices=indices,
+        offsets=offsets,
+        weights=weights,
+        batch=lookup.batch,
+        dims=lookup.by_rank,
+        mode=lookup.mode,
+        dtype=options.dtype,
+        pooling=options.pooling,
+    )
+    out = GROUPS.run(lookup.group, call)["out"][0]
+    if options.checked:
+        check_values_of(tables, indices, offsets, lookup.batch)
+    return out
+
+
+def _forward_fake(tables: Tables, indices: torch.Tensor, *rest: Any) -> torch.Tensor:
+    lookup, options = rest[-2:]
+    low, high = split(lookup.batch, len(lookup.counts))[lookup.rank]
+    return indices.new_empty((high - low, sum(lookup.dims)), dtype=options.dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    tables, indices, offsets, weights, anchor, states, ctx.lookup, ctx.options = inputs
+    ctx.tables_given, ctx.states_given, ctx.weighted = len(tables), len(states), weights is not None
+    ctx.anchored = anchor is not None and anchor.device.type == "cpu"
+    ctx.updated = (tables, states) if ctx.options.optimizer and tables else None
+    ctx.versions = [writes_to(table) for table in tables]
+    saved = () if ctx.options.optimizer else tables
+    ctx.save_for_backward(indices, offsets, *((weights,) if ctx.weighted else ()), *saved)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    with GROUPS.failing(ctx.lookup.group):  # a table may have changed meanwhile, and the others wait for this rank's part
+        indices, offsets, *rest = ctx.saved_tensors
+        weights = rest.pop(0) if ctx.weighted else None
+        found = _gradients_of if ctx.updated is None else _updated
+        of_tables, of_weights, of_anchor = found(ctx, grad.contiguous(), rest, indices, offsets, weights)
+    return of_tables, None, None, of_weights, of_anchor, [None] * ctx.states_given
+
+
+def _gradients_of(
+    ctx: Any, grad: torch.Tensor, tables: Tables, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[list[torch.Tensor | None], torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of tables, weights and anchor."""
+    sparse, needs_tables, needs_weights = ctx.options.sparse, any(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[3])
+    # torch has no fakes of sparse tensors, so these do not go through the dispatcher.
+    call = _gradients if sparse else _embedding_bag_gradients
+    found = call(grad, tables, indices, offsets, weights, ctx.lookup, _Wanted(sparse, needs_tables, needs_weights))
+    here = ctx.tables_given if needs_tables else 0
+    of_tables = [one if needed else None for one, needed in zip(found[:here], ctx.needs_input_grad[0], strict=False)]
+    # The anchor's gradient depends on this rank's part in the exchange. A compiled backward would otherwise leave the exchange
+    # out, since nothing is asked of it, and the other ranks would wait. An anchor on a GPU is no input of a graph.
+    of_anchor = found[-1] if ctx.anchored and not needs_weights else None
+    return of_tables or [None] * ctx.tables_given, found[here] if needs_weights else None, of_anchor
+
+
+def _updated(
+    ctx: Any, grad: torch.Tensor, _: Tables, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> tuple[list[None], torch.Tensor | None, None]:
+    """The gradient of weights. The tables are updated instead of having one."""
+    (tables, states), options, needs_weights = ctx.updated, ctx.options, bool(ctx.needs_input_grad[3])
+    for at, (table, version) in enumerate(zip(tables, ctx.versions, strict=True)):
+        if needs_weights and writes_to(table) != version:
+            raise ValueError(
+                f"tables[{at}] has changed since its lookup, and the gradient of per_sample_weights is of what it was; with an "
+                "optimizer, look such a table up once in a graph, and run its backward once"
+            )
+    own = [table.detach() for table in tables]
+    update = _Update(options.optimizer, options.lr, options.eps, needs_weights)
+    of_weights = _embedding_bag_update(grad, own, states, indices, offsets, weights, ctx.lookup, update)
+    return [None] * ctx.tables_given, of_weights if needs_weights else None, None
+
+
+_LOOKUP = "str group, int rank, int[] counts, int[] dims, SymInt batch, str how"
+_embedding_bag_all_to_all = define(
+    "embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor,"
+    f" Tensor[] states, {_LOOKUP}, ScalarType dtype, str schedule, int pooling, bool checked, bool sparse,"
+    " str optimizer, float lr, float eps) -> Tensor",
+    _Lookup,
+    _Forward,
+    run=_forward,
+    fake=_forward_fake,
+    save=_save,
+    backward=_backward,
+    double_backward=False,
+)
+
+
+# The operators of its backward.
+
+
+def _bound_backward(
+    lookup: _Lookup, grad: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
+) -> gradients.Backward:
+    kind = cast(DType, str(grad.dtype).removeprefix("torch."))
+    return gradients.Backward(
+        problem=LookupProblem.of(batch=lookup.batch, dims=lookup.by_rank, mode=lookup.mode, dtype=kind),
+        rank=lookup.rank,
+        all_to_all=GROUPS.all_to_all(lookup.group, _BACKWARD, indices.device),
+        indices=indices,
+        offsets=offsets,
+        weights=weights,
+    )
+
+
+class _Wanted(NamedTuple):
+    """The other options of weft::embedding_bag_gradients. sparse: whether the tables' gradients are."""
+
+    sparse: bool
+    of_tables: bool
+    of_weights: bool
+
+
+def _gradients(
+    grad: torch.Tensor,
+    tables: Tables,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    lookup: _Lookup,
+    wanted: _Wanted,
+) -> list[torch.Tensor]:
+    with torch.no_grad():
+        backward = _bound_backward(lookup, grad, indices, offsets, weights)
+        work = partial(backward.gradients, grad, tables, **wanted._asdict())
+        rows, factors = GROUPS.watched(lookup.group, _BACKWARD, lookup.describe(), grad.device, work)
+    found = rows if factors is None else [*rows, factors]
+    return found or [_nothing()]
+
+
+def _gradients_fake(
+    grad: torch.Tensor,
+    tables: Tables,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    lookup: _Lookup,
+    wanted: _Wanted,
+) -> list[torch.Tensor]:
+    rows = [table.new_empty(table.shape) for table in tables] if wanted.of_tables else []
+    found = [*rows, weights.new_empty(weights.shape)] if wanted.of_weights and weights is not None else rows
+    return found or [_nothing()]
+
+
+def _nothing() -> torch.Tensor:
+    """The result of an exchange that makes no gradient for this rank: an operator must return something."""
+    return torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+_embedding_bag_gradients = define(
+    "embedding_bag_gradients(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights,"
+    f" {_LOOKUP}, bool sparse, bool of_tables, bool of_weights) -> Tensor[]",
+    _Lookup,
+    _Wanted,
+    run=_gradients,
+    fake=_gradients_fake,
+)
+
+
+class _Update(NamedTuple):
+    """The other options of weft::embedding_bag_update: an optimizer, and whether weights need a gradient."""
+
+    kind: str
+    lr: float
+    eps: float
+    of_weights: bool
+
+
+def _update(
+    grad: torch.Tensor,
+    tables: Tables,
+    states: Tables,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    lookup: _Lookup,
+    update: _Update,
+) -> torch.Tensor:
+    with torch.no_grad():
+        backward = _bound_backward(lookup, grad, indices, offsets, weights)
+        optimizer = gradients.Optimizer(kind=update.kind, lr=update.lr, eps=update.eps, states=states)
+        work = partial(backward.apply, grad, tables, optimizer, of_weights=update.of_weights)
+        factors = GROUPS.watched(lookup.group, _BACKWARD, lookup.describe(), grad.device, work)
+    return grad.new_empty(0) if factors is None else factors
+
+
+def _update_fake(grad: torch.Tensor, *rest: Any) -> torch.Tensor:
+    weights, _, update = rest[-3:]
+    return weights.new_empty(weights.shape) if update.of_weights and weights is not None else grad.new_empty(0)
+
+
+_embedding_bag_update = define(
+    "embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor offsets,"
+    f" Tensor? weights, {_LOOKUP}, str kind, float lr, float eps, bool of_weights) -> Tensor",
+    _Lookup,
+    _Update,
+    run=_update,
+    fake=_update_fake,
+)

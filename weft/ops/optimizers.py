@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from weft.compat.dispatch import graph_break
+
 
 @dataclass(kw_only=True)
 class SGD:
@@ -49,7 +51,7 @@ class RowwiseAdagrad:
         if tables and not self.states:
             if torch.compiler.is_compiling():
                 # A graph that both makes states and changes them in its backward is refused by torch's partitioner.
-                torch._dynamo.graph_break(msg=_STATELESS)
+                graph_break(_STATELESS)
                 self.states = torch.compiler.disable(_zeros)(tables)  # type: ignore[no-untyped-call]
             else:
                 self.states = _zeros(tables)

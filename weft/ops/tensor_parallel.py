@@ -3,24 +3,42 @@
     all_gather_matmul(a, b)        replaces   dist.all_gather_into_tensor(a_full, a); a_full @ b
     matmul_reduce_scatter(a, b)    replaces   c = a @ b; dist.reduce_scatter_tensor(out, c)
 
-Legend: M N K full extents, m n k a rank's part. Each is a torch.library custom operator (weft::...) with a fake
-implementation, so that it traces under torch.compile.
+Capitals M N K are full extents, m n k a rank's part. The operators of torch.library take flat matrices and a group's name:
+
+    weft::all_gather_matmul(a [m, K], bs [K, n]..., ...)   -> [out [M, n], ..., gathered [M, K] if it is asked for]
+    weft::matmul_reduce_scatter(a [M, k], b [k, N], ...)   -> out [m, N]
+
+The backward of each is the other one, overlapped with its matmul as in the forward:
+
+    all_gather_matmul       grad_a = reduce_scatter(grad_out @ b^T)      grad_b = all_gather(a)^T @ grad_out
+    matmul_reduce_scatter   grad_a = all_gather(grad_out) @ b^T          grad_b = a^T @ all_gather(grad_out)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
 
+from weft.compat.c10d import group_named
 from weft.core.errors import require
 from weft.core.problem import split
 from weft.core.schedule import Schedule
-from weft.ops.checks import check_operands, group_of, listed, spec_of
-from weft.ops.library.tensor_parallel import run_gather, run_scatter
-from weft.ops.rows import flat, per_entry
+from weft.ops.common import (
+    as_matrix,
+    as_tensor,
+    backward_schedule,
+    check_operands,
+    define,
+    group_of,
+    list_of,
+    rows_per_entry,
+    spec_of,
+)
+from weft.runtime.calls import MatmulCall
+from weft.runtime.groups import GROUPS
 
 
 @overload
@@ -113,21 +131,101 @@ def all_gather_matmul(
     Raises ValueError for wrong shapes, dtypes or names; RankMismatch if ranks call different things; PeerLost and
     WaitTimeout if a rank is lost. Sources: FiCCO (arXiv 2512.10236), T3 (arXiv 2401.16677); see docs/schedules.md.
     """
-    bs = [b] if isinstance(b, torch.Tensor) else listed("b", b, "pass a matrix, or several in a list")
-    check_operands(a, bs, len(bs))
-    group_name, rank, world_size = group_of(group)
-    dim = _dimension(a, gather_dim, "gather_dim")
+    bs = [b] if isinstance(b, torch.Tensor) else list_of("b", b, "pass a matrix, or several in a list")
+    check_operands(a, bs)
+    name, rank, world_size = group_of(group)
+    dim = _dimension("gather_dim", gather_dim, a)
     moved = a.movedim(dim, 0) if dim else a
     _check_rows(rows, moved.shape[0], rank, world_size)
     total = world_size * moved.shape[0] if rows is None else rows
-    unit = per_entry(moved)
+    unit = rows_per_entry(moved)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
-    spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
-    results = run_gather(flat(moved), bs, group_name, total * unit, max(unit, 1), spec, gathered, keep)
-    shaped = [_shaped(r, total, moved, dim) for r in results]
-    outs = shaped[: len(bs)]
-    out = outs[0] if isinstance(b, torch.Tensor) else outs
-    return (out, shaped[-1]) if return_gathered else out
+    spec = spec_of(schedule, "all_gather_matmul")
+    options = _Gather(name, total * unit, max(unit, 1), spec, return_gathered or keep, keep)
+    results = [_shaped(one, total, moved, dim) for one in _all_gather_matmul(as_matrix(moved), bs, options)]
+    out = results[0] if isinstance(b, torch.Tensor) else results[: len(bs)]
+    return (out, results[-1]) if return_gathered else out
+
+
+class _Gather(NamedTuple):
+    """Options of weft::all_gather_matmul. rows: of the whole flat a. unit: flat rows of one entry of the gathered dimension.
+    keep: the gathered a, which is then the last output, is kept for b's gradient."""
+
+    group: str
+    rows: int
+    unit: int
+    schedule: str
+    return_gathered: bool
+    keep: bool
+
+
+def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
+    call = MatmulCall(
+        op="all_gather_matmul",
+        a=a,
+        bs=bs,
+        rows=options.rows,
+        row_multiple=options.unit,
+        schedule=options.schedule,
+        return_gathered=options.return_gathered,
+    )
+    outputs = GROUPS.run(options.group, call)
+    return outputs["out"] + outputs.get("gathered", [])
+
+
+def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
+    outs = [a.new_empty(options.rows, b.shape[1]) for b in bs]
+    return outs + [a.new_empty(options.rows, a.shape[1])] * options.return_gathered
+
+
+def _gather_save(ctx: Any, inputs: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
+    a, bs, ctx.options = inputs
+    # Zeros for a gathered a that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(a, *([outputs[-1]] if ctx.options.keep else []), *bs)
+
+
+def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    (a, *bs), options = ctx.saved_tensors, ctx.options
+    kept = bs.pop(0) if options.keep else None
+    grad_a: torch.Tensor | None = None
+    grad_bs: list[torch.Tensor | None] = [None] * len(bs)
+    if ctx.needs_input_grad[0]:
+        # Of an output that nobody has used the gradient is zeros, and not left out: ranks may differ in what they use, and all
+        # must make the same call.
+        factors = [a.new_zeros(options.rows, b.shape[1]) if g is None else g for g, b in zip(grads, bs, strict=False)]
+        columns = [*bs]
+        if options.return_gathered and grads[-1] is not None:
+            # The gradient of the gathered a goes back to its owners by the same reduce-scatter, as a product with 1.
+            factors.append(grads[-1])
+            columns.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
+        group = group_named(options.group)
+        spec = backward_schedule(options.schedule, "matmul_reduce_scatter")
+        back = _Scatter(options.group, group.rank(), group.size(), options.unit, spec, "sum")
+        grad_a = _matmul_reduce_scatter(_concatenated(factors), _concatenated_transposed(columns), back)
+    if any(ctx.needs_input_grad[1]):
+        gathered = _gathered_again(a, options) if kept is None else kept
+        wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
+        grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
+    return grad_a, grad_bs
+
+
+def _gathered_again(a: torch.Tensor, options: _Gather) -> torch.Tensor:
+    no_columns = a.new_empty(a.shape[1], 0)
+    again = options._replace(schedule="sequential", return_gathered=True, keep=False)
+    gathered: torch.Tensor = _all_gather_matmul(a, [no_columns], again)[-1]
+    return gathered
+
+
+_all_gather_matmul = define(
+    "all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool return_gathered,"
+    " bool keep) -> Tensor[]",
+    _Gather,
+    run=_gather,
+    fake=_gather_fake,
+    save=_gather_save,
+    backward=_gather_backward,
+)
 
 
 def matmul_reduce_scatter(
@@ -158,41 +256,136 @@ def matmul_reduce_scatter(
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it; where M does not divide, the last ranks' are
     shorter or empty. Raises as all_gather_matmul does.
     """
-    check_operands(a, [b], 1)
+    check_operands(a, [b])
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
-    group_name, rank, world_size = group_of(group)
-    dim = _dimension(a, scatter_dim, "scatter_dim")
+    name, rank, world_size = group_of(group)
+    dim = _dimension("scatter_dim", scatter_dim, a)
     moved = a.movedim(dim, 0) if dim else a
-    unit = per_entry(moved)
-    out = run_scatter(
-        flat(moved), b, group_name, rank, world_size, max(unit, 1), spec_of(schedule, "matmul_reduce_scatter"), op
-    )
+    unit = max(rows_per_entry(moved), 1)
+    options = _Scatter(name, rank, world_size, unit, spec_of(schedule, "matmul_reduce_scatter"), op)
+    out: torch.Tensor = _matmul_reduce_scatter(as_matrix(moved), b, options)
     low, high = split(moved.shape[0], world_size)[rank]
     return _shaped(out, high - low, moved, dim)
 
 
-def _shaped(out: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
-    """A matrix with its first dimension, of `entries`, where the caller has it, and the middle ones of `moved`."""
-    if moved.dim() == 2:
-        return out
-    return out.view(entries, *moved.shape[1:-1], out.shape[1]).movedim(0, dim)
+class _Scatter(NamedTuple):
+    """Options of weft::matmul_reduce_scatter. unit: flat rows of one entry of the scattered dimension. op: "sum" or "avg"."""
+
+    group: str
+    rank: int
+    world_size: int
+    unit: int
+    schedule: str
+    op: str
 
 
-def _dimension(a: torch.Tensor, dim: int, name: str) -> int:
-    require(name, dim, int, f"it must be in 0 to {a.dim() - 2}")
+def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
+    call = MatmulCall(
+        op="matmul_reduce_scatter",
+        a=a,
+        bs=[b],
+        rows=a.shape[0],
+        row_multiple=options.unit,
+        schedule=options.schedule,
+        reduce_op=cast(Literal["sum", "avg"], options.op),
+    )
+    return GROUPS.run(options.group, call)["out"][0]
+
+
+def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
+    low, high = split(a.shape[0] // options.unit, options.world_size)[options.rank]
+    return a.new_empty((high - low) * options.unit, b.shape[1])
+
+
+def _scatter_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, ctx.options = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    (a, b), options = ctx.saved_tensors, ctx.options
+    scaled = grad / options.world_size if options.op == "avg" else grad
+    spec = backward_schedule(options.schedule, "all_gather_matmul")
+    back = _Gather(options.group, a.shape[0], options.unit, spec, return_gathered=True, keep=False)
+    grad_a, gathered = _all_gather_matmul(scaled.contiguous(), [b.t()], back)
+    return grad_a, _gradient_of(b, a, gathered) if ctx.needs_input_grad[1] else None
+
+
+_matmul_reduce_scatter = define(
+    "matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, str op)"
+    " -> Tensor",
+    _Scatter,
+    run=_scatter,
+    fake=_scatter_fake,
+    save=_scatter_save,
+    backward=_scatter_backward,
+)
+
+
+# What both share.
+
+
+def _dimension(name: str, dim: int, a: torch.Tensor) -> int:
+    """A dimension but the last, counted from 0. Raises ValueError that names the argument."""
+    if not isinstance(dim, int):
+        raise ValueError(f"{name} is a {type(dim).__name__}; it must be in 0 to {a.dim() - 2}")
     found = dim + a.dim() if dim < 0 else dim
     if not 0 <= found < a.dim() - 1:
         raise ValueError(f"{name} is {dim}; for a of {a.dim()} dimensions it must be in 0 to {a.dim() - 2}")
     return found
 
 
-def _check_rows(rows: int | None, mine: int, rank: int, world_size: int) -> None:
+def _check_rows(rows: int | None, own: int, rank: int, world_size: int) -> None:
     if rows is None:
         return
     require("rows", rows, (int, torch.SymInt), "it must be a whole number, or None")
     low, high = split(rows, world_size)[rank]
-    if mine != high - low:
+    if own != high - low:
         raise ValueError(
-            f"rows is {rows}: torch.chunk over {world_size} ranks gives rank {rank} {high - low} rows, but a has {mine}"
+            f"rows is {rows}: torch.chunk over {world_size} ranks gives rank {rank} {high - low} rows, but a has {own}"
         )
+
+
+def _shaped(rows: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
+    """A matrix as a tensor with the dimensions of `moved`, its first one, of so many entries, where the caller has it."""
+    out = as_tensor(rows, entries, moved)
+    return out.movedim(0, dim) if dim else out
+
+
+def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """a^T @ grad, laid out as b is: the gradient of a transposed weight would otherwise be copied when it is accumulated."""
+    return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
+
+
+def _concatenated(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The columns of all of them; a single one as it is (copying a weight takes as long as its collective)."""
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
+
+
+def _concatenated_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The transpose of that. Of transposed weights the rows are copied as they lie in memory, and not element by element."""
+    if len(matrices) > 1 and _is_transposed(matrices[0]):
+        return _stacked([matrix.t() for matrix in matrices])
+    return _concatenated(matrices).t()
+
+
+def _stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all of them. They are not copied if they follow each other in one storage and none needs a gradient here."""
+    first = matrices[0]
+    derived = torch.is_grad_enabled() and any(matrix.requires_grad for matrix in matrices)
+    if torch.compiler.is_compiling() or derived or any(type(matrix) is not torch.Tensor for matrix in matrices):
+        return torch.cat(list(matrices))
+    end = first.storage_offset()
+    for matrix in matrices:
+        shared = matrix.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not shared or matrix.storage_offset() != end or not matrix.is_contiguous() or matrix.dtype != first.dtype:
+            return torch.cat(list(matrices))
+        end += matrix.numel()
+    rows = sum(matrix.shape[0] for matrix in matrices)
+    # A contiguous matrix of one row may have any stride.
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+
+
+def _is_transposed(matrix: torch.Tensor) -> bool:
+    return matrix.stride(0) == 1 < matrix.stride(1)

@@ -34,7 +34,7 @@ from weft.models.inductor.graph import Refused, place_in, shape, share_waits
 from weft.models.inductor.outputs import layout_of_outputs
 from weft.models.inductor.places import file_and_line, module_name
 from weft.models.sites import Site
-from weft.ops.checks import spec_of
+from weft.ops.common import spec_of
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 _COLLECTIVES = frozenset(("_c10d_functional", "_c10d_functional_autograd", "_dtensor"))

@@ -34,7 +34,7 @@ from weft.models.inductor.graph import (
     shape,
     value,
 )
-from weft.ops.checks import DTYPES
+from weft.ops.common import DTYPES
 
 START = c10d.all_gather_into_tensor.default
 _OTHER_USES: dict[object, str] = {

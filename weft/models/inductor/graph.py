@@ -18,7 +18,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.fx import Graph, Node
 
-from weft.ops.checks import DTYPES
+from weft.ops.common import DTYPES
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.texts import no_group
-from weft.ops.checks import DTYPES, check_values
+from weft.ops.common import DTYPES, check_values
 from weft.overlap import collectives as by_copy_engine
 from weft.overlap.collectives.checks import check_overlap
 

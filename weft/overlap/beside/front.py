@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import require
-from weft.ops.checks import group_of
+from weft.ops.common import group_of
 from weft.overlap.beside.collectives import Collective, SendReceive, rehearsed
 from weft.overlap.beside.kernels import Kernels
 from weft.overlap.beside.sites import Site, Sites, Use, sites_of

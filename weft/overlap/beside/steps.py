@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weft.core.errors import require
 from weft.core.logs import warn_once
-from weft.ops.checks import DTYPES, group_of
+from weft.ops.common import DTYPES, group_of
 from weft.overlap.beside.blocks import Turns, in_blocks
 from weft.overlap.beside.collectives import AllReduce
 from weft.overlap.beside.device import Device

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from weft.core.errors import require
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Schedule
-from weft.ops.checks import check_values, group_of, shape_of, spec_of
-from weft.ops.library.collectives import default_sms
+from weft.ops.collective import default_sms
+from weft.ops.common import check_values, group_of, shape_of, spec_of
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS
 

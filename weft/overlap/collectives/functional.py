@@ -20,8 +20,8 @@ import torch.distributed as dist
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
-from weft.ops.checks import group_of, shape_of, spec_of
-from weft.ops.library.collectives import run_collective
+from weft.ops.collective import Collective, collective
+from weft.ops.common import group_of, shape_of, spec_of
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.groups import GROUPS
 
@@ -134,4 +134,6 @@ def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     check_tensor(op, "x", x)
     staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
     spec = spec_of(options.schedule, op)
-    return run_collective(x, op, reduction(options.reduce_op), group_name, world_size, spec, staging_bytes or 0, sms or 0)
+    reduce_op = reduction(options.reduce_op)
+    found: torch.Tensor = collective(x, Collective(op, reduce_op, group_name, world_size, spec, staging_bytes or 0, sms or 0))
+    return found

@@ -1,0 +1,107 @@
+"""The operators as torch.library knows them: their schemas, and which calls need torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.ops.common import define, outside_dispatcher
+
+SCHEMAS = [
+    "weft::all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool "
+    "return_gathered, bool keep) -> Tensor[]",
+    "weft::all_to_all_columns_matmul(Tensor a, Tensor b, str group, int world_size, str schedule, bool "
+    "return_received) -> Tensor[]",
+    "weft::all_to_all_matmul(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, bool"
+    " return_received) -> Tensor[]",
+    "weft::collective(Tensor x, str op, str reduce_op, str group, int world_size, str schedule, int staging_bytes, "
+    "int sms) -> Tensor",
+    "weft::embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor,"
+    " Tensor[] states, str group, int rank, int[] counts, int[] dims, SymInt batch, str how, ScalarType dtype, str "
+    "schedule, int pooling, bool checked, bool sparse, str optimizer, float lr, float eps) -> Tensor",
+    "weft::embedding_bag_gradients(Tensor grad, Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, str"
+    " group, int rank, int[] counts, int[] dims, SymInt batch, str how, bool sparse, bool of_tables, bool of_weights)"
+    " -> Tensor[]",
+    "weft::embedding_bag_update(Tensor grad, Tensor(a!)[] tables, Tensor(b!)[] states, Tensor indices, Tensor "
+    "offsets, Tensor? weights, str group, int rank, int[] counts, int[] dims, SymInt batch, str how, str kind, float "
+    "lr, float eps, bool of_weights) -> Tensor",
+    "weft::experts_spread(Tensor x, Tensor place) -> Tensor",
+    "weft::experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
+    "weft::experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
+    "weft::linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
+    "weft::matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
+    "weft::matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
+    "weft::matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
+    "weft::matmul_reduce_scatter(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, "
+    "str op) -> Tensor",
+    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows) -> "
+    "(Tensor, Tensor)",
+    "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
+    "bool return_received) -> Tensor[]",
+    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows) ->"
+    " (Tensor, Tensor)",
+    "weft::swiglu(Tensor hidden, Tensor counts) -> Tensor",
+    "weft::swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",
+]
+"""Saved graphs name operators and their arguments: these stay as they are."""
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.partition("(")[0])
+def test_saved_graphs_find_their_operators(schema: str) -> None:
+    name = schema.partition("(")[0].removeprefix("weft::")
+    assert str(getattr(torch.ops.weft, name).default._schema) == schema
+
+
+def test_options_are_those_of_the_schema() -> None:
+    class Options(NamedTuple):
+        group: str
+        rows: int
+
+    with pytest.raises(AssertionError, match="rows"):
+        define("wrong_order(Tensor a, SymInt rows, str group) -> Tensor", Options, run=lambda: None, fake=lambda: None)
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _x(**options: Any) -> torch.Tensor:
+    return torch.ones(2, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "outside"),
+    [
+        (lambda: [_x(), [_x(), _x()], None, []], True),
+        (lambda: [torch.nn.Parameter(_x(), requires_grad=False)], True),
+        (lambda: [_x(requires_grad=True)], False),
+        (lambda: [_x(), [_x(), torch.nn.Parameter(_x())]], False),
+        (lambda: [_x(dtype=torch.complex64).conj()], False),
+        (lambda: [[torch._neg_view(_x())]], False),
+        (lambda: [_x().as_subclass(_Own)], False),
+    ],
+)
+def test_tensors_that_need_the_dispatcher(make: Callable[[], Any], outside: bool) -> None:
+    assert outside_dispatcher(make()) is outside
+
+
+def test_gradients_need_the_dispatcher_only_where_they_are_recorded() -> None:
+    with torch.no_grad():
+        assert outside_dispatcher([torch.nn.Parameter(_x())])
+
+
+def test_modes_and_tracers_need_the_dispatcher() -> None:
+    with _Mode():
+        assert not outside_dispatcher([_x()])
+    found = torch.compile(lambda x: x + outside_dispatcher([x]), backend="eager", fullgraph=True)(_x())
+    assert torch.equal(found, _x())
+    assert outside_dispatcher([_x()])

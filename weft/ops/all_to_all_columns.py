@@ -1,0 +1,164 @@
+"""matmul_all_to_all with split_dim=-1 and all_to_all_matmul with gather_dim=-1: between parts of rows and parts of columns.
+
+The operators of torch.library take flat matrices and a group's name:
+
+    weft::matmul_all_to_all_columns(a [M, K], b [K, N], ...)   -> out [world_size * M, n]
+    weft::all_to_all_columns_matmul(a [M, k], b [K, N], ...)   -> [out [m, N], received [m, K] if asked for]
+
+m = M / world_size; n and k are such parts of N and K. In the first, part d of a product's columns goes to rank d. In the
+second, part d of the rows of a goes to rank d, which concatenates the columns that it receives. The backward of each is the
+other one:
+
+    matmul_all_to_all_columns    grad_a = concatenated(grad_out) @ b^T     grad_b = a^T @ concatenated(grad_out)
+    all_to_all_columns_matmul    grad_a = to_ranks(grad_out @ b^T)         grad_b = concatenated(a)^T @ grad_out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.core.schedule import Schedule
+from weft.ops.common import as_matrix, as_tensor, backward_schedule, check_operands, define, group_of, spec_of
+from weft.runtime.calls import MatmulCall
+from weft.runtime.groups import GROUPS
+
+
+def columns_to_ranks(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule
+) -> torch.Tensor:
+    """matmul_all_to_all(a, b, split_dim=-1)."""
+    check_operands(a, [b])
+    name, _, world_size = group_of(group)
+    if b.shape[1] % world_size:
+        raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
+    options = _ToRanks(name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
+    return as_tensor(_matmul_all_to_all_columns(as_matrix(a), b, options), world_size * a.shape[0], a)
+
+
+class _ToRanks(NamedTuple):
+    """Options of weft::matmul_all_to_all_columns."""
+
+    group: str
+    world_size: int
+    schedule: str
+
+
+def _to_ranks(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tensor:
+    call = MatmulCall(op="matmul_all_to_all_columns", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=options.schedule)
+    return GROUPS.run(options.group, call)["out"][0]
+
+
+def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tensor:
+    return a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size)
+
+
+def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, ctx.options = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _to_ranks_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    (a, b), options = ctx.saved_tensors, ctx.options
+    spec = backward_schedule(options.schedule, "all_to_all_columns_matmul")
+    back = _FromRanks(options.group, options.world_size, spec, return_received=True)
+    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), back)
+    return grad_a, a.t() @ received
+
+
+_matmul_all_to_all_columns = define(
+    "matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
+    _ToRanks,
+    run=_to_ranks,
+    fake=_to_ranks_fake,
+    save=_to_ranks_save,
+    backward=_to_ranks_backward,
+)
+
+
+def columns_from_ranks(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """all_to_all_matmul(a, b, gather_dim=-1)."""
+    name, _, world_size = group_of(group)
+    check_operands(a, [b], parts=world_size)
+    if a.shape[0] % world_size:
+        raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
+    options = _FromRanks(name, world_size, spec_of(schedule, "all_to_all_columns_matmul"), return_received)
+    results = _all_to_all_columns_matmul(as_matrix(a), b, options)
+    entries = a.shape[0] // world_size
+    out = as_tensor(results[0], entries, a)
+    return (out, as_tensor(results[1], entries, a)) if return_received else out
+
+
+class _FromRanks(NamedTuple):
+    """Options of weft::all_to_all_columns_matmul."""
+
+    group: str
+    world_size: int
+    schedule: str
+    return_received: bool
+
+
+def _from_ranks(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> list[torch.Tensor]:
+    call = MatmulCall(
+        op="all_to_all_columns_matmul",
+        a=a,
+        bs=[b],
+        rows=a.shape[0],
+        row_multiple=1,
+        schedule=options.schedule,
+        return_gathered=options.return_received,
+    )
+    outputs = GROUPS.run(options.group, call)
+    return outputs["out"] + outputs.get("gathered", [])
+
+
+def _from_ranks_fake(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> list[torch.Tensor]:
+    rows = a.shape[0] // options.world_size
+    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, b.shape[0])] * options.return_received
+
+
+def _from_ranks_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
+    a, b, ctx.options = inputs
+    # Zeros for received rows that nobody has used would go through the whole backward.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(a, b, *outputs[1:])
+
+
+def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    (a, b, *kept), options = ctx.saved_tensors, ctx.options
+    grad = a.new_zeros(a.shape[0] // options.world_size, b.shape[1]) if grads[0] is None else grads[0].contiguous()
+    grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        factors, columns = grad, b
+        if options.return_received and grads[-1] is not None:
+            # The gradient of the received rows goes back with the rest, as a product with 1.
+            factors = torch.cat([grad, grads[-1]], 1)
+            columns = torch.cat([b, torch.eye(b.shape[0], dtype=b.dtype, device=b.device)], 1)
+        spec = backward_schedule(options.schedule, "matmul_all_to_all_columns")
+        grad_a = _matmul_all_to_all_columns(factors, columns.t(), _ToRanks(options.group, options.world_size, spec))
+    if ctx.needs_input_grad[1]:
+        # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
+        received = kept[0] if kept else _received_again(a, b, options)
+        grad_b = received.t() @ grad
+    return grad_a, grad_b
+
+
+def _received_again(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> torch.Tensor:
+    again = options._replace(schedule="sequential", return_received=True)
+    received: torch.Tensor = _all_to_all_columns_matmul(a, b[:, :0], again)[1]
+    return received
+
+
+_all_to_all_columns_matmul = define(
+    "all_to_all_columns_matmul(Tensor a, Tensor b, str group, int world_size, str schedule, bool return_received) -> Tensor[]",
+    _FromRanks,
+    run=_from_ranks,
+    fake=_from_ranks_fake,
+    save=_from_ranks_save,
+    backward=_from_ranks_backward,
+)

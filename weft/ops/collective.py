@@ -1,0 +1,100 @@
+"""A collective alone, of whole rows, as a new tensor: what the functions of weft.collectives call.
+
+weft::collective(x [m, ...], op, ...)   -> out
+
+op                out                      its gradient
+all_gather        [world_size * m, ...]    reduce_scatter, sum
+reduce_scatter    [m / world_size, ...]    all_gather, divided by world_size if it averages
+all_to_all        [m, ...]                 all_to_all
+all_reduce        [m, ...]                 all_reduce
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+
+from weft.core.problem import Op
+from weft.ops.common import backward_schedule, define
+from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
+from weft.runtime.groups import GROUPS
+from weft.runtime.nearest import nearest_profile
+
+_BACKWARD: dict[str, Op] = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_reduce": "all_reduce",
+}
+
+
+class Collective(NamedTuple):
+    """Options of weft::collective. group: by name. staging_bytes, sms: 0 for the default."""
+
+    op: str
+    reduce_op: str
+    group: str
+    world_size: int
+    schedule: str
+    staging_bytes: int
+    sms: int
+
+    def shape(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """Of the result."""
+        rows = {"all_gather": x.shape[0] * self.world_size, "reduce_scatter": x.shape[0] // self.world_size}
+        return (rows.get(self.op, x.shape[0]), *x.shape[1:])
+
+
+@cache
+def default_sms(device: torch.device) -> int:
+    """How many SMs a lane of communication blocks occupies on this machine."""
+    return 2 * nearest_profile(device).stores.sms
+
+
+def _run(x: torch.Tensor, options: Collective) -> torch.Tensor:
+    out = x.new_empty(options.shape(x))
+    call = CollectiveCall(
+        op=cast(Op, options.op),
+        schedule=options.schedule,
+        a=x.contiguous(),
+        out=out,
+        reduce_op=cast(Literal["sum", "avg"], options.reduce_op),
+        staging_bytes=options.staging_bytes or staging_from_environment(x.device),
+        sms=options.sms or default_sms(x.device),
+    )
+    GROUPS.run(options.group, call)
+    return out
+
+
+def _fake(x: torch.Tensor, options: Collective) -> torch.Tensor:
+    return x.new_empty(options.shape(x))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.options = inputs
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
+    options: Collective = ctx.options
+    op = _BACKWARD[options.op]
+    if op == "reduce_scatter":
+        check_summed(op, f"the gradient of {options.op}", grad)
+    if options.op == "reduce_scatter" and options.reduce_op == "avg":
+        grad = grad / options.world_size
+    schedule = options.schedule if op == options.op else backward_schedule(options.schedule, op)
+    reduce_op = options.reduce_op if op == "all_reduce" else "sum"
+    return (collective(grad, options._replace(op=op, reduce_op=reduce_op, schedule=schedule)),)
+
+
+collective = define(
+    "collective(Tensor x, str op, str reduce_op, str group, int world_size, str schedule, int staging_bytes, int sms)"
+    " -> Tensor",
+    Collective,
+    run=_run,
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+)
+"""weft::collective."""

@@ -1,0 +1,79 @@
+"""Column-parallel linears of an input that is replicated on all ranks: matmuls without communication, but for their backward.
+
+    weft::linears_of_whole(x [.., K], weights [n, K]..., ...)   -> [x @ weight^T [.., n], ...]
+
+Each weight is this rank's part of the columns, so each rank computes a part of the gradient of x. It is summed over the ranks
+by one matmul_all_reduce for all weights:
+
+    grad_x = all_reduce([grad_0 | grad_1 ..] @ [weight_0 / weight_1 ..])      grad_weight = grad^T @ x, if its result was used
+
+This is an operator and no autograd.Function: torch.compile would trace the backward of one with gradients of all results. A
+weight whose result nobody has used would then get zeros, and an optimizer's weight decay would change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.ops.all_reduce import AllReduce, flat_matmul_all_reduce
+from weft.ops.common import define
+from weft.ops.replicated import with_summed_double_gradient
+
+Tensor = torch.Tensor
+
+
+def column_parallel_linears(x: Tensor, weights: Sequence[Tensor], group: str, schedule: str) -> list[Tensor]:
+    """x @ weight^T for each weight. x: the same on all ranks. group: by name. schedule: of the backward's matmul_all_reduce."""
+    found: list[Tensor] = _linears(x, list(weights), _Options(group, schedule))
+    return found
+
+
+class _Options(NamedTuple):
+    group: str
+    schedule: str
+
+
+def _run(x: Tensor, weights: Sequence[Tensor], options: _Options) -> list[Tensor]:
+    return [torch.nn.functional.linear(x, weight) for weight in weights]
+
+
+def _fake(x: Tensor, weights: Sequence[Tensor], options: _Options) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, weights, ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    (x, *weights), options = ctx.saved_tensors, ctx.options
+    x = with_summed_double_gradient(x, options.group)
+    rows, given = _matrix(x), [None if grad is None else _matrix(grad) for grad in grads]
+    # The gradient of a result that nobody has used is zeros, and not left out: ranks may differ in what they use, and all must
+    # make the same call.
+    pairs = zip(given, weights, strict=True)
+    flat = [rows.new_zeros(rows.shape[0], weight.shape[0]) if grad is None else grad for grad, weight in pairs]
+    grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
+    grad_x = flat_matmul_all_reduce(grad, weight, None, None, AllReduce(options.group, options.schedule)).view(x.shape)
+    wanted = zip(given, ctx.needs_input_grad[1], strict=True)
+    return grad_x, [one.t() @ rows if needed and one is not None else None for one, needed in wanted]
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """All tokens as a matrix's rows. A single token, without a dimension for it, is one row."""
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)
+
+
+_linears = define(
+    "linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
+    _Options,
+    run=_run,
+    fake=_fake,
+    save=_save,
+    backward=_backward,
+)

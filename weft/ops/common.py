@@ -1,0 +1,345 @@
+"""What all operators share: how one is defined and called, what is checked of its arguments, and tensors as matrices.
+
+The file of an operator has, from top to bottom: the public function; the options of its torch.library operator, which are all
+arguments that are no tensors; what computes it; the shapes that torch.compile asks for; what autograd keeps, and the backward;
+and its definition.
+
+Operators are defined by torch.library.Library and not by the custom_op decorator, whose wrapper loads torch._dynamo at the
+first call. Where a process group exists by then, its threads outlive its destruction (docs/log.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, wraps
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import schedules
+from weft.comm.texts import no_group
+from weft.compat.dispatch import (
+    autocast_enabled,
+    forward_mode,
+    has_tangent,
+    in_functional_gradient,
+    observed,
+    without_autocast,
+)
+from weft.compat.functional import tree_flatten, tree_leaves, tree_unflatten
+from weft.core.errors import require
+from weft.core.problem import Op
+from weft.core.schedule import Schedule
+from weft.runtime.choose import MODES
+from weft.runtime.groups import GROUPS
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+Function = Callable[..., Any]
+
+
+# How an operator is defined and called.
+
+
+class _Library(torch.library.Library):
+    """Its operators refuse dual tensors in each of their kernels: where no tensor requires a gradient, torch's own autograd
+    kernel would drop their tangents."""
+
+    def impl(self, op_name: Any, fn: Function, dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, _without_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+
+_LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(
+    schema: str,
+    *options: Any,
+    run: Function,
+    fake: Function,
+    save: Function | None = None,
+    backward: Function | None = None,
+    double_backward: bool = True,
+) -> Function:
+    """Define the operator weft::... by its schema, and return the function that calls it.
+
+    options: NamedTuples. The schema lists tensors first, then the fields of these. torch passes the fields one by one; the
+    functions here, and the one that is returned, take each NamedTuple as one value:
+
+        run(*tensors, *options)                       computes the results
+        fake(*tensors, *options)                      makes empty results of the same shapes
+        save(ctx, (*tensors, *options), results)      keeps in ctx what the backward needs
+        backward(ctx, *grads)                         returns the gradients of the tensors
+
+    save and backward are for torch.library.register_autograd. double_backward: whether autograd may differentiate what the
+    backward calls; if not, gradients of its gradients raise ValueError.
+    """
+    name = schema.partition("(")[0]
+    arguments = [argument.split()[-1] for argument in schema[len(name) + 1 : schema.index(") ->")].split(", ")]
+    fields = [field for kind in options for field in kind._fields]
+    count = len(arguments) - len(fields)
+    ends = list(accumulate([len(kind._fields) for kind in options], initial=count))
+    places = [(kind, slice(*ends)) for kind, ends in zip(options, pairwise(ends), strict=True)]
+    assert arguments[count:] == fields, f"weft::{name} has {arguments[count:]} behind its tensors, its options have {fields}"
+
+    def grouped(flat: Sequence[Any]) -> list[Any]:
+        return [*flat[:count], *[kind(*flat[place]) for kind, place in places]]
+
+    def kernel(*flat: Any) -> Any:
+        return run(*grouped(flat))
+
+    def shapes(*flat: Any) -> Any:
+        return fake(*grouped(flat))
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if save is not None:
+            save(ctx, grouped(inputs), output)
+
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", shapes, lib=_LIBRARY)
+    if backward is not None:
+        once = backward if double_backward else _first_derivative_alone(backward, f"weft::{name}")
+        whole = _outside_autocast(once, len(fields))
+        torch.library.register_autograd(f"weft::{name}", whole, setup_context=setup, lib=_LIBRARY)
+    dispatched = getattr(torch.ops.weft, name)
+
+    def call(*given: Any) -> Any:
+        tensors = given[:count]
+        return run(*given) if outside_dispatcher(tensors) else dispatched(*tensors, *chain.from_iterable(given[count:]))
+
+    return call
+
+
+def outside_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None]) -> bool:
+    """Whether torch's dispatcher has nothing to do for a call with these tensors, so that it can be skipped; it takes some 15
+    us of host time. It is needed for gradients, for whatever traces or observes the call, for subclasses of Tensor, and for
+    views that torch has yet to negate or conjugate."""
+    if torch.compiler.is_compiling():
+        return False
+    if observed():
+        if in_functional_gradient():
+            raise ValueError(
+                "torch.func's grad, vjp and jacrev cannot be taken of weft's operators, whose derivatives torch.library knows;"
+                " use torch.autograd.grad, or backward"
+            )
+        return False
+    return _plain(arguments, torch.is_grad_enabled())
+
+
+def _plain(arguments: Iterable[Any], grad: bool) -> bool:
+    """Whether all of them are ordinary tensors without gradients, or lists of these. grad: whether gradients are recorded."""
+    for argument in arguments:
+        if type(argument) in _PLAIN:
+            if (grad and argument.requires_grad) or argument.is_neg() or argument.is_conj():
+                return False
+        elif argument is not None and not (isinstance(argument, (list, tuple)) and _plain(argument, grad)):
+            return False
+    return True
+
+
+def backward_schedule(schedule: str, op: Op) -> str:
+    """The schedule of a backward that calls the operator `op`: the forward's family if `op` has it. Otherwise, and for a
+    Schedule value, which fits the forward's problem alone, it is "auto"."""
+    family = schedule.partition(":")[0]
+    missing = family in schedules.NAMES and family not in schedules.names(op)
+    return "auto" if missing or schedule.startswith("value:") else schedule
+
+
+def _without_tangents(kernel: Function, what: str) -> Function:
+    @wraps(kernel)
+    def checked(*given: Any, **named: Any) -> Any:
+        if forward_mode() and any(map(has_tangent, tree_leaves((given, named)))):
+            raise ValueError(
+                f"{what} has no forward-mode derivative, and an argument is a dual tensor (torch.autograd.forward_ad,"
+                " torch.func.jvp); use reverse mode"
+            )
+        return kernel(*given, **named)
+
+    return checked
+
+
+def _outside_autocast(backward: Function, options: int) -> Function:
+    """A backward whose matmuls keep to their dtypes, as its operator did, also where it is called under autocast. It returns no
+    gradients for the options, of which there are so many."""
+
+    @wraps(backward)
+    def complete(*given: Any) -> tuple[Any, ...]:
+        if not autocast_enabled():
+            return (*backward(*given), *[None] * options)
+        with without_autocast():
+            return (*backward(*given), *[None] * options)
+
+    return complete
+
+
+def _first_derivative_alone(backward: Function, what: str) -> Function:
+    """A backward whose results raise ValueError if they are differentiated. create_graph=True alone raises nothing: it may be
+    there for the sake of other operators."""
+
+    @wraps(backward)
+    def guarded(ctx: Any, *flow: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *flow)
+        once = _SavedOnce(ctx)
+        with torch.no_grad():
+            leaves, structure = tree_flatten(backward(once, *flow))
+        grads = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        sources = [leaf for leaf in tree_leaves((flow, once.saved_tensors)) if isinstance(leaf, torch.Tensor)]
+        found = _NotDifferentiable.apply(what, len(grads), *grads.values(), *sources)  # type: ignore[no-untyped-call]
+        for at, grad in zip(grads, found, strict=True):
+            leaves[at] = grad
+        return tree_unflatten(leaves, structure)
+
+    return guarded
+
+
+class _SavedOnce:
+    """A context whose saved tensors are unpacked once: a checkpoint does not give them a second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """The identity of `count` gradients; the tensors behind them are those that the gradients were computed from. Its backward
+    raises ValueError, which names the operator `what`."""
+
+    @staticmethod
+    def forward(ctx: Any, what: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.what = what
+        return tuple(grad.detach() for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(f"{ctx.what} has first derivatives alone; for second ones, use torch's operators in its place")
+
+
+# What is checked of an operator's arguments.
+
+
+def group_of(group: dist.ProcessGroup | None) -> tuple[str, int, int]:
+    """(name, this rank, world_size) of a group. Raises ValueError if there is none, or this rank is not in it."""
+    if not dist.is_initialized():
+        raise ValueError("group: torch.distributed is not initialised; call dist.init_process_group, or start with torchrun")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(no_group(group, "call the operator"))
+    # The group's own methods: torch.distributed's functions of these names take ten times as long.
+    return group.group_name, group.rank(), group.size()
+
+
+def spec_of(schedule: str | Schedule, op: Op) -> str:
+    """A schedule as a string that the operator `op` takes. The runtime remembers Schedule values by their content."""
+    if isinstance(schedule, Schedule):
+        return GROUPS.keep(schedule)
+    if not isinstance(schedule, str):
+        raise ValueError(f"schedule is a {type(schedule).__name__}; use a name or a weft.Schedule")
+    if schedule not in MODES:
+        _check_name(schedule, op)
+    return schedule
+
+
+@lru_cache(maxsize=1024)
+def _check_name(schedule: str, op: Op) -> None:
+    try:
+        schedules.check_op(schedules.parse(schedule)[0], op)
+    except ValueError as error:
+        if schedule.partition(":")[0] in schedules.NAMES:
+            raise
+        raise ValueError(f"{error}, or auto, or planned") from None
+
+
+def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 1) -> None:
+    """What operators need of the matrices that they multiply. parts: how many ranks' columns of a are concatenated before they
+    are multiplied. Raises ValueError."""
+    if not isinstance(a, torch.Tensor) or a.dim() < 2:
+        raise ValueError(f"a is {shape_of(a)}; it must be a tensor of at least 2 dimensions")
+    if not bs:
+        raise ValueError("b is an empty list; pass one matrix or several")
+    check_own("a", a)
+    if not (a.is_cuda or a.is_cpu):
+        raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
+    if a.dtype not in DTYPES:
+        raise ValueError(f"a is {a.dtype}; weft takes {', '.join(DTYPES.values())}")
+    for i, b in enumerate(bs):
+        name = f"b[{i}]" if len(bs) > 1 else "b"
+        if not isinstance(b, torch.Tensor) or b.dim() != 2:
+            raise ValueError(f"{name} is {shape_of(b)}; it must be a matrix")
+        check_own(name, b)
+        if b.shape[0] != parts * a.shape[-1]:
+            columns = f"{a.shape[-1]} columns" + (f" on each of {parts} ranks" if parts > 1 else "")
+            raise ValueError(f"{name} has {b.shape[0]} rows, a has {columns} ({shape_of(a)} @ {shape_of(b)}); they must agree")
+        # get_device, which is fast, is -1 for a tensor without memory, too.
+        if b.dtype != a.dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
+            raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+def check_own(name: str, tensor: torch.Tensor) -> None:
+    """That a tensor is strided, and this rank's part itself. Raises ValueError."""
+    if tensor.is_nested:
+        raise ValueError(f"{name} is a nested tensor; weft takes tensors with one shape: use {name}.to_padded_tensor(0.0)")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; weft takes strided tensors: use {name}.to_dense()")
+    if type(tensor) not in _PLAIN and _is_dtensor(tensor):
+        raise ValueError(f"{name} is a DTensor; operators are called with each rank's own part: use {name}.to_local()")
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor  # import weft does not load it
+
+    return isinstance(tensor, DTensor)
+
+
+def check_values(name: str, tensor: torch.Tensor) -> None:
+    """That its memory holds its values, for what is read or written there. Raises ValueError."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, which holds its values in other tensors; use {name}.to_local() of a "
+            f"DTensor, {name}.wait() of an AsyncCollectiveTensor"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(
+            f"{name} is a view of values that torch has yet to negate or conjugate; use {name}.resolve_conj().resolve_neg()"
+        )
+
+
+def list_of(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
+    """Several tensors as a list. Raises ValueError for what holds none; `use` says what would work."""
+    if not isinstance(values, (list, tuple)):
+        require(name, values, Iterable, use)
+    return list(values)
+
+
+def shape_of(value: object) -> str:
+    """What an error says that an argument is."""
+    if isinstance(value, torch.Tensor):
+        return "a nested tensor" if value.is_nested else str(list(value.shape))
+    return f"a {type(value).__name__}"
+
+
+# Tensors as matrices: [entries, ..., K] has a row for each entry and each index of its middle dimensions.
+
+
+def rows_per_entry(a: torch.Tensor) -> int:
+    """Rows for one entry of the first dimension. It is 0 for an empty batch; ranks call with such a one, too, as a matrix
+    without rows."""
+    rows = 1
+    for extent in a.shape[1:-1]:
+        rows *= extent
+    return rows
+
+
+def as_matrix(a: torch.Tensor) -> torch.Tensor:
+    """The matrix of a tensor's rows."""
+    return a.reshape(a.shape[0] * rows_per_entry(a), a.shape[-1]) if a.dim() > 2 else a
+
+
+def as_tensor(rows: torch.Tensor, entries: int, like: torch.Tensor) -> torch.Tensor:
+    """A matrix as a tensor of so many entries, with the middle dimensions of `like`."""
+    return rows if like.dim() == 2 else rows.view(entries, *like.shape[1:-1], rows.shape[1])

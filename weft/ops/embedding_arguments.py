@@ -1,0 +1,140 @@
+"""What embedding_bag_all_to_all checks of its arguments, and derives from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
+from operator import index
+
+import torch
+
+from weft.core.errors import require
+from weft.ops.common import DTYPES, check_own, shape_of
+
+_INDEX_TYPES = (torch.int32, torch.int64)
+
+
+def check_indices(indices: torch.Tensor, weights: torch.Tensor | None, mode: str) -> None:
+    if not isinstance(indices, torch.Tensor) or indices.dim() != 1 or indices.dtype not in _INDEX_TYPES:
+        raise ValueError(f"indices is {_kind_of(indices)}; it must be a vector of int32 or int64")
+    if indices.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"indices is on {indices.device}; weft runs on cpu and cuda")
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode is {mode!r}; use 'sum' or 'mean'")
+    if weights is None:
+        return
+    if mode != "sum":
+        raise ValueError("per_sample_weights goes with mode='sum' alone; divide the weights for a weighted mean")
+    if not isinstance(weights, torch.Tensor):
+        raise ValueError(f"per_sample_weights is a {type(weights).__name__}; it must be a tensor")
+    if weights.shape != indices.shape or weights.dtype not in DTYPES or weights.device != indices.device:
+        wanted = f"a float vector of {indices.shape[0]} on {indices.device}, one for each index"
+        raise ValueError(f"per_sample_weights is {_kind_of(weights)} on {weights.device}; it must be {wanted}")
+
+
+def dtype_of_tables(tables: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype | None) -> torch.dtype:
+    """The tables' dtype. Raises ValueError for tables that are none, or not of one dtype and device."""
+    if not tables and dtype not in DTYPES:
+        raise ValueError(
+            f"dtype is {dtype}; a rank without tables must say what the others have, of {', '.join(DTYPES.values())}"
+        )
+    for at, table in enumerate(tables):
+        require(f"tables[{at}]", table, torch.Tensor, "it must be a matrix [rows, dim]")
+        check_own(f"tables[{at}]", table)
+    kind = tables[0].dtype if tables else dtype
+    if kind not in DTYPES or dtype not in (None, kind):
+        raise ValueError(f"tables[0] is {kind}, dtype {dtype}; weft takes {', '.join(DTYPES.values())}, the same for both")
+    for at, table in enumerate(tables):
+        if table.dim() != 2 or table.shape[1] < 1 or table.stride(1) != 1 or table.stride(0) < table.shape[1]:
+            raise ValueError(f"tables[{at}] is {shape_of(table)}; it must be a matrix [rows, dim] of contiguous rows")
+        if table.dtype != kind or table.device != device:
+            have, need = f"{table.dtype} on {table.device}", f"{kind} on {device}"
+            raise ValueError(f"tables[{at}] is {have}; tables and indices must agree: {need}")
+    assert kind is not None
+    return kind
+
+
+def dims_by_rank(
+    tables: Sequence[torch.Tensor], dims: Sequence[Sequence[int]] | None, rank: int, world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    own = tuple(int(table.shape[1]) for table in tables)
+    if dims is None:
+        return (own,) * world_size
+    try:
+        found = tuple(tuple(index(dim) for dim in one) for one in dims)
+    except TypeError:
+        found = ()
+    if len(found) != world_size or any(dim < 1 for one in found for dim in one):
+        raise ValueError(f"dims is {dims}; it must have a list of whole numbers of at least 1 for each of {world_size} ranks")
+    if found[rank] != own:
+        raise ValueError(f"dims[{rank}] is {found[rank]}, but the tables of rank {rank} have dims {own}")
+    return found
+
+
+def offsets_of(offsets: torch.Tensor | None, lengths: torch.Tensor | None, indices: torch.Tensor) -> torch.Tensor:
+    given, name = (lengths, "lengths") if offsets is None else (offsets, "offsets")
+    if (offsets is None) == (lengths is None):
+        raise ValueError("offsets and lengths: pass one of them, and None for the other")
+    if not isinstance(given, torch.Tensor) or given.dim() != 1 or given.dtype not in _INDEX_TYPES:
+        raise ValueError(f"{name} is {_kind_of(given)}; it must be a vector of int32 or int64")
+    if given.device != indices.device:
+        raise ValueError(f"{name} is on {given.device}, indices on {indices.device}; they must agree")
+    if name == "offsets" and not given.shape[0]:
+        raise ValueError("offsets is empty; it has one entry more than there are bags")
+    return given if name == "offsets" else torch.nn.functional.pad(given.cumsum(0), (1, 0))
+
+
+def batch_of(bags: int, tables: int, batch: int | None) -> int:
+    """M, from the number of bags. Raises ValueError if the tables do not share them evenly."""
+    if not tables and batch is None:
+        raise ValueError("batch is None; a rank without tables must say how many samples all ranks have")
+    found = batch if batch is not None else bags // tables
+    if bags != tables * found:
+        needed = f"{tables} tables of {found} samples need {tables * found}: a bag for each table and sample, table by table"
+        raise ValueError(f"offsets or lengths has {bags} bags (offsets has one entry more); {needed}")
+    return found
+
+
+@lru_cache(maxsize=64)
+def check_disjoint(tables: tuple[tuple[int, ...], ...]) -> None:
+    """That no two tables share memory, which an optimizer needs: each row is updated by a block of its own, so that one of two
+    updates would be lost. tables: of each its address, rows, columns, elements from row to row, and bytes of an element.
+    Raises ValueError."""
+    placed = sorted((table, at) for at, table in enumerate(tables) if table[1])
+    for number, ((first_ptr, rows, cols, stride, item), first) in enumerate(placed):
+        end_ptr = first_ptr + item * ((rows - 1) * stride + cols)
+        for (second_ptr, others, width, pitch, _), second in islice(placed, number + 1, None):
+            if second_ptr >= end_ptr:
+                break
+            column = (second_ptr - first_ptr) // item % stride
+            same_rows = others == 1 or stride == pitch
+            if not (same_rows and cols <= column <= stride - width):
+                raise ValueError(
+                    f"tables[{min(first, second)}] and tables[{max(first, second)}] share memory; with an optimizer, give each "
+                    "table rows of its own, or look both features up in one table"
+                )
+
+
+def check_values_of(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor, batch: int) -> None:
+    """Raise IndexError that names the first index that its table does not have, or ValueError for offsets that do not rise. The
+    host waits for the device."""
+    ends = offsets.long()
+    bad = (ends < 0) | (ends > indices.numel())
+    bad[1:] |= ends[1:] < ends[:-1]
+    if bool(bad.any()):
+        at = int(bad.nonzero()[0])
+        rule = f"offsets must rise from 0 or more to at most the number of indices, {indices.numel()}"
+        raise ValueError(f"offsets[{at}] is {int(ends[at])}{f' after {int(ends[at - 1])}' if at else ''}; {rule}")
+    for number, table in enumerate(tables):
+        own = indices[int(ends[number * batch]) : int(ends[(number + 1) * batch])]
+        wrong = ((own < 0) | (own >= table.shape[0])).nonzero()
+        if wrong.numel():
+            at = int(ends[number * batch]) + int(wrong[0])
+            bag = int(torch.searchsorted(ends, at, right=True)) - 1 - number * batch
+            where = f"indices[{at}], in bag {bag} of table {number},"
+            raise IndexError(f"{where} is {int(indices[at])}; the table has rows 0 to {table.shape[0] - 1}")
+
+
+def _kind_of(value: object) -> str:
+    return f"{shape_of(value)} of {value.dtype}" if isinstance(value, torch.Tensor) else shape_of(value)

@@ -1,0 +1,209 @@
+"""What lies around the matmuls of experts, without communication: one Triton kernel each on GPUs.
+
+    weft::experts_spread(x [T, H], place [T, k])             -> [T k, H]     rows[place[t, j]] = x[t]
+    weft::experts_total(rows [T k, H], place, weights?)      -> [T, H]       sums over j of weights[t, j] * rows[place[t, j]]
+    weft::swiglu(hidden [rows, 2 F], counts)                 -> [rows, F]    silu(left half) * right half; zeros below counts
+
+Each is computed in float32 (float64 in float64) and rounded once. On CPUs torch computes the same; under Triton's interpreter
+the kernels run there. The gradient of experts_spread is experts_total without weights, and the other way round.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from weft.ops.common import define
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _by_kernels(x: torch.Tensor) -> bool:
+    """Whether a kernel computes it. Triton's interpreter has no bfloat16."""
+    if x.is_cuda:
+        return x.dtype in _KERNEL_DTYPES
+    return os.environ.get("TRITON_INTERPRET") == "1" and x.dtype in _KERNEL_DTYPES[1:]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# experts_spread
+
+
+def experts_spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Each token's row once for each of its experts. place: [T, k], the rows of the result for each token; a permutation."""
+    rows: torch.Tensor = _experts_spread(x, place)
+    return rows
+
+
+def _spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    if _by_kernels(x):
+        from weft.kernels import experts
+
+        return experts.spread(x, place)
+    tokens, top = place.shape
+    rows = x.new_empty(tokens * top, x.shape[1])
+    rows[place.flatten()] = x.repeat_interleave(top, 0)
+    return rows
+
+
+def _spread_fake(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(place.shape[0] * place.shape[1], x.shape[1])
+
+
+def _spread_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _spread_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    (place,) = ctx.saved_tensors
+    return experts_total(grad, place, None), None
+
+
+_experts_spread = define(
+    "experts_spread(Tensor x, Tensor place) -> Tensor",
+    run=_spread,
+    fake=_spread_fake,
+    save=_spread_save,
+    backward=_spread_backward,
+)
+
+
+# experts_total
+
+
+def experts_total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """The sum of each token's rows, by weights [T, k] if given. place: as for experts_spread."""
+    total: torch.Tensor = _experts_total(rows, place, weights)
+    return total
+
+
+def _total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    if _by_kernels(rows):
+        from weft.kernels import experts
+
+        return experts.total(rows, place, weights)
+    each = _wide(rows[place])
+    return (each if weights is None else each * _wide(weights)[..., None]).sum(1).to(rows.dtype)
+
+
+def _total_fake(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return rows.new_empty(place.shape[0], rows.shape[1])
+
+
+def _total_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    rows, place, weights = inputs
+    ctx.weighed = weights is not None
+    ctx.save_for_backward(*((rows, place, weights) if ctx.weighed else (place,)))
+
+
+def _total_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    if not ctx.weighed:
+        return experts_spread(grad, *ctx.saved_tensors), None, None
+    grad_rows, grad_weights = _experts_total_backward(grad, *ctx.saved_tensors)
+    return grad_rows, None, grad_weights
+
+
+_experts_total = define(
+    "experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
+    run=_total,
+    fake=_total_fake,
+    save=_total_save,
+    backward=_total_backward,
+    double_backward=False,
+)
+
+
+def _weighed_gradients(
+    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if _by_kernels(rows):
+        from weft.kernels import experts
+
+        return experts.total_backward(grad, rows, place, weights)
+    each = _wide(grad)[:, None] * _wide(weights)[..., None]
+    grad_rows = torch.empty_like(rows)
+    grad_rows[place.flatten()] = each.flatten(0, 1).to(rows.dtype)
+    return grad_rows, (_wide(rows[place]) * _wide(grad)[:, None]).sum(2).to(weights.dtype)
+
+
+def _weighed_gradients_fake(
+    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+_experts_total_backward = define(
+    "experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
+    run=_weighed_gradients,
+    fake=_weighed_gradients_fake,
+)
+
+
+# swiglu
+
+
+def swiglu(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """silu(left half) * right half of hidden [rows, 2 F], computed in float32; zeros for rows past the sum of counts."""
+    out: torch.Tensor = _swiglu(hidden, counts)
+    return out
+
+
+def _gated(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if _by_kernels(hidden):
+        from weft.kernels import experts
+
+        return experts.swiglu(hidden, counts)
+    gate, up = _wide(_counted(hidden, counts)).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(hidden.dtype)
+
+
+def _gated_fake(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2)
+
+
+def _gated_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gated_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _swiglu_backward(grad, *ctx.saved_tensors), None
+
+
+_swiglu = define(
+    "swiglu(Tensor hidden, Tensor counts) -> Tensor",
+    run=_gated,
+    fake=_gated_fake,
+    save=_gated_save,
+    backward=_gated_backward,
+    double_backward=False,
+)
+
+
+def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    if _by_kernels(hidden):
+        from weft.kernels import experts
+
+        return experts.swiglu_backward(grad, hidden, counts)
+    gate, up = _wide(_counted(hidden, counts)).chunk(2, -1)
+    part, flow = gate.sigmoid(), _wide(_counted(grad, counts))
+    both = flow * up * part * (1 + gate * (1 - part)), flow * gate * part
+    return torch.cat(both, -1).to(hidden.dtype)
+
+
+def _gated_gradient_fake(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+_swiglu_backward = define(
+    "swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor", run=_gated_gradient, fake=_gated_gradient_fake
+)
+
+
+def _counted(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The rows that the counts include; the others, whatever they hold, as zeros."""
+    return torch.where(torch.arange(rows.shape[0], device=rows.device)[:, None] < counts.sum(), rows, 0)
