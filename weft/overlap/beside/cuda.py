@@ -20,9 +20,9 @@ from weft.overlap import controls
 from weft.overlap.beside.collectives import Collective, SendReceive
 from weft.overlap.beside.device import Device
 from weft.planner.ways import Abilities, Way
+from weft.runtime.aborts import Abort
 from weft.runtime.groups import GROUPS
 from weft.runtime.trial import timer_for
-from weft.runtime.vendor import Abort
 
 
 class Streams:
