@@ -243,7 +243,7 @@ def test_auto_without_a_profile_says_so() -> None:
     assert chosen.name == "sequential"
 
 
-@pytest.mark.parametrize("asked", ["auto", "planned", "heuristic"])
+@pytest.mark.parametrize("asked", ["auto", "planned"])
 def test_a_profile_that_lacks_the_dtype_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
     pytest.importorskip("torch")
     import torch

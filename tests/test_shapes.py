@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem
 from weft.core.schedule import Gemm, Schedule
 from weft.schedules import build, candidates, spec
@@ -86,5 +87,5 @@ def test_what_an_h200_takes_for_the_benchmarks_cases(case: Any) -> None:
 
 
 def shapes_of(schedule: Schedule) -> str:
-    steps = [step for rank, _, _, step in schedule if rank == 0 and isinstance(step, Gemm)]
+    steps = [step for rank, _, _, step in spelled_out(schedule).schedule if rank == 0 and isinstance(step, Gemm)]
     return " ".join(dict.fromkeys("{0.m}x{0.n}/{0.group}".format(blocks_for(step, GPU)) for step in steps))

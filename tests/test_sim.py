@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_tiny import tiny
 
+from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine, Topology, load
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Push, Region, Schedule, Signal, Step, Wait
@@ -208,7 +209,7 @@ def test_every_family_everywhere(op: Op, name: str, topology: Topology) -> None:
     machine = tiny(world_size=4, topology=topology, engines=3 if topology == "mesh" else 1)
     schedule = build(uneven(op), name, 3, fan_out=machine.fans_out)
     outcome = run(schedule, machine)
-    wanted = sorted((rank, lane.name) for rank, lane, _, _ in schedule)
+    wanted = sorted((rank, lane.name) for rank, lane, _, _ in spelled_out(schedule).schedule)
     assert sorted((s.rank, s.lane) for s in outcome.spans) == wanted
     assert_conserved(schedule, outcome, machine)
     assert simulate(schedule, machine) == outcome.spans

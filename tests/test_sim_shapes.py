@@ -30,8 +30,9 @@ def scheduled(of: Problem, spec: str) -> Schedule:
 
 
 def cost_of(schedule: Schedule, machine: Machine = H200) -> tuple[Gemm, kernels.GemmCost]:
-    step = next(step for lane in schedule.ranks[0] for step in lane.steps if isinstance(step, Gemm))
-    return step, kernels._cost(World(schedule, machine), 0, step, tuple(kernels._groups(step, 0)))
+    world = World(schedule, machine)
+    step = next(step for lane in world.schedule.ranks[0] for step in lane.steps if isinstance(step, Gemm))
+    return step, kernels._cost(world, 0, step, tuple(kernels._groups(step, 0)))
 
 
 @pytest.mark.parametrize("spec", ["flag_gated:1", "direct_store:1", "track_and_trigger:2"])

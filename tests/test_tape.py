@@ -16,6 +16,7 @@ import torch
 from families import PAIRS
 
 from weft.compat.streams import Word
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Region, Schedule, waits
 from weft.kernels.words import phases
@@ -35,19 +36,16 @@ class FakeProgram:
     """What a Tape asks of a CudaProgram, with addresses that name (rank, slot)."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
+        schedule = spelled_out(schedule).schedule
         self.schedule, self.rank, self.flags = schedule, rank, WaiterWords(schedule)
         self.kernels: dict[int, object] = {}
         self.pushes: dict[tuple[str, int], object] = {}
-        self.exchanges: dict[tuple[str, int], object] = {}
         matrix = SimpleNamespace(data_ptr=lambda: 0)
         buffers = [(b.name, r) for b in schedule.buffers for r in range(len(schedule.ranks))]
         self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
         self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None))
         self.matmul = self.collective = lambda *_: None
         self._growth = growth(schedule, CPU) | push_growth(schedule, self.itemsize(None), CPU)
-
-    def length_of(self, where: Where) -> int:
-        return 1
 
     def growth_of(self, flag: Flag) -> int:
         return self._growth.get(flag, 1)

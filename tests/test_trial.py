@@ -456,7 +456,7 @@ def test_mistakes_name_planned() -> None:
     from weft.ops.common import spec_of
 
     assert spec_of("planned", "all_gather_matmul") == "planned"
-    with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned for auto without a trial"):
+    with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or auto, or planned"):
         spec_of("plan", "all_gather_matmul")
     with pytest.raises(ValueError, match=r"families that have chunks$"):
         spec_of("flag_gated:0", "all_gather_matmul")

@@ -288,6 +288,22 @@ def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ra
     assert wait_for(lambda: passes == [[0, 0], [1, 1]])
 
 
+def test_a_call_that_does_not_end_when_it_is_released_is_logged(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a thread loads a kernel: CUDA runs nothing that would release it."""
+    monkeypatch.setattr(watchdog, "_STUCK_S", 0.2)
+    ticket = ranks.space.watchdog.begin(STREAM, lambda: "it waits", rehearses=False)
+    ranks.space.begun(ticket)
+    ranks.space.tickets.end(STREAM, ticket)
+    ranks.peer_fails()
+    assert ranks.failed()
+    assert wait_for(lambda: "loading a kernel" in caplog.text)
+    ranks.space.ended(ticket)
+    _nothing_for(0.5)
+    assert caplog.text.count("loading a kernel") == 1
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost: bool) -> None:
     """The device is lost; or what is stuck cannot be told, since its program is closed."""

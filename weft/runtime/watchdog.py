@@ -50,8 +50,15 @@ _NOTIFIED_S = 1.0
 """How long a peer may take to notify its calls of a failure: its watchdog looks every half second, at least."""
 _RELEASED_S = 1.0
 """A call that has not ended so long after all its flags were raised waits for a collective."""
+_STUCK_S = 10.0
+"""A call that has not ended so long after its waits were released does not end: the driver does not run the release."""
 _IDLE_TICKS = 25
 """A process group without calls in flight looks at its peers this much more rarely (graphs may be replaying)."""
+
+_STUCK = (
+    f"calls have not ended {_STUCK_S:g} s after their waits were released; if a thread of this process is in a CUDA call, it may "
+    "be loading a kernel, for which CUDA waits for all streams: end the process (WEFT_ON_FAILURE=abort does so at once)"
+)
 
 
 class Watchdog:
@@ -144,6 +151,7 @@ class Watchdog:
     def _drain(self) -> None:
         """After a failure: release what waits, again and again, until `close`."""
         released = ended = time.monotonic()
+        stuck = False
         while not self._stop.wait(POLL_S if self.tickets.pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
             with suppress(RuntimeError):  # a device that is lost has nothing that waits
                 self.releaser.release_all()
@@ -151,6 +159,9 @@ class Watchdog:
                     ended = time.monotonic()
                 if time.monotonic() > max(released, ended) + _RELEASED_S and (self._captures or self.tickets.pending):
                     self.releaser.abort_collectives()
+            if self.tickets.pending and not stuck and time.monotonic() > max(released, ended) + _STUCK_S:
+                stuck = True
+                LOGGER.error(_STUCK)
 
     def _look(self) -> bool:
         """Look at calls and peers once. Returns False once the group has failed, and that has been logged."""
