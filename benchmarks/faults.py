@@ -55,7 +55,7 @@ from calls import Case, Work
 from checked_options import appended, count
 
 import weft
-from weft.comm.memory import PREFIX, SHM
+from weft.comm.shared_memory import PREFIX, SHM
 from weft.core.errors import WeftError
 from weft.core.problem import LOOKUP_OPS
 from weft.core.schedule import Collective

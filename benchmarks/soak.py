@@ -49,7 +49,7 @@ from calls import Case, even
 from checked_options import appended, count
 
 import weft
-from weft.comm.memory import PREFIX, SHM
+from weft.comm.shared_memory import PREFIX, SHM
 from weft.runtime.ranks import SHARED, Ranks
 from weft.runtime.versions import versions
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from devices import H200
 
-from weft.comm.memory import process_start
+from weft.comm.processes import process_start
 from weft.comm.team import _BOARD, _LOG_AT, _LOGGED, Team
 from weft.compat.streams import Word
 from weft.runtime import cuda_space
@@ -40,7 +40,7 @@ def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
         team._logs = [board.words(_LOG_AT, _LOGGED) for board in boards]
         team.topic = "lone"
         team.group = cast(Any, None)
-        team.__dict__["near_meetings"] = None
+        team._heaps = {}
         made.append(team)
     return made
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from weft.comm import rendezvous
-from weft.comm.rendezvous import Meetings
+from weft.comm.symmetric_heap import rendezvous_of
+from weft.comm.team import Team
+from weft.compat import symmetric_memory
+from weft.compat.symmetric_memory import HandleExchange
 from weft.core.errors import WaitTimeout
 
 NUMBERS = itertools.count()
@@ -42,20 +44,23 @@ def _all(store: Any, group: Any, mine: str) -> list[bytes]:
     return found
 
 
-def meet(meetings: Meetings) -> list[int]:
+def meet(rendezvous: HandleExchange) -> list[int]:
     area = torch.full((1,), dist.get_rank(), dtype=torch.uint8)
-    return [value[0] for value in meetings.rendezvous(area)]
+    return [value[0] for value in rendezvous.exchange(area)]
 
 
 def groups_that_overlap() -> list[list[int]]:
     """By group of this rank, of three, who was met: twice two of them, once all, once the other two, and all again."""
     groups = dist.new_group([0, 1]), dist.group.WORLD, dist.new_group([1, 2])
-    some, everyone, others = ([rendezvous.meetings(group)] if _member(group) else [] for group in groups)
+    teams = [Team(group) if _member(group) else None for group in groups]  # type: ignore[arg-type]
+    some, everyone, others = ([rendezvous_of(team)] if team else [] for team in teams)
     found = list[list[int]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
-        for meetings in (*some, *some, *everyone, *others, *everyone):
-            found.append(meet(meetings))
+        for rendezvous in (*some, *some, *everyone, *others, *everyone):
+            found.append(meet(rendezvous))
+    for team in filter(None, teams):
+        team.close()
     return found
 
 
@@ -70,11 +75,12 @@ def the_same_names_again() -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
         for turn in range(2):
-            meetings = rendezvous.meetings(world)
-            patch.setattr(dist, "get_rank", lambda turn=turn: world.rank() + 10 * turn)
+            team = Team(world)
+            patch.setattr(dist, "get_rank", lambda *_, turn=turn: world.rank() + 10 * turn)
             if turn and world.rank():
                 time.sleep(0.5)  # what rank 0 finds until then is old
-            found.append(meet(meetings))
+            found.append(meet(rendezvous_of(team)))
+            team.close()
     return found
 
 
@@ -82,7 +88,7 @@ def two_threads(rounds: int) -> list[int]:
     """Two groups meet on two threads, which come to it in another order on each rank; how many were in it at once, at most, and
     how often ranks met."""
     world: Any = dist.group.WORLD
-    every = [rendezvous.meetings(world) for _ in range(2)]
+    every = [rendezvous_of(Team(world)) for _ in range(2)]
     order = every if dist.get_rank() else every[::-1]
     inside, most, met = 0, 0, 0
 
@@ -95,14 +101,14 @@ def two_threads(rounds: int) -> list[int]:
         inside, met = inside - 1, met + 1
         return found
 
-    def all_of_them(meetings: Meetings) -> None:
+    def all_of_them(rendezvous: HandleExchange) -> None:
         for _ in range(rounds):
-            assert meet(meetings) == list(range(dist.get_world_size()))
+            assert meet(rendezvous) == list(range(dist.get_world_size()))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", slowly)
         with ThreadPoolExecutor(2) as pool:
-            running = [pool.submit(all_of_them, meetings) for meetings in order]
+            running = [pool.submit(all_of_them, rendezvous) for rendezvous in order]
             for one in running:
                 one.result()
     return [most, met]
@@ -130,12 +136,12 @@ def as_torch_meets() -> str:
 def one_stays_away() -> str:
     """What rank 0 is told where rank 1 has died on the way."""
     world: Any = dist.group.WORLD
-    meetings = rendezvous.meetings(world)
+    rendezvous = rendezvous_of(Team(world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
-        patch.setattr(rendezvous, "BOUND_S", 1.0)
+        patch.setattr(symmetric_memory, "BOUND_S", 1.0)
         if dist.get_rank() == 0:
             with pytest.raises(WaitTimeout) as caught:
-                meet(meetings)
+                meet(rendezvous)
             return str(caught.value)
     return ""

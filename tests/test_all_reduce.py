@@ -162,8 +162,7 @@ def _without_meeting(one_hop: bool) -> None:
     device = torch.device("cpu")
     layout = kernel.plan(problem, rank, split(8, size), hops="one" if one_hop else "two", multiply=True, device=device, sms=1)
     team = Team(dist.group.WORLD)  # type: ignore[arg-type]
-    segments = team.allocate(layout.mailbox_bytes)
-    memory = kernel.mailbox([segment.address for segment in segments], 1, device)
+    memory = kernel.mailbox(team.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.01 * (rank == 1))
@@ -183,8 +182,6 @@ def _without_meeting(one_hop: bool) -> None:
     finally:
         kernel.received = received
         dist.barrier()
-        for segment in segments:
-            segment.close()
         team.close()
 
 

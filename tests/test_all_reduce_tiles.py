@@ -65,13 +65,11 @@ def _memory(layout: Any, blocks: int) -> Iterator[Any]:
     from weft.kernels.all_reduce import mailbox
 
     team = Team(dist.group.WORLD)  # type: ignore[arg-type]
-    segments = team.allocate(layout.mailbox_bytes)
+    piece = team.heap(torch.device("cpu")).allocate(layout.mailbox_bytes)
     try:
-        yield mailbox([segment.address for segment in segments], layout.blocks(blocks), torch.device("cpu"))
+        yield mailbox(piece.addresses, layout.blocks(blocks), torch.device("cpu"))
     finally:
         dist.barrier()
-        for segment in segments:
-            segment.close()
         team.close()
 
 

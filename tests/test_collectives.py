@@ -14,7 +14,7 @@ from rank_pools import interpreted_ranks
 
 import weft
 from weft import collectives
-from weft.comm.memory import Segment, unlink
+from weft.comm.shared_memory import Segment, unlink
 from weft.core.errors import RankMismatch
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem
 from weft.core.schedule import Collective

@@ -5,6 +5,7 @@ A failure here names what a new version has changed; weft/compat/ is then the on
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +42,9 @@ from weft.compat.functional import all_reduced, tree_flatten, tree_leaves, tree_
 from weft.compat.gloo import connections, nameless_group
 from weft.compat.grouped import grouped_mm
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options, without_inductor
-from weft.compat.storages import WeakStorage
+from weft.compat.mappings import mapped
+from weft.compat.storages import WeakStorage, users
+from weft.compat.symmetric_memory import _Numbered, registered
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 
 ROOT = Path(__file__).parents[1]
@@ -353,3 +357,42 @@ def _nameless() -> list[float]:
 @pytest.mark.ranks
 def test_gloo_connects_ranks_without_a_name(ranks: RankFixture) -> None:
     assert ranks(2).run(_nameless) == [[1.0, 0.5]] * 2
+
+
+def test_tensors_on_one_memory_are_counted() -> None:
+    area = torch.zeros(8)
+    assert users(area) == 1
+    part = area[2:4].view(torch.int32)
+    assert users(area) == 2
+    del part
+    assert users(area) == 1
+
+
+def test_a_group_that_is_registered_is_found_by_its_name_and_asks_its_own_store(tmp_path: Path) -> None:
+    """What torch's rendezvous is given: a group of no backend, whose keys are numbered anew."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    numbered = _Numbered(store)
+    with registered("a name", dist.ProcessGroup(numbered, 0, 1)):
+        found = _resolve_process_group("a name")  # type: ignore[arg-type]
+        assert (found.rank(), found.size()) == (0, 1)
+        asked = found.get_group_store()
+        asked.set("Symmetric/7/0", "one")
+        asked.set("Symmetric/9/0", "two")
+        assert asked.multi_get(["Symmetric/9/0", "Symmetric/7/0"]) == [b"two", b"one"]
+    assert [store.get(f"Symmetric/{number}/0") for number in range(2)] == [b"one", b"two"]
+    with pytest.raises(RuntimeError):
+        _resolve_process_group("a name")  # type: ignore[arg-type]
+
+
+def test_a_file_is_mapped_without_a_descriptor_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(4096))
+    descriptor = os.open(path, os.O_RDWR)
+    mapping = mapped(descriptor, 4096)
+    os.close(descriptor)
+    held = {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    assert str(path) not in held
+    mapping[:4] = b"weft"
+    assert path.read_bytes()[:4] == b"weft"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        mapped(descriptor, 4096)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.memory import reap_stale
+from weft.comm.shared_memory import reap_stale
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks, _whole
 

@@ -204,12 +204,12 @@ def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
 
 def _slow_to_map() -> str:
     """Rank 1 dies once its segment can be found; rank 0 sees that, and takes its own back; rank 2 is late to look for it."""
-    from weft.comm.memory import Segment
+    from weft.comm.shared_memory import Segment
     from weft.comm.team import Team
 
     check_gather(6, 4, 4, torch.float32, "sequential", 0)
     if dist.get_rank() == 1:
-        Team._publish_mapped = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        Team.await_mapped = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if dist.get_rank() == 2:
         plain = Segment.open
         Segment.open = lambda name: (time.sleep(0.5), plain(name))[1]  # type: ignore[method-assign, assignment]
@@ -229,14 +229,15 @@ def test_a_rank_that_is_late_to_map_hears_who_was_lost(fresh: Ranks) -> None:
 
 def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of its own: in /dev/shm teams of another run of tests reap, too, and leave what there is to reap."""
-    from weft.comm import memory
+    from weft.comm import shared_memory
+    from weft.comm.processes import process_namespace
 
-    monkeypatch.setattr(memory, "SHM", tmp_path)
-    stale = tmp_path / f"weft-{memory.processes()}-999999999-1-0123456789abcdef-data"
+    monkeypatch.setattr(shared_memory, "SHM", tmp_path)
+    stale = tmp_path / f"weft-{process_namespace()}-999999999-1-0123456789abcdef-data"
     others = tmp_path / "weft-123abc-999999999-1-0123456789abcdef-data"
     for path in (stale, others):
         path.write_bytes(b"x")
-    assert memory.reap_stale() == [stale.name]
+    assert shared_memory.reap_stale() == [stale.name]
     assert not stale.exists()
     assert others.exists(), "another container's, where that process may live"
 

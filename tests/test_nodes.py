@@ -26,6 +26,7 @@ from test_all_to_all import check_both as check_exchanges
 import weft
 from weft import collectives
 from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.symmetric_heap import rendezvous_of
 from weft.comm.team import Team
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout
 from weft.runtime.groups import GROUPS
@@ -166,11 +167,9 @@ def _out_of_reach() -> tuple[tuple[int, ...], bool, list[int]]:
     assert group is not None
     team = Team(group)
     try:
-        segments = team.allocate(64)
-        for segment in segments:
-            segment.close()
-        assert len(segments) == len(team.near)
-        return team.nodes, team.one_host, list(team.near)
+        piece = team.heap(torch.device("cpu")).allocate(64)
+        assert len(piece.addresses) == len(team.near)
+        return team.nodes, team.one_host, list(piece.ranks)
     finally:
         team.close()
 
@@ -191,7 +190,8 @@ def _near() -> list[list[int]]:
         patch.setattr(symmetric, "rendezvous", told)
         for _ in range(2):
             team = Team(group)
-            found += [meet(team.near_meetings), meet(team.near_meetings)]
+            rendezvous = rendezvous_of(team)
+            found += [meet(rendezvous), meet(rendezvous)]
             team.close()
     return found
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.comm.symmetric_heap import HostAllocation
 from weft.comm.team import Team
 from weft.core.schedule import Flag, Region
 from weft.runtime.interpret import Bindings
@@ -214,21 +215,22 @@ _WORDS_BYTES = 4096
 
 
 class _Exchange:
-    """Each rank's matrix in chunks of rows to all peers. A segment: words, then a place for each sender's matrix."""
+    """Each rank's matrix in chunks of rows to all peers. A rank's memory: words, then a place for each sender's matrix."""
 
     def __init__(self, rows: int, cols: int, gap: int) -> None:
         self.team = Team(dist.group.WORLD)  # type: ignore[arg-type]
         self.rank, self.size = self.team.rank, self.team.world_size
         self.rows, self.cols, self.lead = rows, cols, cols + gap
         place = rows * self.lead * 2
-        self.segments = self.team.allocate(_WORDS_BYTES + self.size * place)
-        self.words = self.segments[self.rank].words(0, self.size * CHUNKS)
+        piece = self.team.heap(CPU).allocate(_WORDS_BYTES + self.size * place)
+        assert isinstance(piece, HostAllocation)
+        self.words, self.addresses = piece.words(self.rank, self.size * CHUNKS), piece.addresses
         self.src = torch.zeros(rows, cols, dtype=torch.float16)
         self.bindings = Bindings()
         self.bindings.bind("a", self.rank, self.src)
-        for rank, segment in enumerate(self.segments):
+        for rank in range(self.size):
             for sender in range(self.size):
-                landing = segment.matrix(_WORDS_BYTES + sender * place, rows, self.lead, torch.float16)
+                landing = piece.view(rank, _WORDS_BYTES + sender * place, rows, self.lead, torch.float16)
                 self.bindings.bind(f"from{sender}", rank, landing)
         bounds = [n * rows // CHUNKS for n in range(CHUNKS + 1)]
         self.chunks = list(pairwise(bounds))
@@ -250,7 +252,7 @@ class _Exchange:
             itemsize=2,
             address=lambda region: self.bindings.view(region).data_ptr(),
             stride=lambda region: 2 * self.bindings.view(region).stride(0),
-            count_address=lambda flag: self.segments[flag.rank].address + 8 * flag.index,
+            count_address=lambda flag: self.addresses[flag.rank] + 8 * flag.index,
         )
 
     def check_arrivals(self, call: int) -> None:

@@ -76,8 +76,8 @@ def _ahead() -> None:
     problem = Problem(op="matmul_reduce_scatter", m=1, n=8, k=8 * size, world_size=size, dtype="float16")
     layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
     team = Team(dist.group.WORLD)  # type: ignore[arg-type]
-    segments = team.allocate(layout.mailbox_bytes)
-    memory = kernel.mailbox([segment.address for segment in segments], 1, torch.device("cpu"))
+    device = torch.device("cpu")
+    memory = kernel.mailbox(team.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
     received = kernel.received
 
     def late(*arguments: Any) -> Any:
@@ -96,8 +96,6 @@ def _ahead() -> None:
     finally:
         kernel.received = received
         dist.barrier()
-        for segment in segments:
-            segment.close()
         team.close()
 
 

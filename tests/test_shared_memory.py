@@ -14,8 +14,9 @@ import atomicshm
 import pytest
 from lone_ranks import teams, wait_for
 
-from weft.comm import memory
-from weft.comm.memory import Segment, died, process_start, processes, reap_stale
+from weft.comm import shared_memory
+from weft.comm.processes import died, process_namespace, process_start
+from weft.comm.shared_memory import Segment, reap_stale
 from weft.comm.team import _mark_failed
 from weft.core.errors import PeerLost
 
@@ -23,7 +24,7 @@ from weft.core.errors import PeerLost
 @pytest.fixture
 def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A /dev/shm of the test's own."""
-    monkeypatch.setattr(memory, "SHM", tmp_path)
+    monkeypatch.setattr(shared_memory, "SHM", tmp_path)
     return tmp_path
 
 
@@ -52,7 +53,7 @@ def test_flags_are_stored_with_release_and_loaded_with_acquire(monkeypatch: pyte
 
     monkeypatch.setattr(atomicshm, "AtomicView", View)
     segment = Segment.create("test", 64)
-    memory.unlink(segment.name)
+    shared_memory.unlink(segment.name)
     words = segment.words(8, 2)
     words.store(1, 7)
     assert words.load(1) == 7
@@ -86,18 +87,18 @@ def test_a_rank_without_file_descriptors_takes_nobody_for_dead(monkeypatch: pyte
 
 def test_what_a_dead_creator_left_is_removed_also_where_its_number_is_used_again(shm: Path) -> None:
     start = process_start(os.getpid())
-    names = {f"weft-{processes()}-{os.getpid()}-{at}-x-data" for at in (start, 1)}
+    names = {f"weft-{process_namespace()}-{os.getpid()}-{at}-x-data" for at in (start, 1)}
     for name in names:
         (shm / name).touch()
-    assert reap_stale() == [f"weft-{processes()}-{os.getpid()}-1-x-data"]
-    assert [path.name for path in shm.iterdir()] == [f"weft-{processes()}-{os.getpid()}-{start}-x-data"]
+    assert reap_stale() == [f"weft-{process_namespace()}-{os.getpid()}-1-x-data"]
+    assert [path.name for path in shm.iterdir()] == [f"weft-{process_namespace()}-{os.getpid()}-{start}-x-data"]
 
 
 def test_links_are_not_followed_and_what_cannot_be_removed_stays(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user of the host may put anything into /dev/shm, and owns it."""
     target = shm / "mine"
     target.touch()
-    link = shm / f"weft-{processes()}-999999999-1-dead-x"
+    link = shm / f"weft-{process_namespace()}-999999999-1-dead-x"
     link.symlink_to(target)
     lstat, me = Path.lstat, os.getuid()
 

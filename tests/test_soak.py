@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from calls import LAYOUTS, Case, Wrong, check, laid
 from soak import Kind, Paces, Part, Soak, Told, growth, kinds, leaks, rank_work, sequence, slowest
 
-from weft.comm.memory import Segment
+from weft.comm.shared_memory import Segment
 
 SHORT = Soak(calls=500, parts=10, catalogue=36, window=12, moves=25)
 

@@ -18,7 +18,7 @@ from conftest import RankFixture
 
 import weft
 from weft import collectives
-from weft.comm.memory import PREFIX, SHM
+from weft.comm.shared_memory import PREFIX, SHM
 from weft.comm.team import Team
 from weft.core.errors import PeerLost, WeftError
 from weft.runtime.ranks import Ranks
@@ -159,7 +159,7 @@ def test_a_setting_that_one_rank_cannot_take_is_raised_on_all(ranks: RankFixture
 
 def _no_room() -> tuple[str, float]:
     """Rank 1 finds no room for a tensor that peers can reach."""
-    from weft.comm.memory import Segment
+    from weft.comm.shared_memory import Segment
 
     weft.close()
     weft.all_gather_matmul(A, B)

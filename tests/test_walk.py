@@ -16,6 +16,8 @@ import weft
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(weft.__file__).parent
+IN_LONG_WAITS = "comm/processes.py"
+"""Whether peers live is asked only where a wait takes more than 20 ms, as it may on cores that have other work."""
 
 
 def walked() -> list[str]:
@@ -49,4 +51,4 @@ def _passed_through() -> list[str]:
 @pytest.mark.ranks
 def test_a_call_passes_through_the_files_of_the_walk(ranks: RankFixture) -> None:
     found, *_ = ranks(2).run(_passed_through)
-    assert sorted(found) == sorted(walked())
+    assert sorted(set(found) - {IN_LONG_WAITS}) == sorted(walked())

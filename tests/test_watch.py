@@ -17,6 +17,7 @@ import pytest
 import torch
 from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
 
+from weft.comm import symmetric_heap
 from weft.comm.team import _STATE, _TOLD, Team
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
@@ -207,7 +208,7 @@ def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypa
     other.start()
     ranks.space.settle()
     other.join()
-    monkeypatch.setattr(cuda_space, "FIRST_S", 0.1)
+    monkeypatch.setattr(symmetric_heap, "_SETTLE_S", 0.1)
     ranks.team.timeout_s = 0.05
     with pytest.raises(WaitTimeout, match=r"entered\[1\]@1.* after 0.1 s"):
         ranks.space.settle()
@@ -380,7 +381,7 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
 ) -> None:
     """Its call waits for a peer that is lost, or was enqueued in part: nothing else would end that wait."""
     released, given = threading.Event(), list[Any]()
-    ranks.space.pool = cast(Any, SimpleNamespace(give=given.append, close=lambda: None))
+    ranks.space.heap = cast(Any, SimpleNamespace(free=given.append, free_kept=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: released.wait(LONG_S) or pytest.fail("nobody released it"))
     program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None), _pieces=["words", "area"])
     ranks.space.releaser.add(id(program), released.set)
@@ -394,8 +395,9 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
 def test_a_program_that_cannot_be_bound_gives_its_memory_back(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to the garbage collector, symmetric memory may be freed in a capture, which ends the process."""
     given = list[Any]()
-    words = SimpleNamespace(memory=torch.zeros(8), addresses=[0, 0])
-    ranks.space.pool = cast(Any, SimpleNamespace(take=lambda nbytes: words, give=given.append, close=lambda: None))
+    words = SimpleNamespace(local=torch.zeros(8), addresses=[0, 0])
+    heap = SimpleNamespace(allocate=lambda nbytes, reusable: words, free=given.append, free_kept=lambda: None)
+    ranks.space.heap = cast(Any, heap)
 
     def refuses(program: Any, space: Any, schedule: Any) -> None:
         program.mailbox(64)
@@ -463,8 +465,8 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 
 def _state(team: Team, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
-    empty: dict[str, Any] = {"_attached": {}, "_programs": {}, "_spaces": {}, "_side": {}, "_sites": {}}
-    empty |= {"lock": threading.Lock()} | dict.fromkeys(("reachable", "_ragged"), SimpleNamespace(close=lambda: None))
+    empty: dict[str, Any] = {"_attached": {}, "_programs": {}, "_spaces": {}, "_side": {}, "_sites": {}, "_handed_out": []}
+    empty |= {"lock": threading.Lock()} | {"_ragged": SimpleNamespace(close=lambda: None)}
     for name, value in {**empty, **attributes, "team": team}.items():
         setattr(state, name, value)
     return state

@@ -17,7 +17,7 @@ from rank_work import bound, check_gather, whole
 
 import weft
 from weft import collectives
-from weft.comm.memory import free_symmetric
+from weft.compat.symmetric_memory import free_unused
 from weft.runtime import groups
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.groups import GROUPS
@@ -219,7 +219,7 @@ def _collected_in_a_capture() -> list[int]:
             a.add_(1)
             del mine
             gc.collect()
-        free_symmetric()
+        free_unused()
         free.append(_free_everywhere())
     finally:
         gc.enable()

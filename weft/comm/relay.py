@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from weft.comm.memory import Segment
+from weft.comm.shared_memory import Segment
 
 _BEAT_S = 0.25
 _LEAST_S = 1e-3

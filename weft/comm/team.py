@@ -33,17 +33,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from weft.comm.handshake import handshake
-from weft.comm.memory import PREFIX, Segment, died, process_start, reap_stale, sharing, unlink
 from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.processes import died, node_label, process_start
 from weft.comm.relay import Board, Relay
-from weft.comm.rendezvous import Meetings
+from weft.comm.shared_memory import PREFIX, SHM, Segment, reap_stale, unlink
+from weft.comm.symmetric_heap import SymmetricHeap, heap_of
 from weft.comm.texts import TEXT_BYTES, Remembered, difference, reason, told
 from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
@@ -165,6 +167,7 @@ class Team:
         self._failure_lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
+        self._heaps: dict[torch.device, SymmetricHeap] = {}
         control, everyone = self._introduced(timeout_s)
         try:
             labels = [label for _, label, *_ in everyone]
@@ -177,7 +180,7 @@ class Team:
             self._words = [segment.words(0, 6) for segment in self._control]
             self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
             self.topic = everyone[0][-1].removeprefix(PREFIX)
-            self._publish_mapped()
+            self.await_mapped()
             self._relay = self._relayed() if self.nodes else None
         finally:
             unlink(control.name)
@@ -189,7 +192,7 @@ class Team:
         self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         try:
             self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
-            per_node, host = ranks_per_node(), f"{socket.gethostname()} {sharing()}"
+            per_node, host = ranks_per_node(), f"{socket.gethostname()} {node_label(SHM)}"
             label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
             reap_stale()
             own = Segment.create("control", _BOARD.nbytes)
@@ -221,12 +224,6 @@ class Team:
     def store(self, name: str) -> Any:
         """A part of the group's store that this team alone has, on a connection of its own."""
         return store_of(self.group, f"weft/{self.topic}/{name}")
-
-    @cached_property
-    def near_meetings(self) -> Meetings:
-        """Of the ranks of this one's node, for symmetric memory."""
-        store = self.store(f"symmetric memory {self.near.start}")
-        return Meetings(store, rank=self.rank - self.near.start, size=len(self.near))
 
     def _relayed(self) -> Relay:
         near = [peer for peer in self._others() if peer in self.near]
@@ -326,36 +323,23 @@ class Team:
     def _mismatch(self, call: int, mine: str, peer: int, theirs: str) -> RankMismatch:
         return RankMismatch(f"ranks disagree in call {call}:\n{difference(self.rank, mine, peer, theirs)}")
 
-    def allocate(self, nbytes: int) -> list[Segment]:
-        """A new segment of `nbytes` on every rank, mapped on all of its node: those of `near`, in this order. Collective.
-        Raises ValueError where shared memory is too small for it. What it raises ends the team: a peer may have found room."""
-        self.check_usable()
-        with self.failing():
-            return self._allocated(Segment.create("data", nbytes))
+    def heap(self, device: torch.device) -> SymmetricHeap:
+        """The memory that the ranks of this one's node share on a device. It goes with the group."""
+        if device not in self._heaps:
+            self._heaps[device] = heap_of(self, device)
+        return self._heaps[device]
 
-    def _allocated(self, mine: Segment) -> list[Segment]:
+    def exchange_names(self, mine: str) -> dict[int, str]:
+        """By rank of this node, the segment that it has created last. Collective; `await_mapped` comes next."""
         self._rounds += 1
-        try:
-            self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine.name)
-            self._words[self.rank].store(_CREATED, self._rounds)
-            segments = []
-            for peer in self.near:
-                self._await_word(peer, _CREATED, self._rounds, "created")
-                name = self._control[peer].read_text(_NAME_AT, TEXT_BYTES)
-                segments.append(mine if peer == self.rank else self._opened(peer, name))
-            self._publish_mapped()
-        finally:
-            unlink(mine.name)
-        return segments
+        self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine)
+        self._words[self.rank].store(_CREATED, self._rounds)
+        for peer in self.near:
+            self._await_word(peer, _CREATED, self._rounds, "created")
+        return {peer: self._control[peer].read_text(_NAME_AT, TEXT_BYTES) for peer in self.near}
 
-    def _opened(self, peer: int, name: str) -> Segment:
-        try:
-            return Segment.open(name)
-        except FileNotFoundError:  # it has lost another rank, say, and has taken its own back: it tells of that next
-            self.until(lambda: False, lambda: f"rank {peer} has taken back a segment, and has not said why")
-            raise
-
-    def _publish_mapped(self) -> None:
+    def await_mapped(self) -> None:
+        """Wait until every rank of this node has mapped the segments that were created last."""
         self._words[self.rank].store(_MAPPED, self._rounds + 1)
         for peer in (peer for peer in self._others() if peer in self.near):
             self._await_word(peer, _MAPPED, self._rounds + 1, "mapped")
@@ -513,6 +497,8 @@ class Team:
             self._relay.close()
         self._closed = self._closed or self.broken is None
         self.broken = self.broken or WeftError("the team is closed")
+        for heap in self._heaps.values():
+            heap.close()
         with _SHARED_LOCK:
             self._forget()
         self.__dict__.pop("group", None)

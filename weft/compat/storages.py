@@ -1,4 +1,4 @@
-"""Weak references to the memory of tensors, which torch has under private names alone."""
+"""Who uses the memory of a tensor, and weak references to it, which torch has under private names alone."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ class WeakStorage:
     def alive(self) -> Any:
         """The storage, which is kept alive as long as this result is held; None once nobody holds it."""
         return torch.UntypedStorage._new_with_weak_ptr(self._reference)
+
+
+def users(tensor: torch.Tensor) -> int:
+    """How many tensors there are on a tensor's memory, itself among them."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
+from weft.comm.symmetric_heap import SymmetricPlace
 from weft.core.problem import CollectiveProblem
 from weft.core.version import __version__
 from weft.runtime.bound import DTYPES, Inputs, Outputs
 from weft.runtime.calls import Call
-from weft.runtime.reach import Reach
 
 STAGING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 """Symmetric memory that a rank gives, at most, to the collectives of one size and type, where nobody says how much. On CPUs it
@@ -64,7 +64,7 @@ class CollectiveCall(Call):
     staging_bytes: int
     sms: int
     reduce_op: Literal["sum", "avg"] = "sum"
-    reach: Reach | None = None
+    reach: SymmetricPlace | None = None
 
     @property
     def inputs(self) -> Inputs:

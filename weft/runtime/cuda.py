@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.comm.pool import Piece
+from weft.comm.symmetric_heap import Allocation
 from weft.compat.streams import Word
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Region, Schedule, SendReceive, Wait, waits
@@ -66,7 +66,7 @@ class CudaProgram(BoundProgram):
         self.space, self.driver = space, space.driver
         self.flags = WaiterWords(schedule)
         self._scratch: dict[str, torch.Tensor] = {}
-        self._pieces: list[Piece] = []
+        self._pieces: list[Allocation] = []
         try:
             self._set_up(schedule)
         except BaseException:
@@ -76,7 +76,7 @@ class CudaProgram(BoundProgram):
     def _set_up(self, schedule: Schedule) -> None:
         space = self.space
         words = self._take(4 * (self.flags.words + max(map(len, schedule.ranks))))  # and how far each lane has come
-        self._words, self._addresses = words.memory, words.addresses
+        self._words, self._addresses = words.local, words.addresses
         super().__init__(space, schedule)
         schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
         self._area = self._take(self.layout.staging)
@@ -131,24 +131,20 @@ class CudaProgram(BoundProgram):
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         piece = self._take(nbytes)
-        return piece.addresses, piece.memory
+        return piece.addresses, piece.local
 
-    def _take(self, nbytes: int) -> Piece:
+    def _take(self, nbytes: int) -> Allocation:
         """Symmetric memory, until `close`."""
-        piece = self.space.pool.take(nbytes)
+        piece = self.space.heap.allocate(nbytes, reusable=True)
         self._pieces.append(piece)
         return piece
 
     def _give_back(self) -> None:
         while self._pieces:
-            self.space.pool.give(self._pieces.pop())
+            self.space.heap.free(self._pieces.pop())
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        if rows * cols == 0:
-            return torch.empty(rows, cols, dtype=dtype, device=self.space.device)
-        near = rank - self.team.near.start
-        matrix: torch.Tensor = self._area.handle.get_buffer(near, (rows, cols), dtype, offset // dtype.itemsize)
-        return matrix
+        return self._area.view(rank, offset, rows, cols, dtype)
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._scratch:
@@ -474,7 +470,7 @@ class CudaProgram(BoundProgram):
 
     def _invalidate_arrivals(self, stream: int) -> None:
         """Set the memory in which peers' data arrive to NaN: what is computed from it is NaN, too."""
-        memory = self._area.memory
+        memory = self._area.local
         self.driver.fill(memory.data_ptr(), INVALID_BYTE, memory.numel(), stream)
 
     def _release(self) -> None:

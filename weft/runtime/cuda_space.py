@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.comm.pool import Pool
+from weft.comm.symmetric_heap import DeviceHeap
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.device import capabilities
@@ -25,7 +25,7 @@ from weft.runtime.release import Releaser
 from weft.runtime.replay import give_captures, private_pool, take_captures
 from weft.runtime.tickets import Tickets
 from weft.runtime.turn import Turn
-from weft.runtime.watchdog import FIRST_S, Watchdog
+from weft.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
@@ -59,7 +59,9 @@ class CudaSpace:
         self.team, self.device = team, device
         _warn_of_few_queues()
         self.driver = Driver()
-        self.pool = Pool(team.near_meetings, device, self.settle, team.near)
+        heap = team.heap(device)
+        assert isinstance(heap, DeviceHeap)
+        self.heap = heap
         self.wire = CudaWire(team, device) if team.nodes else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.capabilities = capabilities(device)
@@ -103,10 +105,8 @@ class CudaSpace:
         return True
 
     def settle(self) -> None:
-        """Wait until every rank's GPU has ended all its work. Collective. Bounded, and peers are watched: no collective of the
-        process group would be."""
-        torch.cuda.synchronize(self.device)
-        self.team.enter("call: settle", within_s=max(self.team.timeout_s, FIRST_S))
+        """Wait until every rank's GPU has ended all its work. Collective."""
+        self.heap.settle()
 
     def stream(self, name: str) -> torch.cuda.Stream:
         """A lane's stream. Its priority differs from the caller's, so that the two share no hardware queue (lane_priority)."""
@@ -189,7 +189,7 @@ class CudaSpace:
         self._streams = {}
         # Freed here: where its last user went, as in a garbage collection while a stream is captured, CUDA may refuse to.
         self.__dict__.pop("_private", None)
-        self.pool.close()
+        self.heap.free_kept()
         if self.wire:
             self.wire.close()
         self.wire = None

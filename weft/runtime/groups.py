@@ -22,9 +22,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft import schedules
 from weft.checker import check
-from weft.comm.memory import free_symmetric
+from weft.comm.symmetric_heap import Allocation, SymmetricPlace
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
+from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.logs import warn_once
 from weft.core.problem import Problem
@@ -41,7 +42,6 @@ from weft.runtime.host_wire import HostWire
 from weft.runtime.kept import PROVED_AFTER, KeptPlans, Unproved, agree
 from weft.runtime.plain import PLAIN
 from weft.runtime.ragged_programs import RaggedPrograms
-from weft.runtime.reach import Reach, Reachable
 from weft.runtime.trial import BASE, Choice, Contest, Timer, Trial, queued_timer_for, timer_for
 from weft.runtime.turn import Turn
 from weft.runtime.unscheduled import AllToAll
@@ -82,7 +82,7 @@ class GroupState:
         self._attached: dict[type, Any] = {}
         self._ragged = RaggedPrograms(self.team, self._in_graphs, lambda device: GROUPS.turn(device), self.wire)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
-        self.reachable = Reachable(self.team.rank)
+        self._handed_out: list[Allocation] = []
 
     def run(self, call: Call, kept: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. Its tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and
@@ -327,7 +327,15 @@ class GroupState:
             )
         with self.lock, PLAIN:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
-            return self.reachable.take(self._space(device), nbytes)
+            space = self._space(device)
+            if isinstance(space, CudaSpace):
+                space.watchdog.raise_if_failed()
+            self._handed_out.append(space.heap.allocate(nbytes))
+            return self._handed_out[-1].local
+
+    def place(self, tensor: torch.Tensor) -> SymmetricPlace | None:
+        """Where a contiguous tensor lies in memory that `symmetric` has handed out; None if it does not."""
+        return next((place for piece in self._handed_out if (place := piece.find(tensor)) is not None), None)
 
     def numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """What each rank gives, by rank. Collective: hosts meet."""
@@ -412,14 +420,19 @@ class GroupState:
         with ExitStack() as rest:
             if any(isinstance(space, CudaSpace) for space in self._spaces.values()):
                 # What closed programs and their closures hold of each other holds symmetric memory, too.
-                rest.callback(free_symmetric)
+                rest.callback(free_unused)
                 rest.callback(gc.collect)
             for close in reversed(
-                (*first, *spaces, self._close_side_streams, self.reachable.close, self._ragged.close, self._leave)
+                (*first, *spaces, self._close_side_streams, self._free_handed_out, self._ragged.close, self._leave)
             ):
                 rest.callback(close)
         if self.team.unraised is not None:
             raise self.team.unraised
+
+    def _free_handed_out(self) -> None:
+        while self._handed_out:
+            piece = self._handed_out.pop()
+            self.team.heap(piece.local.device).free(piece)
 
     def _leave(self) -> None:
         """What has failed is closed for all who use it, Peers too, so that the group can be used anew."""
@@ -490,9 +503,9 @@ class Groups:
         """A context in which the group's other ranks may wait for this one: what is raised in it ends their waits."""
         return known.team.failing() if (known := self.known(name)) else nullcontext()
 
-    def reach(self, name: str, tensor: torch.Tensor) -> Reach | None:
+    def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
-        return known.reachable.find(tensor) if (known := self.known(name)) else None
+        return known.place(tensor) if (known := self.known(name)) else None
 
     def choices(self, name: str) -> list[Choice]:
         """What "auto" has stood for in a group; nothing where it has made no call."""

@@ -12,9 +12,9 @@ every other lane is a thread, so that a copy lane really runs beside the matmuls
 On several nodes, shared memory is that of a rank's own node; messages and collectives go through the process group's backend
 for CPUs (weft.runtime.host_wire).
 
-Memory, by rank: one data segment for all schedules of the team, grown when one needs more; one segment of flags a schedule.
-Schedules share the data segment: `Team.enter` of a call shows that every peer has ended the call before, so no peer still
-reads what another schedule put there.
+Memory (weft.comm.symmetric_heap): one piece of data for all schedules of the team, grown when one needs more; one piece of
+flags for each schedule. Schedules share the piece of data: `Team.enter` of a call shows that every peer has ended the call
+before, so no peer still reads what another schedule put there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functools import cache
 
 import torch
 
-from weft.comm.memory import Segment
+from weft.comm.symmetric_heap import HostAllocation, HostHeap
 from weft.comm.team import Team
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, advances, waits
@@ -85,13 +85,16 @@ class LaneThread:
 
 
 class HostSpace:
-    """What the schedules of one team share on this rank: the data segments, scratch, and lane threads."""
+    """What the schedules of one team share on this rank: the piece of data, scratch, and lane threads."""
 
     device = torch.device("cpu")
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self.data: dict[int, Segment] = {}
+        heap = team.heap(self.device)
+        assert isinstance(heap, HostHeap)
+        self.heap = heap
+        self.data: HostAllocation | None = None
         self._wire: HostWire | None = None
         self._scratch: dict[str, torch.Tensor] = {}
         self._threads: dict[str, LaneThread] = {}
@@ -112,12 +115,11 @@ class HostSpace:
         return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
 
     def reserve(self, nbytes: int) -> None:
-        """Make every rank's data segment at least `nbytes`. Collective: all ranks ask for the same."""
-        if not self.data or self.data[self.team.rank].nbytes < nbytes:
-            grown = dict(zip(self.team.near, self.team.allocate(nbytes), strict=True))
-            for segment in self.data.values():
-                segment.close()
-            self.data = grown
+        """Make every rank's data piece at least `nbytes`. Collective: all ranks ask for the same."""
+        if self.data is None or self.data.nbytes < nbytes:
+            outgrown, self.data = self.data, self.heap.allocate(nbytes)
+            if outgrown is not None:
+                self.heap.free(outgrown)
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         """A local matrix that keeps its memory from call to call."""
@@ -141,25 +143,26 @@ class HostSpace:
     def close(self) -> None:
         for thread in self._threads.values():
             thread.close()
-        for segment in self.data.values():
-            segment.close()
+        if self.data is not None:
+            self.heap.free(self.data)
         if self._wire:
             self._wire.close()
-        self._threads, self.data, self._scratch, self._wire = {}, {}, {}, None
+        self._threads, self.data, self._scratch, self._wire = {}, None, {}, None
 
 
 class HostProgram(BoundProgram, Device):
     """A schedule on one CPU rank. Words of its segment: the flags, then one for meetings in collectives."""
 
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
-        self._mailboxes: list[Segment] = []
+        self._mailboxes: list[HostAllocation] = []
+        self.space = space
         super().__init__(space, schedule)
         schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
-        self.space = space
         self._program = Program(schedule, self, self.growth_of)
         self._keep_pushes_that_need_no_lane_of_this_call()
-        self._segments = dict(zip(self.team.near, self.team.allocate(8 * (self.words_needed + 1)), strict=True))
-        self._words = {rank: segment.words(0, self.words_needed + 1) for rank, segment in self._segments.items()}
+        self._flags = space.heap.allocate(8 * (self.words_needed + 1))
+        self._words = {rank: self._flags.words(rank, self.words_needed + 1) for rank in self._flags.ranks}
+        self._flag_addresses = dict(zip(self._flags.ranks, self._flags.addresses, strict=True))
         self._meetings = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = space.wire if self.team.nodes else None
@@ -182,14 +185,12 @@ class HostProgram(BoundProgram, Device):
         return tensor
 
     def close(self) -> None:
-        for segment in (*self._segments.values(), *self._mailboxes):
-            segment.close()
+        for piece in (self._flags, *self._mailboxes):
+            self.space.heap.free(piece)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        segments = self.team.allocate(nbytes)
-        self._mailboxes += segments
-        own = segments[self.team.rank - self.team.near.start]
-        return [segment.address for segment in segments], own.matrix(0, 1, nbytes, torch.uint8)[0]
+        self._mailboxes.append(self.space.heap.allocate(nbytes))
+        return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
         """Bounded. What is told names what the other lanes wait for, too: this one may wait for one of them."""
@@ -231,17 +232,18 @@ class HostProgram(BoundProgram, Device):
         self._words[flag.rank].store(self.slots[flag], value)
 
     def gate_address(self, flag: Flag, where: Where) -> int:
-        return self._segments[flag.rank].address + 8 * self.slots[flag]
+        return self._flag_addresses[flag.rank] + 8 * self.slots[flag]
 
     def count_address(self, flag: Flag) -> int:
-        return self._segments[flag.rank].address + 8 * self.slots[flag]
+        return self._flag_addresses[flag.rank] + 8 * self.slots[flag]
 
     def gate_need(self, wait: Wait) -> tuple[int, int]:
         first = self._program.absolute(0, wait)
         return self._program.absolute(1, wait) - first, first
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.space.data[rank].matrix(offset, rows, cols, dtype)
+        assert self.space.data is not None
+        return self.space.data.view(rank, offset, rows, cols, dtype)
 
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.space.scratch(name, rows, cols, dtype)

@@ -16,13 +16,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 
-from weft.comm.memory import Segment, gpu_symmetric
+from weft.comm.symmetric_heap import Allocation
 from weft.comm.team import Team, timeout_from_environment
 from weft.comm.texts import no_group
 from weft.core.errors import WaitTimeout, WeftError, require
@@ -47,7 +46,7 @@ class SymmetricTensor:
     name: str
     local: torch.Tensor
     peers: torch.Tensor
-    backing: Any = field(repr=False)
+    backing: Allocation = field(repr=False)
 
     def holds(self, address: int) -> bool:
         """Whether an address lies in the local tensor."""
@@ -82,6 +81,7 @@ class Peers:
             raise ValueError(
                 f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
+        self._heap = self._team.heap(self.device)
         self.rank, self.world_size = self._team.rank, self._team.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self._host_timeout_s = 4 * timeout_s
@@ -138,21 +138,11 @@ class Peers:
             self._team.enter(text, within_s=self._host_timeout_s)
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
-        count = math.prod(shape)
-        backing: Any
-        if self.device.type == "cuda":
-            try:
-                area, backing = gpu_symmetric(count * dtype.itemsize, self._team.near_meetings, self.device, meet=self.settle)
-            except RuntimeError as error:  # this GPU is full: the others wait for this rank
-                raise self._team.fail(error) from None
-            local = area[: count * dtype.itemsize].view(dtype).view(shape)
-            addresses = [int(pointer) for pointer in backing.buffer_ptrs]
-        else:
-            backing = self._team.allocate(count * dtype.itemsize)
-            local = backing[self.rank].matrix(0, 1, count, dtype).view(shape)
-            addresses = [segment.address for segment in backing]
-        peers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-        return SymmetricTensor(name=name, local=local, peers=peers, backing=backing)
+        nbytes = math.prod(shape) * dtype.itemsize
+        piece = self._heap.allocate(nbytes)
+        local = piece.local[:nbytes].view(dtype).view(shape)
+        peers = torch.tensor(piece.addresses, dtype=torch.int64, device=self.device)
+        return SymmetricTensor(name=name, local=local, peers=peers, backing=piece)
 
     def calls(self) -> torch.Tensor:
         """What one kernel counts its calls in: for `call_number` and `end_call`. Local; two words, zero. Of 64
@@ -202,7 +192,7 @@ class Peers:
         self.settle()
         for tensor in tensors:
             self._tensors.remove(tensor)
-            _free(tensor)
+            self._heap.free(tensor.backing)
 
     def close(self) -> None:
         """Leave. No kernel may use the tensors any more, on any rank: `settle` first. Ranks that wait for this one then get
@@ -211,7 +201,7 @@ class Peers:
             self._closed, self._ended_well = True, not self.broken
             self._team.release()
         for tensor in self._tensors:
-            _free(tensor)
+            self._heap.free(tensor.backing)
         self._tensors = []
 
     def __enter__(self) -> Peers:
@@ -225,13 +215,6 @@ class Peers:
                 self.settle()
         finally:
             self.close()
-
-
-def _free(tensor: SymmetricTensor) -> None:
-    """Memory of a host's; that of a GPU goes with the tensor."""
-    for segment in tensor.backing if isinstance(tensor.backing, list) else []:
-        assert isinstance(segment, Segment)
-        segment.close()
 
 
 def _device() -> torch.device:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.memory import gpu_symmetric
-from weft.comm.pool import Piece
-from weft.comm.rendezvous import meetings
+from weft.comm.symmetric_heap import Allocation
+from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.streams import Driver, Word
 from weft.core.schedule import Region
@@ -32,13 +31,16 @@ _LONG = 40
 _ROUNDS = 4
 
 
-def peers(clock: Clock, nbytes: int) -> Piece:
+def peers(clock: Clock, nbytes: int) -> Allocation:
     """Zeroed symmetric memory of the world. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    made = Piece(*gpu_symmetric(nbytes, meetings(group), clock.device, meet=clock.meet))
-    clock.meet()
-    return made
+    team = Team.of(group)
+    try:
+        return team.heap(clock.device).allocate(nbytes)
+    finally:
+        clock.meet()
+        team.release()
 
 
 def stream() -> int:
@@ -96,7 +98,7 @@ def copies(device: str, direction: str) -> list[Sample]:
     return found
 
 
-def _copy_round_the_ring(area: Piece, direction: str, nbytes: int, count: int) -> Callable[[], None]:
+def _copy_round_the_ring(area: Allocation, direction: str, nbytes: int, count: int) -> Callable[[], None]:
     mine = dist.get_rank()
     other = area.addresses[(mine + 1) % dist.get_world_size()]
     copy = Driver().copier(rows=1, row_bytes=nbytes, pitches=(nbytes, nbytes))
@@ -128,7 +130,7 @@ def several(device: str) -> list[Sample]:
     return found
 
 
-def _push_to_all(area: Piece, nbytes: int, lanes: list[torch.cuda.Stream], *, rounds: int = 1) -> Callable[[], None]:
+def _push_to_all(area: Allocation, nbytes: int, lanes: list[torch.cuda.Stream], *, rounds: int = 1) -> Callable[[], None]:
     """To every peer in turn, a piece in each of `rounds`."""
     mine, size = dist.get_rank(), dist.get_world_size()
     piece = nbytes // rounds
@@ -173,7 +175,7 @@ def stores(device: str) -> list[Sample]:
     return found
 
 
-def _stored(area: Piece, device: torch.device) -> Any:
+def _stored(area: Allocation, device: torch.device) -> Any:
     mine, size = dist.get_rank(), dist.get_world_size()
     src = Region("sent", mine, (0, 1), (0, _STORE_BYTES))
     targets = [Region("landing", (mine + i) % size, (0, 1), (0, _STORE_BYTES)) for i in range(1, size)]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from weft.comm.symmetric_heap import HostAllocation
 from weft.comm.team import Team
 from weft.tools.calibrate.clock import Clock
 from weft.tools.calibrate.samples import Sample
@@ -35,11 +36,17 @@ def _with_team(probe: Callable[[Clock, Team], list[Sample]], device: str) -> lis
         team.release()
 
 
+def _allocated(team: Team, nbytes: int) -> HostAllocation:
+    piece = team.heap(torch.device("cpu")).allocate(nbytes)
+    assert isinstance(piece, HostAllocation)
+    return piece
+
+
 def flags(device: str) -> list[Sample]:
     """A store and a load of a word; the time is of one."""
 
     def probe(clock: Clock, team: Team) -> list[Sample]:
-        words = team.allocate(8 * _MANY)[team.rank].words()
+        words = _allocated(team, 8 * _MANY).words(team.rank)
 
         def work() -> None:
             for index in range(_MANY):
@@ -55,9 +62,8 @@ def hops(device: str) -> list[Sample]:
     """A word raised at the next rank, and the wait for the one before; the time is of one round."""
 
     def probe(clock: Clock, team: Team) -> list[Sample]:
-        segments = team.allocate(8)
-        theirs = segments[(team.rank + 1) % team.world_size].words()
-        mine = segments[team.rank].words()
+        piece = _allocated(team, 8)
+        theirs, mine = piece.words((team.rank + 1) % team.world_size), piece.words(team.rank)
         rounds = [0]
 
         def work() -> None:
@@ -75,11 +81,10 @@ def copies(device: str) -> list[Sample]:
     """Into the next rank's memory, all ranks at once; key: bytes, copies."""
 
     def probe(clock: Clock, team: Team) -> list[Sample]:
-        segments = team.allocate(COPY_BYTES[-1])
-        peer = segments[(team.rank + 1) % team.world_size]
+        piece, peer = _allocated(team, COPY_BYTES[-1]), (team.rank + 1) % team.world_size
         found = []
         for nbytes in COPY_BYTES:
-            src, dst = torch.ones(1, nbytes // 4), peer.matrix(0, 1, nbytes // 4, torch.float32)
+            src, dst = torch.ones(1, nbytes // 4), piece.view(peer, 0, 1, nbytes // 4, torch.float32)
             work: Callable[[], object] = lambda dst=dst, src=src: dst.copy_(src)  # type: ignore[misc]  # noqa: E731
             found.append(clock.sample("copy push", (nbytes, 1), work, repeat=4))
         return found

@@ -1,0 +1,28 @@
+"""Memory mappings by the C library, for what Python's `mmap` cannot do."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+_MAP_FIXED = 0x10
+"""Linux's, of the C library's mmap; Python has no name for it."""
+
+
+def mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    """The bytes of an open file, shared with whoever else maps it. The mapping keeps no file descriptor.
+
+    Python's own mapping of a file keeps one, and a group of 8 ranks that keeps 128 problems has more mappings than a process
+    may open files (1024, usually). So Python maps as much anonymous memory, and the file takes its place.
+    """
+    mapping = mmap.mmap(-1, nbytes)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size, offset = ctypes.c_size_t(nbytes), ctypes.c_long(0)
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if libc.mmap(ctypes.c_void_p(place), size, access, flags, descriptor, offset) != place:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return mapping
