@@ -17,6 +17,7 @@ import torch
 from families import PAIRS
 
 from weft.compat.streams import Word
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Region, Schedule, waits
 from weft.kernels.words import phases
@@ -37,6 +38,7 @@ class FakeProgram:
     """What a LaunchPlan asks of a CudaProgram, with addresses that name (rank, slot)."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
+        schedule = spelled_out(schedule).schedule  # as where the device has no kernel for a fused collective
         self.schedule, self.rank, self.flags = schedule, rank, WaiterWords(schedule)
         self.kernels: dict[int, object] = {}
         self.pushes: dict[tuple[str, int], object] = {}

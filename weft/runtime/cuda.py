@@ -33,11 +33,12 @@ import torch
 
 from weft.comm.pool import Piece
 from weft.compat.streams import Word
+from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Region, Schedule, SendReceive, Wait, waits
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
+from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
@@ -68,6 +69,8 @@ class CudaProgram(BoundProgram):
 
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
+        if not space.fuses(DTYPES[schedule.problem.dtype]):
+            schedule = spelled_out(schedule).schedule  # the steps in place of a FusedCollective have flags of their own
         self.flags = WaiterWords(schedule)
         self._scratch: dict[str, torch.Tensor] = {}
         self._pieces: list[Piece] = []
@@ -82,7 +85,6 @@ class CudaProgram(BoundProgram):
         words = self._take(4 * (self.flags.words + max(map(len, schedule.ranks))))  # and how far each lane has come
         self._words, self._addresses = words.memory, words.addresses
         super().__init__(space, schedule)
-        schedule = self.schedule  # in which a FusedCollective is spelled out where the device has no kernel for it
         self._area = self._take(self.layout.staging)
         lanes = schedule.ranks[self.rank]
         self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
