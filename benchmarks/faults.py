@@ -184,32 +184,38 @@ def _fault(trial: Trial) -> Iterator[None]:
             raise Planted("left")
         yield
         return
-    owner, name = _where_steps_run(trial.device)
-    original, seen = getattr(owner, name), [0]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _where_steps_run(trial.device)]
+    seen = [0]
 
-    def step(*arguments: Any, **options: Any) -> Any:
-        seen[0] += 1
-        if seen[0] == 1 + trial.step:
-            _strike(trial.fault)
-        return original(*arguments, **options)
+    def stepping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any, **options: Any) -> Any:
+            seen[0] += 1
+            if seen[0] == 1 + trial.step:
+                _strike(trial.fault)
+            return original(*arguments, **options)
 
-    setattr(owner, name, step)
+        return step
+
+    for owner, name, original in originals:
+        setattr(owner, name, stepping(original))
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
         if seen[0] <= trial.step:
             _strike(trial.fault)
 
 
-def _where_steps_run(device: str) -> tuple[type, str]:
+def _where_steps_run(device: str) -> list[tuple[type, str]]:
+    """The methods through which every step of a call passes."""
     if device == "cuda":
-        from weft.runtime.cuda import CudaProgram
+        from weft.runtime.launches import Launch
 
-        return CudaProgram, "_one"
+        return [(kind, "issue") for kind in Launch.__subclasses__()]
     from weft.runtime.host import HostProgram
 
-    return HostProgram, "record"
+    return [(HostProgram, "record")]
 
 
 def _strike(fault: str) -> None:

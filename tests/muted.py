@@ -15,24 +15,56 @@ from weft.core.errors import WeftError
 @contextmanager
 def muted(rank: int) -> Iterator[None]:
     """What the calls within raise at peers is left out on this rank."""
+    from weft.runtime.bindings import Bindings
     from weft.runtime.cuda import CudaProgram
-    from weft.runtime.tape import Words
+    from weft.runtime.launch_plan import LaunchPlan
+    from weft.runtime.launches import FlagOperations
 
-    def mute(self: CudaProgram, item: object, bindings: object, stream: int) -> None:
-        if not isinstance(item, Words):
-            one(self, item, bindings, stream)  # type: ignore[arg-type]
-            return
-        peers = [base for peer, base in enumerate(self._addresses) if peer != self.rank]
-        kept = [w for w in item.words if not any(base <= w.address < base + 4 * self.flags.words for base in peers)]
-        self.driver.words(kept)(stream)
+    issuing: list[CudaProgram] = []
 
-    one = CudaProgram._one
+    def note(self: CudaProgram, bindings: Bindings) -> LaunchPlan:
+        issuing[:] = [self]
+        return plan(self, bindings)
+
+    def mute(self: FlagOperations, call: object, stream: int) -> None:
+        (program,) = issuing
+        peers = [base for peer, base in enumerate(program._addresses) if peer != program.rank]
+        kept = [w for w in self.words if not any(base <= w.address < base + 4 * program.flags.words for base in peers)]
+        program.driver.words(kept)(stream)
+
+    plan, issue = CudaProgram._plan, FlagOperations.issue
     if dist.get_rank() == rank:
-        CudaProgram._one = mute  # type: ignore[method-assign, assignment]
+        CudaProgram._plan, FlagOperations.issue = note, mute  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        CudaProgram._one = one  # type: ignore[method-assign]
+        CudaProgram._plan, FlagOperations.issue = plan, issue  # type: ignore[method-assign]
+
+
+@contextmanager
+def before_launches(strike: Callable[[int], None]) -> Iterator[None]:
+    """Call `strike` before each launch within, with its number, counted from 1."""
+    from weft.runtime.launches import Launch
+
+    seen = 0
+
+    def struck(issue: Callable[..., None]) -> Callable[..., None]:
+        def issued(*arguments: object) -> None:
+            nonlocal seen
+            seen += 1
+            strike(seen)
+            issue(*arguments)
+
+        return issued
+
+    originals = {kind: kind.issue for kind in Launch.__subclasses__()}
+    for kind, issue in originals.items():
+        kind.issue = struck(issue)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, issue in originals.items():
+            kind.issue = issue  # type: ignore[method-assign]
 
 
 def told_of(call: Callable[[], object]) -> str:

@@ -40,10 +40,10 @@ def test_slices_are_summed_unrounded_and_rounded_once() -> None:
     bindings.bind("a", 0, a)
     bindings.bind("b", 0, b[:, :2], b[:, 2:])
     bindings.bind("out", 0, out[:, :2], out[:, 2:])
-    sliced = Sliced(step, part, matmul)
+    sliced = Sliced(step, part)
     for number in range(3):
         assert not out.any()
-        sliced.multiply(bindings, number)
+        sliced.multiply(bindings, number, matmul)
     assert torch.equal(out, torch.full((2, 5), 1 + 2.0**-7).bfloat16())
 
 

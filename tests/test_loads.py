@@ -10,8 +10,8 @@ import torch
 
 from weft.runtime import cuda, lookups
 from weft.runtime.cuda import CudaProgram
+from weft.runtime.launches import FlagOperations
 from weft.runtime.replay import lie
-from weft.runtime.tape import Words
 
 
 class Program:
@@ -23,33 +23,39 @@ class Program:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
         program: Any = CudaProgram.__new__(CudaProgram)
-        nothing: dict[str, Any] = {"_rehearsed": False, "_replayable": False, "_vendors": {}, "_loads": False}
+        nothing: dict[str, Any] = {"_rehearsed": False, "_replayable": False, "collectives": {}, "_loading": False}
         nothing |= {
             "_loaded": set(),
             "spans": ["of a timed call"],
-            "_silent": False,
+            "_rehearsing": False,
+            "_timer": None,
             "schedule": SimpleNamespace(problem=None, buffer={"a", "out"}),
         }
         push = SimpleNamespace(laid_out=lambda bindings: self.log.append("table"))
-        nothing |= {"pushes": {0: push}, "_forks": dict.fromkeys(range(lanes)), "bind": lambda inputs, outputs: None}
+        nothing |= {"pushes": {0: push}, "streams": range(lanes), "bind": lambda inputs, outputs: None}
         space = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
         space.watchdog = SimpleNamespace(captured=lambda: None)
         space.allocated = lambda: 64 * self.log.count("loads")
-        words = Words(SimpleNamespace(lane="compute"), ())  # type: ignore[arg-type]
-        tape = SimpleNamespace(runs=[(None, [words, "work"])])
-        nothing |= {"_tape": lambda bindings: self.log.append("tape") or tape, "_fork_and_join": self._enqueued}
-        nothing |= {"_batches": {}, "_off_sms": set(), "kernels": {at: self._kernel(at) for at in range(2)}}
-        space.words = lambda words, by_kernel: self.log.append("words")
+        submitter: Any = SimpleNamespace(prepare=lambda operations: self.log.append("flag operations"))
+        where: Any = SimpleNamespace(lane="compute")
+
+        def plan(bindings: object) -> Any:
+            self.log.append("plan")
+            operations = FlagOperations(where=where, words=(), submitter=submitter)
+            return SimpleNamespace(runs=[SimpleNamespace(launches=[operations, "kernel"])])
+
+        nothing |= {"_plan": plan, "_issue": self._enqueued}
+        nothing |= {"kernels": {at: self._kernel(at) for at in range(2)}}
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_submit": self._submitted, "_allocates": 0, "_invalidated": (), "space": space}
+        nothing |= {"_enqueue": self._submitted, "_allocates": 0, "_invalidated": (), "space": space}
         nothing["_replays"] = SimpleNamespace(branches=SimpleNamespace(enqueue=lambda stream, call: call()))
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program
 
-    def _submitted(self, enqueue: Any, outputs: Any, *, allocates: int) -> None:
+    def _submitted(self, bindings: Any, outputs: Any, *, allocates: int) -> None:
         self.allocates = allocates
-        enqueue()
+        self._enqueued(bindings)
 
     def _kernel(self, at: int) -> Any:
         return SimpleNamespace(runs=lambda bindings: at == 1, lay_out=lambda bindings: self.log.append(f"kernel {at}"))
@@ -60,18 +66,17 @@ class Program:
         enqueue()
 
     def _enqueued(self, bindings: None) -> None:
-        self.log.append("loads" if self.program._loads else "enqueue")
-        assert self.program._loads == (self.program.spans is None)
+        self.log.append("loads" if self.program._loading else "enqueue")
+        assert self.program._loading == (self.program.spans is None)
 
     def call(self, *tensors: torch.Tensor, loose: int = 8) -> list[str]:
         """loose: length of an input that is no matrix of the schedule."""
         self.log.clear()
-        self.program._batches.clear()
         self.program.play({"a": list(tensors), "indices": [torch.zeros(loose)]}, {"out": []})
         return self.log
 
 
-LOADED = ["all has ended", "tape", "kernel 1", "table", "words", "record", "loads"]
+LOADED = ["all has ended", "plan", "kernel 1", "table", "flag operations", "record", "loads"]
 """Tables first, of kernels that run and of words: they are copied to the GPU."""
 
 
@@ -97,7 +102,7 @@ def test_bags_of_other_lengths_need_nothing_more(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_more_ways_are_remembered_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_WAYS_KEPT", 3)
+    monkeypatch.setattr(cuda, "_LAYOUTS", 3)
     program, room = Program(monkeypatch), torch.zeros(8, 100)
     for width in range(1, 9):
         program.call(room[:, :width])
@@ -129,7 +134,7 @@ def test_what_is_raised_while_it_loads_leaves_the_program_as_it_was(monkeypatch:
     program.program.space.captures.record = raises
     with pytest.raises(RuntimeError, match="out of memory"):
         program.call(torch.zeros(8, 8).t())
-    assert (program.program._loads, program.program.spans) == (False, ["of a timed call"])
+    assert (program.program._loading, program.program.spans) == (False, ["of a timed call"])
     program.program.space.captures.record = program._recorded
     assert program.call(torch.zeros(8, 8).t()) == [*LOADED, "enqueue"]
 

@@ -9,8 +9,8 @@ import re
 import pytest
 from machine_tiny import tiny
 from test_check import refused
+from test_launch_plan import FakeProgram, play
 from test_sim import log
-from test_tape import FakeProgram, play
 
 import weft
 from weft.checker import ScheduleError, check

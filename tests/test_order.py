@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from families import PAIRS
-from test_collective_tapes import FAMILIES, problem
-from test_tape import FakeProgram, _can, _do
+from test_collective_plans import FAMILIES, problem
+from test_launch_plan import FakeProgram, _can, _do
 
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Lane, Schedule
-from weft.runtime import tape as tapes
+from weft.runtime import launch_plan
+from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launches import FlagOperations, Launch
 from weft.runtime.order import order, turns
-from weft.runtime.tape import Item, Tape, Words
 from weft.schedules import build
 
 CALLS = 3
@@ -25,17 +26,17 @@ class Rank:
     """A host, and the streams that it fills: of each lane, items that were given and have not ended. room: of a stream."""
 
     def __init__(self, schedule: Schedule, rank: int, room: int, *, apart: bool) -> None:
-        tape = Tape(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
-        self.given = list[tuple[str, Item, tuple[str, int]]]()
+        plan = LaunchPlan(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
+        self.given = list[tuple[str, Launch, tuple[str, int]]]()
         self.lengths: Counter[str] = Counter()
-        for lane, items in tape.runs_apart if apart else tape.runs:
+        for lane, items, _ in plan.runs_apart if apart else plan.runs:
             for item in items:
-                aside = isinstance(item, Words) and item.aside
+                aside = isinstance(item, FlagOperations) and item.aside
                 # Signals aside come after what their lane has been given before.
                 self.given.append(("aside" if aside else lane.name, item, (lane.name, self.lengths[lane.name])))
                 self.lengths["aside" if aside else lane.name] += 1
         self.room, self.next = room, 0
-        self.streams: dict[str, deque[tuple[int, Item, tuple[str, int]]]] = {name: deque() for name in self.lengths}
+        self.streams: dict[str, deque[tuple[int, Launch, tuple[str, int]]]] = {name: deque() for name in self.lengths}
         self.ended = dict.fromkeys(self.lengths, 0)
         self.inside = dict.fromkeys(self.lengths, 0)
 
@@ -60,7 +61,7 @@ class Rank:
             return False
         if name == "aside" and self.ended[lane] < call * self.lengths[lane] + items:
             return False
-        words = list(item.words) if isinstance(item, Words) else []
+        words = list(item.words) if isinstance(item, FlagOperations) else []
         if words:
             if not _can(words, self.inside[name], memory):
                 return False
@@ -88,7 +89,7 @@ def ends(schedule: Schedule, *, room: int, seed: int, apart: bool = False) -> bo
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
 def test_streams_of_one_launch_are_room_enough(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "AHEAD", 0)
+    monkeypatch.setattr(launch_plan, "AHEAD", 0)
     for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4)):
         schedule = build(Problem(op=op, m=m, n=n, k=k, world_size=world_size), name, chunks)
         for seed, apart in ((0, False), (1, True)):
@@ -97,7 +98,7 @@ def test_streams_of_one_launch_are_room_enough(op: Op, name: str, monkeypatch: p
 
 @pytest.mark.parametrize(("op", "name"), FAMILIES)
 def test_collectives_in_many_pieces(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "AHEAD", 0)
+    monkeypatch.setattr(launch_plan, "AHEAD", 0)
     for world_size, chunks in ((2, 3), (3, 1), (4, 2)):
         assert ends(build(problem(op, world_size), name, chunks), room=1, seed=world_size), (op, name, world_size)
 
@@ -105,8 +106,8 @@ def test_collectives_in_many_pieces(op: Op, name: str, monkeypatch: pytest.Monke
 def test_lane_after_lane_such_streams_are_not() -> None:
     """Without turns, as an all_reduce in 97 pieces among 4 ranks had it: hosts wait for a lane that they have yet to give."""
     schedule = build(problem("all_reduce", 3), "copy_engine", 1)
-    longest = max(len(items) for rank in range(3) for _, items in Tape(FakeProgram(schedule, rank), frozenset()).merged)  # type: ignore[arg-type]
-    assert longest <= tapes.AHEAD
+    longest = max(len(items) for rank in range(3) for _, items in LaunchPlan(FakeProgram(schedule, rank), frozenset()).merged)  # type: ignore[arg-type]
+    assert longest <= launch_plan.AHEAD
     assert not any(ends(schedule, room=longest // 3, seed=seed) for seed in range(3))
     assert ends(schedule, room=longest, seed=0)
 
@@ -115,16 +116,16 @@ def test_long_lanes_are_given_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each item once, a lane's own in order, before what waits for them; short ones lane after lane, the caller's last."""
     schedule = build(problem("all_reduce", 3), "copy_engine", 1)
 
-    def runs() -> tuple[Tape, list[tuple[Lane, list[Item]]]]:
-        tape = Tape(FakeProgram(schedule, 1), frozenset())  # type: ignore[arg-type]
-        return tape, tape.runs
+    def runs() -> tuple[LaunchPlan, list[tuple[Lane, list[Launch]]]]:
+        plan = LaunchPlan(FakeProgram(schedule, 1), frozenset())  # type: ignore[arg-type]
+        return plan, [(lane, some) for lane, some, _ in plan.runs]
 
-    tape, short = runs()
+    plan, short = runs()
     assert [lane.name for lane, _ in short] == ["copy", "blocks", "compute"]
-    monkeypatch.setattr(tapes, "AHEAD", 8)
-    tape, long = runs()
+    monkeypatch.setattr(launch_plan, "AHEAD", 8)
+    plan, long = runs()
     assert len(long) > 8
-    for lane, items in tape.merged:
+    for lane, items in plan.merged:
         assert [item for other, some in long if other is lane for item in some] == items
 
 

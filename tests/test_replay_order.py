@@ -43,8 +43,8 @@ class Graph:
 def _replay(space: FakeSpace, stream: int, *, multiplies: bool = True) -> list[Any]:
     """What a replay puts on its stream."""
     program = CudaProgram.__new__(CudaProgram)
-    program.space, program.spans, program._silent = space, None, False
-    program._products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
+    program.space, program.spans, program._rehearsing, program._timer = space, None, False, None
+    program.products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
     space.driver.log.clear()
     space.current_stream = lambda: stream  # type: ignore[method-assign]
     program._replay(cast(Any, Graph(space.driver.log)), {})

@@ -81,8 +81,8 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     area, handle = held()
     program: Any = CudaProgram.__new__(CudaProgram)
     program.space, program.driver = SimpleNamespace(device=None, releaser=SimpleNamespace(remove=lambda key: None)), None
-    program._replays, program._aside = SimpleNamespace(close=lambda: None), ()
-    program._forks, program._pieces, program._words, program._area = {}, [], None, None
+    program._replays = program.streams = SimpleNamespace(close=lambda: None)
+    program._pieces, program._words, program._area = [], None, None
     program._reached = {"out": [area.view(torch.float32)]}
     del area
     program.close()

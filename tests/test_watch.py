@@ -29,8 +29,9 @@ from weft.runtime.cuda import CudaProgram
 from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState, Site
 from weft.runtime.invalid import results_of
+from weft.runtime.lane_streams import LaneStreams
+from weft.runtime.launches import FlagOperations
 from weft.runtime.plain import PLAIN
-from weft.runtime.tape import Words
 from weft.runtime.tickets import IN_FLIGHT, PendingCall
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
@@ -369,8 +370,9 @@ def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
 def _program(space: FakeSpace, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
-    empty: dict[str, Any] = {"_vendors": {}, "_forks": {}, "_pieces": [], "exchanges": {}, "_replays": None}
-    empty |= {"_words": None, "_area": None, "spans": None, "_aside": (), "_has_asides": False}
+    empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
+    empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(space, (), frozenset())}
+    empty |= {"_rehearsing": False, "_loading": False, "times_products": True, "schedule": SimpleNamespace(problem=None)}
     for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "team": space.team}.items():
         setattr(program, name, value)
     return program
@@ -413,51 +415,56 @@ def test_a_program_that_cannot_be_bound_gives_its_memory_back(ranks: Ranks, monk
 @pytest.mark.parametrize("at", ["copy", "compute"])
 def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> None:
     """What a lane has yet to write would be other tensors' memory by then."""
-    lanes = [(SimpleNamespace(name=kind, kind=kind), [kind]) for kind in ("copy", "blocks", "compute")]
+    lanes: list[Any] = [SimpleNamespace(name=kind, kind=kind) for kind in ("copy", "blocks", "compute")]
     streams = {"copy": FakeStream(11), "blocks": FakeStream(12)}
-    program = _program(ranks.space, _forks=dict.fromkeys(streams, (None, None)))
+    program = _program(ranks.space, streams=LaneStreams(ranks.space, lanes, frozenset()))
     ranks.space._streams = cast(Any, streams)
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
-    program._tape = lambda bindings: SimpleNamespace(runs=lanes)
 
-    def enqueue(items: list[str], bindings: object, stream: int) -> None:
-        if at in items:
-            raise KeyError(at)
+    class Raises:
+        def __init__(self, kind: str) -> None:
+            self._kind = kind
 
-    program._enqueue = enqueue
+        def issue(self, call: object, stream: int) -> None:
+            if self._kind == at:
+                raise KeyError(at)
+
+    runs = [(lane, [Raises(lane.kind)], False) for lane in lanes]
+    program._plan = lambda bindings: SimpleNamespace(runs=runs)
     with pytest.raises(KeyError, match=at):
-        program._fork_and_join(None)
+        program._issue(None)
     forks = [(stream.cuda_stream, STREAM) for stream in streams.values()]
     assert ranks.space.driver.log == [*(("after", *fork) for fork in forks), *(("after", *fork[::-1]) for fork in forks)]
 
 
 def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> None:
     side = FakeStream(13)
-    program = _program(ranks.space, _aside=("fork", "join"), _batches={}, _silent=False, _off_sms=set())
+    program = _program(ranks.space)
     ranks.space._aside = cast(Any, side)
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
     told: list[tuple[bool, int]] = []
     ranks.space.words = lambda words, by_kernel: lambda stream: told.append((by_kernel, stream))  # type: ignore[method-assign]
-    items = [Words(SimpleNamespace(lane="compute"), (), aside=aside) for aside in (False, True)]  # type: ignore[arg-type]
-    lanes = [(SimpleNamespace(name="compute", kind="compute"), items)]
-    program._tape = lambda bindings: SimpleNamespace(runs=lanes)
-    program._fork_and_join(None)
+    where: Any = SimpleNamespace(lane="compute")
+    items = [FlagOperations(where=where, words=(), aside=aside, submitter=program.streams) for aside in (False, True)]
+    runs = [(SimpleNamespace(name="compute", kind="compute"), items, False)]
+    program._plan = lambda bindings: SimpleNamespace(runs=runs)
+    program._issue(None)
     assert told == [(True, STREAM), (False, side.cuda_stream)]
     assert ranks.space.driver.log == [("after", side.cuda_stream, STREAM), ("after", STREAM, side.cuda_stream)]
-    lanes[0] = (lanes[0][0], items[:1])
-    program._fork_and_join(None)
+    runs[0] = (runs[0][0], items[:1], False)
+    program._issue(None)
     assert len(ranks.space.driver.log) == 2, "nothing to join: in a capture that stream would be foreign"
 
 
 def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ranks) -> None:
-    program = _program(ranks.space, _last_stream=None, _silent=False, _stuck=lambda: "")
+    program = _program(ranks.space, _last_stream=None, _stuck=lambda: "")
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
 
     def raises() -> None:
         raise KeyError("planted")
 
     with pytest.raises(KeyError):
-        program._submit(raises, {})
+        program._enqueue(SimpleNamespace(replay=raises), {})
     assert not ranks.space.tickets.done(1)
     ranks.space.ended(1)
     assert ranks.space.tickets.done(1)

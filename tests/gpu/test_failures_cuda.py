@@ -12,14 +12,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from muted import told_of, told_without
+from muted import before_launches, told_of, told_without
 from on_gpus import NEEDS_TWO, SHARED, SIZES, alarm
 from rank_pools import gpus, ranks_on_gpus
 from rank_work import check_gather, check_scatter, here
@@ -108,31 +107,28 @@ def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
 def _wakes_too_late(victim: int, step: int) -> str:
     """`victim` sleeps past the bound while it enqueues a call, its watch too, as if it were stopped; the others give up, and
     let go of what waits on their GPUs."""
-    from weft.runtime.cuda import CudaProgram
     from weft.runtime.watchdog import Watchdog
 
     weft.close()  # of a group that has captured the vendor's collectives, the communicator would be aborted
     check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 0)
-    one, look, seen, asleep = CudaProgram._one, Watchdog._look, 0, threading.Event()
+    look, asleep = Watchdog._look, threading.Event()
 
-    def slow(self: CudaProgram, *arguments: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == step:
+    def sleep_at(number: int) -> None:
+        if number == step:
             asleep.set()
             time.sleep(2 * BOUND_S)
             asleep.clear()
-        one(self, *arguments)
 
     def drowsy(self: Watchdog) -> bool:
         return asleep.is_set() or look(self)
 
     if dist.get_rank() == victim:
-        CudaProgram._one, Watchdog._look = slow, drowsy  # type: ignore[method-assign, assignment]
+        Watchdog._look = drowsy  # type: ignore[method-assign]
     try:
-        message = told_of(lambda: check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1))
+        with before_launches(sleep_at) if dist.get_rank() == victim else nullcontext():
+            message = told_of(lambda: check_scatter(256, 128, 64, torch.bfloat16, "track_and_trigger:2", 1))
     finally:
-        CudaProgram._one, Watchdog._look = one, look  # type: ignore[method-assign]
+        Watchdog._look = look  # type: ignore[method-assign]
     torch.cuda.synchronize()
     weft.close()
     dist.barrier()
@@ -298,7 +294,6 @@ def test_a_call_that_is_queued_when_a_rank_fails_is_told(pool: Ranks) -> None:
 
 def _raises_within(step: int, replays: bool) -> tuple[str, float]:
     """Rank 1 raises in the middle of enqueuing, or of capturing what would be replayed, and closes at once."""
-    from weft.runtime.cuda import CudaProgram
     from weft.runtime.replay import Replays
 
     faulthandler.dump_traceback_later(40, exit=True)
@@ -309,23 +304,19 @@ def _raises_within(step: int, replays: bool) -> tuple[str, float]:
     torch.cuda.synchronize()
     dist.barrier()
     faulthandler.dump_traceback_later(40, exit=True)
-    one, find, seen = CudaProgram._one, Replays.find, 0
+    find = Replays.find
 
-    def raises(self: CudaProgram, *arguments: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == step:
+    def raise_at(number: int) -> None:
+        if number == step:
             raise MemoryError("planted")
-        one(self, *arguments)
 
-    if dist.get_rank() == 1:
-        CudaProgram._one = raises  # type: ignore[method-assign, assignment]
     if not replays:
         Replays.find = lambda *_: None  # type: ignore[method-assign, assignment]
     try:
-        told = _told(lambda: weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2"))
+        with before_launches(raise_at) if dist.get_rank() == 1 else nullcontext():
+            told = _told(lambda: weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2"))
     finally:
-        CudaProgram._one, Replays.find = one, find  # type: ignore[method-assign]
+        Replays.find = find  # type: ignore[method-assign]
     _all_go_on()
     return told
 

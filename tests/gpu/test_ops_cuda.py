@@ -38,21 +38,22 @@ def test_every_schedule_is_right(pool: Ranks, dtype: torch.dtype) -> None:
 @alarm(90)
 def _slow(what: str) -> None:
     """One rank's kernels, or its copies, come late in every call; data is new each time."""
-    from weft.runtime.cuda import CudaProgram
     from weft.runtime.cuda_space import CudaSpace
+    from weft.runtime.launches import KernelLaunch
+    from weft.runtime.products import Products
 
-    matmul, stream, launch = CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch
+    multiply, stream, issue = Products.multiply, CudaSpace.stream, KernelLaunch.issue
     if dist.get_rank() == 1 and what == "compute":
 
         def late(*arguments: object, **options: object) -> None:
             torch.cuda._sleep(2_000_000)
-            matmul(*arguments, **options)  # type: ignore[arg-type]
+            multiply(*arguments, **options)  # type: ignore[arg-type]
 
         def late_kernel(*arguments: object, **options: object) -> None:
             torch.cuda._sleep(2_000_000)
-            launch(*arguments, **options)  # type: ignore[arg-type]
+            issue(*arguments, **options)  # type: ignore[arg-type]
 
-        CudaProgram.matmul, CudaProgram.launch = late, late_kernel  # type: ignore[method-assign, assignment]
+        Products.multiply, KernelLaunch.issue = late, late_kernel  # type: ignore[method-assign, assignment]
     if dist.get_rank() == 1 and what == "transport":
 
         def sleepy(self: CudaSpace, name: str) -> torch.cuda.Stream:
@@ -67,7 +68,7 @@ def _slow(what: str) -> None:
             for name in TP_NAMES:
                 check_both(253, 129, 77, torch.bfloat16, name, call)
     finally:
-        CudaProgram.matmul, CudaSpace.stream, CudaProgram.launch = matmul, stream, launch  # type: ignore[method-assign]
+        Products.multiply, CudaSpace.stream, KernelLaunch.issue = multiply, stream, issue  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("what", ["compute", "transport"])

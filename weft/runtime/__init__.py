@@ -13,8 +13,10 @@ A program, which is a schedule bound to one rank:
 
     bound.py  bindings.py  arithmetic.py         what devices share: where things lie, the tensors of a call, torch's sums
     host.py  interpret.py  bags.py               on CPUs: lanes on threads, step by step; lookups
-    cuda.py  tape.py  order.py                   on GPUs: lanes as streams get them, in an order in which none is stuck
-    flag_words.py  replay.py                     words of flags on GPUs, calls as graphs
+    cuda.py  launch_plan.py  launches.py         on GPUs: a call; what it launches, prepared once; what a launch is
+    lane_streams.py  order.py  turn.py           streams that fork and join; orders in which no stream, and no GPU, is stuck
+    flag_words.py  replay.py                     words of flags on GPUs; calls as CUDA graphs
+    call_timer.py  stuck.py                      when the steps of a call ran, and what a call waits for
     cuda_space.py  reach.py                      what the programs of a process group share there: streams, symmetric memory
     tickets.py  watchdog.py                      the events of each call, and the thread that bounds every call
     release.py  invalid.py  aborts.py            what follows a failure: released waits, NaN in results, aborted communicators

@@ -64,12 +64,12 @@ class Sliced:
     A slice is multiplied by `multiply`, once its gate is open. Between the first and the last one the sum is kept here.
     """
 
-    def __init__(self, step: Gemm, part: Part, matmul: Matmul) -> None:
-        self._step, self._part, self._matmul = step, part, matmul
+    def __init__(self, step: Gemm, part: Part) -> None:
+        self._step, self._part = step, part
         self._edges = (0, *(column for column, _ in part.inner), part.a.shape[1])
         self._sums: list[torch.Tensor] = []
 
-    def multiply(self, bindings: Bindings, number: int) -> None:
+    def multiply(self, bindings: Bindings, number: int, matmul: Matmul) -> None:
         """Slice `number`, counted from 0."""
         part, low, high = self._part, *self._edges[number : number + 2]
         a = bindings.view(part.a)[:, low:high]
@@ -77,7 +77,7 @@ class Sliced:
         if number == 0:
             self._sums = [a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32) for b, _ in pieces]
         for (b, _), total in zip(pieces, self._sums, strict=True):
-            self._matmul(a, b[low:high], total, accumulate=number > 0)
+            matmul(a, b[low:high], total, accumulate=number > 0)
         if number == len(part.inner):
             for (_, cols), total in zip(pieces, self._sums, strict=True):
                 bindings.view(_columns(part.out, cols)).copy_(total)

@@ -189,11 +189,11 @@ class _LaneRun:
 
     def _slices(self, step: Gemm, part: Part, where: Where) -> None:
         """A part whose gates are open, each slice behind its inner gate."""
-        sliced = Sliced(step, part, self.device.matmul)
-        sliced.multiply(self.bindings, 0)
+        sliced = Sliced(step, part)
+        sliced.multiply(self.bindings, 0, self.device.matmul)
         for number, (_, gate) in enumerate(part.inner, 1):
             self._wait(gate, where)
-            sliced.multiply(self.bindings, number)
+            sliced.multiply(self.bindings, number, self.device.matmul)
 
     def _reduce(self, step: Reduce, where: Where) -> None:
         self._pass_previous(step, where)

@@ -56,8 +56,8 @@ _IDLE_TICKS = 25
 """A process group without calls in flight looks at its peers this much more rarely (graphs may be replaying)."""
 
 _STUCK = (
-    f"calls have not ended {_STUCK_S:g} s after their waits were released; if a thread of this process is in a CUDA call, it may "
-    "be loading a kernel, for which CUDA waits for all streams: end the process (WEFT_ON_FAILURE=abort does so at once)"
+    f"calls have not ended {_STUCK_S:g} s after their waits were released; if a thread of this process is in a CUDA call, it "
+    "may be loading a kernel, for which CUDA waits for all streams: end the process (WEFT_ON_FAILURE=abort does so at once)"
 )
 
 

@@ -1,6 +1,6 @@
 """Collectives as CUDA streams get them, run in this process: all ranks' lanes in random order, with real memory, in place, too.
 
-The tape's copies move bytes here, its sums add, its memory operations are on words; nothing else orders the ranks. New data in
+The plan's copies move bytes here, its sums add, its memory operations are on words; nothing else orders the ranks. New data in
 each call, and a rank may be a call ahead. What comes out must be the whole result, whatever the order.
 """
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_tape import FakeProgram, _can, _do, streams_of
+from test_launch_plan import FakeProgram, _can, _do, streams_of
 
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
 from weft.core.schedule import Schedule
 from weft.runtime.bindings import Bindings
-from weft.runtime.tape import Tape, Words
+from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.schedules import build, names
 
 CALLS = 3
@@ -67,10 +68,14 @@ class World:
         for peer in self.ranks if self.problem.reachable else ():
             bindings.bind("out", peer, self.callers[peer]["out"])
         lanes: list[list[Any]] = []
-        for _, items in streams_of(Tape(program, frozenset()), rank):
+        for _, items in streams_of(LaunchPlan(program, frozenset()), rank):
             lanes.append([])
             for item in items:
-                found = list(item.words) if isinstance(item, Words) else [lambda i=item: i.run(bindings, 0)]
+                found = (
+                    list(item.words)
+                    if isinstance(item, FlagOperations)
+                    else [lambda i=item: i.issue(IssuedCall(bindings=bindings), 0)]
+                )
                 lanes[-1] += found
         return lanes
 
@@ -156,7 +161,7 @@ def test_the_room_is_taken_in_turns_here() -> None:
 
 @pytest.mark.parametrize("flag", ["free", "arrived"])
 def test_a_wait_that_is_left_out_is_noticed(flag: str) -> None:
-    """The machine above notices broken tapes: without these waits some order gives something else."""
+    """The machine above notices broken plans: without these waits some order gives something else."""
 
     def broken(seed: int) -> bool:
         world = World(build(problem("all_reduce", 3), "copy_engine", 1), in_place=True)

@@ -1,4 +1,4 @@
-"""Tapes: what every rank gives its streams, run by a machine of words alone, in random order, for several calls.
+"""Launch plans: what every rank gives its streams, run by a machine of words alone, in random order, for several calls.
 
 No GPU: copies, matmuls and kernels do nothing here. What is tested is that the memory operations of all ranks together
 never block for good, and that no signal is lost: a word is never raised while it is still up from before.
@@ -7,6 +7,7 @@ never block for good, and that no signal is lost: a word is never raised while i
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Literal
@@ -23,8 +24,9 @@ from weft.kernels.words import phases
 from weft.runtime.bindings import Where
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.fused import growth
+from weft.runtime.launch_plan import LaunchPlan, merged
+from weft.runtime.launches import FlagOperations, Launch
 from weft.runtime.pushes import push_growth
-from weft.runtime.tape import Item, Tape, Words, Work, merged
 from weft.schedules import build
 
 CALLS = 4
@@ -33,18 +35,21 @@ _RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
 
 
 class FakeProgram:
-    """What a Tape asks of a CudaProgram, with addresses that name (rank, slot)."""
+    """What a LaunchPlan asks of a CudaProgram, with addresses that name (rank, slot)."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
-        schedule = spelled_out(schedule).schedule
+        schedule = spelled_out(schedule).schedule  # as where the device has no kernel for a fused collective
         self.schedule, self.rank, self.flags = schedule, rank, WaiterWords(schedule)
         self.kernels: dict[int, object] = {}
         self.pushes: dict[tuple[str, int], object] = {}
+        self.fused_collectives: dict[tuple[str, int], object] = {}
         matrix = SimpleNamespace(data_ptr=lambda: 0)
         buffers = [(b.name, r) for b in schedule.buffers for r in range(len(schedule.ranks))]
         self.fixed = SimpleNamespace(tensors={key: [(matrix, (0, 0))] for key in buffers})
-        self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None))
-        self.matmul = self.collective = lambda *_: None
+        self.space = SimpleNamespace(driver=SimpleNamespace(copier=lambda **_: lambda *_: None), device=CPU, wire=None, tries=0)
+        self.products = self.collectives = defaultdict(lambda: None)  # type: ignore[var-annotated]
+        self.streams = None
+        self.sms_for_kernels = self.sms_for_pushes = 0
         self._growth = growth(schedule, CPU) | push_growth(schedule, self.itemsize(None), CPU)
 
     def growth_of(self, flag: Flag) -> int:
@@ -74,31 +79,31 @@ class FakeProgram:
 
 def words_of(program: FakeProgram) -> list[list[Word]]:
     """By lane, its memory operations of one call: as they are on copy lanes, phase by phase on the others."""
-    tape = Tape(program, frozenset())  # type: ignore[arg-type]
+    plan = LaunchPlan(program, frozenset())  # type: ignore[arg-type]
     return [
         [
             word
             for item in items
-            if isinstance(item, Words)
+            if isinstance(item, FlagOperations)
             for word in (item.words if kind == "copy" else in_phases(item.words))
         ]
-        for kind, items in streams_of(tape, program.rank)
+        for kind, items in streams_of(plan, program.rank)
     ]
 
 
-def streams_of(tape: Tape, rank: int) -> list[tuple[str, list[Item]]]:
+def streams_of(plan: LaunchPlan, rank: int) -> list[tuple[str, list[Launch]]]:
     """What each stream is given, with the kind of its lane: signals aside have one of their own, which waits for the lane to
     come to each of them, by a word that no schedule has."""
-    found: list[tuple[str, list[Item]]] = []
-    for lane, items in tape.merged:
-        main, aside = list[Item](), list[Item]()
+    found: list[tuple[str, list[Launch]]] = []
+    for lane, items in plan.merged:
+        main, aside = list[Launch](), list[Launch]()
         for item in items:
-            if not (isinstance(item, Words) and item.aside):
+            if not (isinstance(item, FlagOperations) and item.aside):
                 main.append(item)
                 continue
             here = rank * _RANK_BYTES + _RANK_BYTES // 2 + 4 * len(aside)
-            main.append(Words(item.where, (Word("signal", here, 1),)))
-            aside.append(Words(item.where, (Word("wait", here, 1), Word("lower", here, 0), *item.words)))
+            main.append(FlagOperations(where=item.where, words=(Word("signal", here, 1),)))
+            aside.append(FlagOperations(where=item.where, words=(Word("wait", here, 1), Word("lower", here, 0), *item.words)))
         found += [(lane.kind, main)] + [("copy", aside)] * bool(aside)
     return found
 
@@ -167,7 +172,7 @@ def test_no_wait_is_for_good_and_no_signal_is_lost(op: Op, name: str, size: tupl
 
 
 def test_a_word_that_is_not_lowered_loses_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine above notices a broken tape."""
+    """The machine above notices a broken launch plan."""
     schedule = build(Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2), "hetero_unfused_1d", 2)
     programs = [FakeProgram(schedule, rank) for rank in range(2)]
     do = _do
@@ -176,23 +181,24 @@ def test_a_word_that_is_not_lowered_loses_a_signal(monkeypatch: pytest.MonkeyPat
         if word != Word("lower", word.address, 0):
             do(word, memory)
 
-    monkeypatch.setattr("test_tape._do", forgets_to_lower)
+    monkeypatch.setattr("test_launch_plan._do", forgets_to_lower)
     with pytest.raises(AssertionError, match="it is lost"):
         play(programs, 0)
 
 
 def test_neighbours_are_one_submission() -> None:
     where = Where(0, "compute", 0, None)  # type: ignore[arg-type]
-    first, second = Words(where, (Word("signal", 0, 1),)), Words(where, (Word("wait", 4, 1),))
-    assert merged([first, second]) == [Words(where, first.words + second.words)]
+    first = FlagOperations(where=where, words=(Word("signal", 0, 1),))
+    second = FlagOperations(where=where, words=(Word("wait", 4, 1),))
+    assert merged([first, second]) == [FlagOperations(where=where, words=first.words + second.words)]
 
 
 def test_a_lane_that_waits_on_says_once_where_it_is() -> None:
     where = Where(0, "copy", 0, None)  # type: ignore[arg-type]
     here, wait, lower, signal = (lambda at, k=kind: Word(k, at, 1) for kind in ("here", "wait", "lower", "signal"))  # type: ignore[misc]
     first, second = (here(0), wait(4), lower(4)), (here(0), wait(8), lower(8))
-    (both,) = merged([Words(where, first), Words(where, second), Words(where, (signal(12),)), Words(where, second)])
-    assert isinstance(both, Words)
+    (both,) = merged([FlagOperations(where=where, words=words) for words in (first, second, (signal(12),), second)])
+    assert isinstance(both, FlagOperations)
     assert both.words == (*first, *second[1:], signal(12), *second)
 
 
@@ -212,21 +218,21 @@ def test_phases() -> None:
 def test_signals_before_more_work_go_aside() -> None:
     """Those of the caller's stream: the next matmul need not wait until a peer's word is written."""
     schedule = build(Problem(op="matmul_all_to_all", m=64, n=48, k=32, world_size=4), "shard_p2p")
-    tape = Tape(FakeProgram(schedule, 0), frozenset())  # type: ignore[arg-type]
-    for lane, items in tape.merged:
-        aside = [at for at, item in enumerate(items) if isinstance(item, Words) and item.aside]
-        works = [at for at, item in enumerate(items) if isinstance(item, Work)]
+    plan = LaunchPlan(FakeProgram(schedule, 0), frozenset())  # type: ignore[arg-type]
+    for lane, items in plan.merged:
+        aside = [at for at, item in enumerate(items) if isinstance(item, FlagOperations) and item.aside]
+        works = [at for at, item in enumerate(items) if not isinstance(item, FlagOperations)]
         assert bool(aside) == (lane.kind == "compute")
         assert all(word.kind == "signal" for at in aside for word in items[at].words)  # type: ignore[union-attr]
         assert not aside or works[0] < aside[0] <= aside[-1] < works[-1]
-        rest = [item.words for item in items if isinstance(item, Words) and not item.aside]
+        rest = [item.words for item in items if isinstance(item, FlagOperations) and not item.aside]
         assert lane.kind != "compute" or all(words[0].kind != "signal" for words in rest[:-1])
-    for lane, items in tape.lanes:
-        assert not any(isinstance(item, Words) and item.aside for item in items), lane
+    for lane, items in plan.lanes:
+        assert not any(isinstance(item, FlagOperations) and item.aside for item in items), lane
 
 
 def test_without_work_between_them_signals_are_one_submission_with_what_follows() -> None:
     schedule = build(Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2), "flag_gated", 1)
-    for _, items in Tape(FakeProgram(schedule, 0), frozenset()).merged:  # type: ignore[arg-type]
-        last = max((at for at, item in enumerate(items) if isinstance(item, Work)), default=0)
-        assert not any(isinstance(item, Words) and item.aside for item in items[last:])
+    for _, items in LaunchPlan(FakeProgram(schedule, 0), frozenset()).merged:  # type: ignore[arg-type]
+        last = max((at for at, item in enumerate(items) if not isinstance(item, FlagOperations)), default=0)
+        assert not any(isinstance(item, FlagOperations) and item.aside for item in items[last:])
