@@ -13,8 +13,9 @@ import pytest
 import torch
 from devices import H200
 
+from weft.comm.control import ControlSegment
 from weft.comm.processes import process_start
-from weft.comm.team import _BOARD, _LOG_AT, _LOGGED, Team
+from weft.comm.team import Team
 from weft.compat.streams import Word
 from weft.runtime import cuda_space
 from weft.runtime.cuda_space import CudaSpace
@@ -23,21 +24,19 @@ from weft.runtime.tickets import IN_FLIGHT
 
 def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
     """The team of each rank, all on one node."""
-    boards = [_BOARD.private() for _ in range(world_size)]
+    controls = [ControlSegment.private() for _ in range(world_size)]
     made = []
     for rank in range(world_size):
         team = Team.__new__(Team)
         team.timeout_s, team.rank, team.world_size = timeout_s, rank, world_size
-        team.calls = team._meetings = team._compared = team._rounds = 0
+        team.calls = team._agreements = team._compared = team._rounds = 0
         team._known, team.unraised, team._raised = {}, None, False
         team.broken, team._relay = None, None
         team.lock, team._failure_lock = threading.RLock(), threading.Lock()
         team.nodes, team.one_host, team.near = (), True, range(world_size)
         team.pids = [os.getpid()] * world_size
         team._starts = [process_start(os.getpid()) or 0] * world_size
-        team._control = boards
-        team._words = [board.words(0, 6) for board in boards]
-        team._logs = [board.words(_LOG_AT, _LOGGED) for board in boards]
+        team._control = controls
         team.topic = "lone"
         team.group = cast(Any, None)
         team._heaps = {}

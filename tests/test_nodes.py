@@ -313,7 +313,7 @@ def _call_until_lost(victim: int, how: int, told: Path, bound_s: float) -> tuple
     struck = time.monotonic()
     if how == signal.SIGSTOP:
         assert wait_for(lambda: _stopped(team.pids[victim]))
-        team._hear()
+        team._refresh()
     if rank == victim - 1 and dist.get_world_size() > 2:
         assert wait_for(told.exists)
     try:

@@ -17,7 +17,6 @@ from lone_ranks import teams, wait_for
 from weft.comm import shared_memory
 from weft.comm.processes import died, process_namespace, process_start
 from weft.comm.shared_memory import Segment, reap_stale
-from weft.comm.team import _mark_failed
 from weft.core.errors import PeerLost
 
 
@@ -149,7 +148,7 @@ def test_why_there_is_no_segment_is_said(
 
 def test_the_dead_rank_is_named_before_those_that_failed_of_it() -> None:
     team = teams(3)[0]
-    _mark_failed(team._control[1], "rank 2 is lost")
+    team._control[1].fail("rank 2 is lost")
     team._starts[2] = 1
     with pytest.raises(PeerLost, match=r"rank 2 \(process \d+\) died"):
         team.check_peers()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from conftest import RankFixture
 from lone_ranks import wait_for
 
-from weft.comm.team import _CLOSED, _PEER_CHECK_S, _STATE, _TOLD, Team
-from weft.comm.texts import TEXT_BYTES, Remembered, difference, told
+from weft.comm.control import CLOSED, NOTIFIED, TEXT_BYTES
+from weft.comm.team import _PEER_CHECK_S, Team
+from weft.comm.texts import Remembered, clipped, difference
 from weft.core.errors import PeerLost, RankMismatch
 
 
@@ -93,12 +94,12 @@ def _last_call(team: Team) -> str:
     """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
     team.enter("op: last")
     if team.rank == 0:
-        while team._words[2].load(_STATE) != _CLOSED:
+        while team._control[2].state != CLOSED:
             time.sleep(1e-3)
         time.sleep(10 * _PEER_CHECK_S)
     if team.rank != 1:
         return ""
-    team.until(lambda: team._words[0].load(_STATE) == _CLOSED, lambda: "rank 0 leaves")
+    team.until(lambda: team._control[0].state == CLOSED, lambda: "rank 0 leaves")
     try:
         team.enter("op: one more")
     except PeerLost as error:
@@ -114,10 +115,10 @@ def _told(team: Team) -> float:
         assert not team.peer_failed()
         began = time.monotonic()
         team.fail(PeerLost("planted"))
-        team.told(0.2)
+        team.await_notified(0.2)
         assert time.monotonic() - began >= 0.2
         dist.barrier()
-        team.told(60.0)
+        team.await_notified(60.0)
         assert team.peer_failed()
         return time.monotonic()
     assert wait_for(team.peer_failed)
@@ -126,8 +127,8 @@ def _told(team: Team) -> float:
     before = time.monotonic()
     if team.rank == 1:
         team.fail(PeerLost("rank 0 failed"))
-        team.told(0.0)
-        assert team._words[1].load(_STATE) == _TOLD
+        team.await_notified(0.0)
+        assert team._control[1].state == NOTIFIED
     return before
 
 
@@ -180,10 +181,10 @@ def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -
 
 def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -> None:
     alike = "dims\n" * TEXT_BYTES
-    one, other = (told(f"{alike}schedule: {name}") for name in ("direct_store", "sequential"))
+    one, other = (clipped(f"{alike}schedule: {name}", TEXT_BYTES) for name in ("direct_store", "sequential"))
     assert one != other
     assert len(one.encode()) == TEXT_BYTES
-    assert told("short") == "short"
+    assert clipped("short", TEXT_BYTES) == "short"
 
 
 def _long_and_alike(team: Team) -> int:
@@ -217,4 +218,7 @@ def test_numbers_leave_no_room_to_choose() -> None:
 
 
 def test_what_nobody_remembers_is_said_to_be_so() -> None:
-    assert difference(0, "", 1, "") == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to be told"
+    assert (
+        difference(0, "", 1, "")
+        == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to say what they are"
+    )

@@ -7,7 +7,7 @@ import time
 import pytest
 from lone_ranks import teams
 
-from weft.comm.team import timeout_from_environment
+from weft.comm.timeouts import timeout_from_environment
 from weft.core.errors import WaitTimeout
 
 

@@ -18,7 +18,8 @@ import torch
 from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
 
 from weft.comm import symmetric_heap
-from weft.comm.team import _STATE, _TOLD, Team
+from weft.comm.control import NOTIFIED
+from weft.comm.team import Team
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
 from weft.overlap.collectives import work
@@ -131,12 +132,12 @@ def test_no_thread_is_interrupted(ranks: Ranks) -> None:
 
 def test_a_process_that_is_to_end_does_so_once_peers_know(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    monkeypatch.setattr(watchdog, "end_process", lambda: ends.append(ranks.team._words[0].load(_STATE)))
+    monkeypatch.setattr(watchdog, "end_process", lambda: ends.append(ranks.team._control[0].state))
     ranks.space.watchdog._on_failure = "abort"
     ranks.call()
     ranks.peer_fails()
     assert wait_for(lambda: ends)
-    assert ends == [_TOLD]
+    assert ends == [NOTIFIED]
 
 
 def test_what_is_to_be_done_at_a_failure_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.Monkey
     ticket = ranks.call()
     ranks.space.ended(ticket)
     ranks.peer_fails()
-    ranks.peer.told(0.0)
+    ranks.peer.await_notified(0.0)
     assert ranks.failed()
     assert ranks.team.unraised is None, "weft.close has nothing to raise"
 
@@ -538,12 +539,12 @@ def test_a_rank_of_another_node_is_waited_for_too() -> None:
     mine._relay = cast(Any, SimpleNamespace(publish=lambda: None, refresh=lambda: heard.append(1), silent_s=lambda peer: 0.0))
     mine.fail(MemoryError("planted"))
     began = time.monotonic()
-    mine.told(0.2)
+    mine.await_notified(0.2)
     assert time.monotonic() - began >= 0.2
     assert heard
     far.fail(PeerLost("rank 0 failed"))
-    far.told(0.0)
-    mine.told(LONG_S)
+    far.await_notified(0.0)
+    mine.await_notified(LONG_S)
     assert time.monotonic() - began < LONG_S / 2
 
 
@@ -570,8 +571,8 @@ def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) ->
     ranks.peer_fails()
     began = time.monotonic()
     ranks.peer.close()
-    assert ranks.team._words[1].load(_STATE) == _TOLD
-    ranks.team.told(LONG_S)
+    assert ranks.team._control[1].state == NOTIFIED
+    ranks.team.await_notified(LONG_S)
     assert time.monotonic() - began < LONG_S / 2
 
 

@@ -56,7 +56,7 @@ where names of hosts are not resolved."""
 def handshake(group: dist.ProcessGroup, mine: Any, *, timeout_s: float, purpose: str) -> list[Any]:
     """What each rank gave as `mine`, by rank. mine: of lists, numbers and strings. Collective.
 
-    purpose: ranks meet only those that came for the same purpose. Raises WaitTimeout with the ranks that have not come within
+    purpose: a rank finds only those that came for the same purpose. Raises WaitTimeout with the ranks that have not come within
     timeout_s; PeerLost if the group's store is lost.
     """
     attempt = _Attempt(group, mine, purpose)

@@ -16,15 +16,13 @@ The store is only asked for keys that are there, so that nothing waits for long,
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from weft.comm.shared_memory import Segment
+from weft.comm.control import ControlSegment
 
 _BEAT_S = 0.25
 _LEAST_S = 1e-3
@@ -32,43 +30,6 @@ _LEAST_S = 1e-3
 _BEAT_BYTES = 8
 _LAST_BEAT = 2**63
 """What stands in the last snapshot of a rank that died."""
-
-
-class Board:
-    """The layout of a control segment: words, texts, and a log of words by number, of which the newest are relayed."""
-
-    def __init__(self, *, words: int, texts_at: int, log_at: int, logged: int) -> None:
-        self.words, self.texts_at, self.log_at, self.logged = words, texts_at, log_at, logged
-        self.nbytes = log_at + 8 * logged
-        self.relayed = min(logged, 512)
-
-    def private(self) -> Segment:
-        """A segment that no other process has."""
-        return Segment("relayed", mmap.mmap(-1, self.nbytes))
-
-    def snapshot(self, segment: Segment) -> bytes:
-        """All words and texts, and the log's newest entries. The first word counts the log's entries."""
-        count = segment.words(0, 1).load(0)
-        log = segment.words(self.log_at, self.logged)
-        newest = b"".join(log.load(number % self.logged).to_bytes(8, "little") for number in self._newest(count))
-        return zlib.compress(count.to_bytes(8, "little") + segment.read_bytes(0, self.log_at) + newest, 1)
-
-    def restore(self, segment: Segment, snapshot: bytes) -> None:
-        """Make a segment say the same; the words last, since others look at them first, and the count as it was when the log
-        was read."""
-        data = zlib.decompress(snapshot)
-        count, data = int.from_bytes(data[:8], "little"), data[:8] + data[16:]
-        log = segment.words(self.log_at, self.logged)
-        for place, number in enumerate(self._newest(count)):
-            at = self.log_at + 8 * place
-            log.store(number % self.logged, int.from_bytes(data[at : at + 8], "little"))
-        segment.write_bytes(self.texts_at, data[self.texts_at : self.log_at])
-        words = segment.words(0, self.words)
-        for word in reversed(range(self.words)):
-            words.store(word, int.from_bytes(data[8 * word : 8 * word + 8], "little"))
-
-    def _newest(self, count: int) -> range:
-        return range(max(1, count - self.relayed + 1), count + 1)
 
 
 class Relay:
@@ -82,15 +43,14 @@ class Relay:
     def __init__(
         self,
         store: Any,
-        board: Board,
         *,
         rank: int,
-        own: Segment,
-        copies: Mapping[int, Segment],
-        neighbours: Mapping[int, Callable[[], Segment | None]],
+        own: ControlSegment,
+        copies: Mapping[int, ControlSegment],
+        neighbours: Mapping[int, Callable[[], ControlSegment | None]],
         timeout_s: float,
     ) -> None:
-        self._board, self._rank, self._own = board, rank, own
+        self._rank, self._own = rank, own
         self._copies, self._neighbours = copies, dict(neighbours)
         self._store = store
         self._store.set_timeout(timedelta(seconds=timeout_s))
@@ -111,8 +71,8 @@ class Relay:
             self._beat += 1
             self._put(self._rank, self._beat, self._own)
 
-    def _put(self, rank: int, beat: int, segment: Segment) -> None:
-        self._store.set(str(rank), beat.to_bytes(_BEAT_BYTES, "little") + self._board.snapshot(segment))
+    def _put(self, rank: int, beat: int, control: ControlSegment) -> None:
+        self._store.set(str(rank), beat.to_bytes(_BEAT_BYTES, "little") + control.snapshot())
 
     def refresh(self) -> None:
         """Bring the copies up to date, unless that was done just now, or is being done."""
@@ -122,7 +82,7 @@ class Relay:
             for far, snapshot in zip(self._copies, self._get([str(far) for far in self._copies]), strict=True):
                 if snapshot != self._seen[far][0]:
                     self._seen[far] = snapshot, time.monotonic()
-                    self._board.restore(self._copies[far], snapshot[_BEAT_BYTES:])
+                    self._copies[far].restore(snapshot[_BEAT_BYTES:])
             self._looked = time.monotonic()
         finally:
             self._refreshing.release()

@@ -1,25 +1,19 @@
-"""Team: the ranks of one process group, on which nodes they are, that they agree, and that every wait ends.
+"""The ranks of one process group: on which nodes they are, that they agree on what they call, and that every wait ends.
 
-Each rank owns a control segment that all of its node map; ranks of other nodes have a copy of it (weft.comm.relay):
+Each rank publishes what it calls, and whether it has failed, in its control segment (weft.comm.control).
 
-    word 0 ENTERED   calls that this rank has entered          word 3 STATE  0 running, 1 failed, 2 closed, 3 failed and told
-    word 1 CREATED   segments that it has created               text: two slots for what it calls, by parity of the meeting
-    word 2 MAPPED    segment rounds that it has mapped          text: why it failed; text: name of its newest segment
-    words 4, 5       a number that it offers, by parity         text: the newest call that it began without a meeting
-                                                                words: what each of its last calls was, by call
-
-What ranks agree on has a number, a digest. A first call meets: `enter` publishes what is about to run and waits until all have
-published the same. A later one only leaves its number (`repeat`), and whoever looks after the team compares the numbers of all
-ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others. Nor does a first one whose ranks know
-all that they have to tell each other (`begin`): it leaves its number, and its text for those who have another.
+What ranks agree on has a number, a digest. In a first call ranks agree: `enter` publishes what is about to run and waits until
+all have published the same. A later call only logs its number (`repeat`). Whoever watches the group compares the numbers of all
+ranks call by call (`check_peers`), so that agreeing costs no rank the time of the others. Nor does a first call whose ranks
+have nothing to exchange (`begin`): it logs its number, and publishes its text for those who have another number.
 
     rank 0                          rank 1
     slot[n % 2] = text              slot[n % 2] = text
     ENTERED = c   ~~~~~~~~~~~~~~~>  wait ENTERED of rank 0 >= c, compare its slot
     wait ENTERED of rank 1 >= c     ENTERED = c
 
-Two slots are enough: a rank can begin meeting n + 1 while another still compares meeting n, but not n + 2, for which it needs
-that other's part in n + 1.
+Two slots are enough: a rank can begin agreement n + 1 while another still compares in agreement n, but not n + 2, for which it
+needs that other's part in n + 1.
 
 A wait ends when its word is there, when a peer is seen to be dead, failed or gone, or at the bound; it never hangs.
 """
@@ -28,65 +22,50 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.handshake import handshake
-from weft.comm.nodes import nodes_of, ranks_per_node
-from weft.comm.processes import died, node_label, process_start
-from weft.comm.relay import Board, Relay
-from weft.comm.shared_memory import PREFIX, SHM, Segment, reap_stale, unlink
+from weft.comm.control import (
+    AGREED,
+    CLOSED,
+    ENDED_BADLY,
+    FAILED,
+    LOGGED,
+    NOTIFIED,
+    NUMBERS,
+    RUNNING,
+    TEXT_BYTES,
+    ControlSegment,
+)
+from weft.comm.membership import join
+from weft.comm.processes import died
+from weft.comm.relay import Relay
+from weft.comm.shared_memory import PREFIX, Segment, reap_stale, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, heap_of
-from weft.comm.texts import TEXT_BYTES, Remembered, difference, reason, told
+from weft.comm.texts import Remembered, clipped, difference, reason
 from weft.compat.c10d import store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
-DEFAULT_TIMEOUT_S = 60.0
-_MOST_TIMEOUT_S = 1e9
-"""What waits of threads and stores can count."""
-_ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
-_FAILED, _CLOSED, _TOLD = 1, 2, 3
-_ENDED_BADLY = (_FAILED, _TOLD)
-_FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
-_LOGGED = 4096
-"""Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
-_BOARD = Board(words=6, texts_at=TEXT_BYTES, log_at=_LOG_AT, logged=_LOGGED)
-_NUMBERS = 1 << 24
-"""A logged call is call * _NUMBERS + number; 0 and 1 say that it met, and in which slot."""
 _REMEDIES = (
     "this process group has failed ({}); call weft.close(group) on every rank, then go on",
     "this group was closed, and with it what had been made for it before, as a hook's trial; make that again, on every rank",
 )
 """What a call says after a failure, and after the group was closed."""
 _IN_USE = "this process group has failed ({}); on every rank close its Peers and call weft.close(group), then go on"
-_Member = tuple[str, str, int, int | None, str]
-"""A rank, as the others know it: its host, what tells its node, its process and when that began, its control segment."""
 _PEER_CHECK_S = 0.02
+"""How often a rank that waits looks whether its peers live."""
 _SAYS_S = 0.5
 """A peer that does not come may wait for another one, which its own bound, at about the same time, names."""
 _SILENT_S = 30.0
-"""A rank of another node that nothing is heard of for so long is lost: a process publishes four times a second."""
-
-
-def timeout_from_environment() -> float:
-    """WEFT_TIMEOUT_S, or 60 s. Raises ValueError if it is not a positive number, or is too large to be waited for."""
-    text = os.environ.get("WEFT_TIMEOUT_S", str(DEFAULT_TIMEOUT_S))
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _MOST_TIMEOUT_S:
-        raise ValueError(f"WEFT_TIMEOUT_S is {text!r}; it must be a number of seconds above 0, and at most {_MOST_TIMEOUT_S:g}")
-    return value
+"""A rank of another node of which nothing new comes for so long is lost: a process publishes four times a second."""
 
 
 _SHARED: dict[dist.ProcessGroup, Team] = {}
@@ -158,8 +137,8 @@ class Team:
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float | None = None) -> None:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.calls = self._meetings = self._compared = 0
-        self._known = Remembered(2, _NUMBERS)
+        self.calls = self._agreements = self._compared = 0
+        self._known = Remembered(2, NUMBERS)
         self.broken: BaseException | None = None
         self.unraised: WeftError | None = None
         self._raised = False
@@ -168,58 +147,26 @@ class Team:
         self._relay: Relay | None = None
         self._rounds = 0
         self._heaps: dict[torch.device, SymmetricHeap] = {}
-        control, everyone = self._introduced(timeout_s)
+        members = join(group, timeout_s)
+        control, self.timeout_s = members.control, members.timeout_s
         try:
-            labels = [label for _, label, *_ in everyone]
-            self.nodes, self.one_host = nodes_of(labels), len({host for host, *_ in everyone}) == 1
-            first, label = labels.index(labels[self.rank]), labels[self.rank]
-            self.near = range(first, first + labels.count(label))
-            self.pids = [pid for *_, pid, _, _ in everyone]
-            self._starts = [start for *_, start, _ in everyone]
-            self._control = [self._board_of(rank, name, control) for rank, (*_, name) in enumerate(everyone)]
-            self._words = [segment.words(0, 6) for segment in self._control]
-            self._logs = [segment.words(_LOG_AT, _LOGGED) for segment in self._control]
-            self.topic = everyone[0][-1].removeprefix(PREFIX)
+            self.nodes, self.one_host, self.near = members.nodes, members.one_host, members.near
+            self.pids, self._starts = members.pids, members.starts
+            self._control = [self._control_of(rank, name, control) for rank, name in enumerate(members.names)]
+            self.topic = members.names[0].removeprefix(PREFIX)
             self.await_mapped()
             self._relay = self._relayed() if self.nodes else None
         finally:
             unlink(control.name)
 
-    def _introduced(self, timeout_s: float | None) -> tuple[Segment, list[_Member]]:
-        """This rank's control segment, and who all ranks are. What keeps one of them from the team, a setting or a full
-        /dev/shm, is raised on all of them."""
-        own: Segment | None = None
-        self.timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        try:
-            self.timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
-            per_node, host = ranks_per_node(), f"{socket.gethostname()} {node_label(SHM)}"
-            label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
-            reap_stale()
-            own = Segment.create("control", _BOARD.nbytes)
-            me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
-        except (ValueError, OSError) as error:
-            wrong, me = error, str(error)
-        try:
-            everyone: list[Any] = handshake(self.group, me, timeout_s=self.timeout_s, purpose="group")
-            if own is None:
-                raise wrong
-            for rank, one in enumerate(everyone):
-                if isinstance(one, str):
-                    raise PeerLost(f"rank {rank} failed: {one}")
-        except BaseException:
-            if own is not None:
-                unlink(own.name)
-            raise
-        return own, everyone
-
-    def _board_of(self, rank: int, name: str, own: Segment) -> Segment:
+    def _control_of(self, rank: int, name: str, own: Segment) -> ControlSegment:
         """A rank's control segment, or where it is copied to."""
         if rank not in self.near:
-            return _BOARD.private()
+            return ControlSegment.private()
         try:
-            return own if rank == self.rank else Segment.open(name)
+            return ControlSegment(own if rank == self.rank else Segment.open(name))
         except FileNotFoundError:
-            raise PeerLost(f"rank {rank} failed while the group's team was made; it says why") from None
+            raise PeerLost(f"rank {rank} failed in the group's first call; it says why") from None
 
     def store(self, name: str) -> Any:
         """A part of the group's store that this team alone has, on a connection of its own."""
@@ -229,7 +176,6 @@ class Team:
         near = [peer for peer in self._others() if peer in self.near]
         return Relay(
             self.store("relay"),
-            _BOARD,
             rank=self.rank,
             own=self._control[self.rank],
             copies={far: self._control[far] for far in self._others() if far not in self.near},
@@ -237,38 +183,36 @@ class Team:
             timeout_s=self.timeout_s,
         )
 
-    def _obituary(self, peer: int) -> Segment | None:
+    def _obituary(self, peer: int) -> ControlSegment | None:
         """What a dead rank of this node would say to other nodes; None while it lives, and if it has said why it ends."""
-        if not died(self.pids[peer], self._starts[peer]) or self._words[peer].load(_STATE):
+        if not died(self.pids[peer], self._starts[peer]) or self._control[peer].state:
             return None
-        last = _BOARD.private()
-        _BOARD.restore(last, _BOARD.snapshot(self._control[peer]))
-        _mark_failed(last, f"process {self.pids[peer]} died")
+        last = ControlSegment.private()
+        last.restore(self._control[peer].snapshot())
+        last.fail(f"process {self.pids[peer]} died")
         return last
 
     def enter(self, text: str, mine: int = 0, *, within_s: float | None = None) -> tuple[int, ...]:
-        """Begin a call that every rank describes alike by `text`; what each rank gave as `mine`, by rank.
+        """Begin a call that every rank describes by the same `text`. Returns what each rank gave as `mine`, by rank.
 
         within_s: bound of the wait for the others, where they may take longer than in calls. Raises RankMismatch with the
         lines that differ.
         """
         self.check_usable()
-        text = told(text)
-        self._meetings += 1
-        parity = self._meetings % 2
-        slot = (1 + parity) * TEXT_BYTES
-        self._control[self.rank].write_text(slot, TEXT_BYTES, text)
-        self._words[self.rank].store(_OFFERED + parity, mine)
-        self._log_call(parity)
+        text = clipped(text, TEXT_BYTES)
+        self._agreements += 1
+        parity = self._agreements % 2
+        self._control[self.rank].offer(parity, text, mine)
+        self._log_call(AGREED[parity])
         with self.failing():  # peers take this call for begun
-            self._tell()
+            self._publish()
             self._agree(text, within_s)
-        return tuple(words.load(_OFFERED + parity) for words in self._words)
+        return tuple(control.offered(parity) for control in self._control)
 
     def _agree(self, text: str, within_s: float | None) -> None:
         """Wait until every rank has entered the call, and compare what they say of it."""
         for peer in self._others():
-            self._await_word(peer, _ENTERED, self.calls, "entered", within_s)
+            self._await_count(peer, "entered", self.calls, within_s)
         for peer in self._others():
             theirs = self._text_of(peer, self.calls)
             if theirs != text:
@@ -279,10 +223,10 @@ class Team:
         return self._known.number(text)
 
     def begin(self, text: str) -> int:
-        """Begin a call that all ranks begin without a meeting, and remember it: its number. Waits for nobody."""
+        """Begin a call that all ranks begin without an agreement, and remember it: its number. Waits for nobody."""
         self.check_usable()
         number = self.remember(text)
-        self._control[self.rank].write_text(_BEGUN_AT, TEXT_BYTES, text)
+        self._control[self.rank].begun = text
         self._log_call(number)
         return number
 
@@ -293,29 +237,24 @@ class Team:
 
     def _log_call(self, number: int) -> None:
         self.calls += 1
-        self._logs[self.rank].store(self.calls % _LOGGED, self.calls * _NUMBERS + number)
-        self._words[self.rank].store(_ENTERED, self.calls)
-
-    def _number_of(self, rank: int, call: int) -> int | None:
-        """What a rank's call was; None if that is no longer there."""
-        logged, number = divmod(self._logs[rank].load(call % _LOGGED), _NUMBERS)
-        return number if logged == call else None
+        self._control[self.rank].log(self.calls, number)
 
     def _text_of(self, rank: int, call: int) -> str:
-        number = self._number_of(rank, call)
-        if number in (0, 1):
-            return self._control[rank].read_text((1 + number) * TEXT_BYTES, TEXT_BYTES)
-        begun = self._control[rank].read_text(_BEGUN_AT, TEXT_BYTES)
+        control = self._control[rank]
+        number = control.number_of(call)
+        if number in AGREED:
+            return control.slot(AGREED.index(number))
+        begun = control.begun
         return begun if self._known.number_of(begun) == number else self._known.text(number)
 
     def _compare(self) -> None:
         """Raise RankMismatch if calls that all ranks have entered differ."""
-        entered = min(words.load(_ENTERED) for words in self._words)
-        for call in range(max(self._compared + 1, entered - _LOGGED), entered + 1):
-            mine = self._number_of(self.rank, call)
+        entered = min(control.entered for control in self._control)
+        for call in range(max(self._compared + 1, entered - LOGGED), entered + 1):
+            mine = self._control[self.rank].number_of(call)
             for peer in self._others():
-                theirs = self._number_of(peer, call)
-                # Of calls that met, each rank has compared the texts itself.
+                theirs = self._control[peer].number_of(call)
+                # Of calls on which ranks agreed as they entered them, each has compared the texts itself.
                 if None not in (mine, theirs) and mine != theirs:
                     raise self.fail(self._mismatch(call, self._text_of(self.rank, call), peer, self._text_of(peer, call)))
         self._compared = max(self._compared, entered)
@@ -332,17 +271,16 @@ class Team:
     def exchange_names(self, mine: str) -> dict[int, str]:
         """By rank of this node, the segment that it has created last. Collective; `await_mapped` comes next."""
         self._rounds += 1
-        self._control[self.rank].write_text(_NAME_AT, TEXT_BYTES, mine)
-        self._words[self.rank].store(_CREATED, self._rounds)
+        self._control[self.rank].create(mine, self._rounds)
         for peer in self.near:
-            self._await_word(peer, _CREATED, self._rounds, "created")
-        return {peer: self._control[peer].read_text(_NAME_AT, TEXT_BYTES) for peer in self.near}
+            self._await_count(peer, "created", self._rounds)
+        return {peer: self._control[peer].newest for peer in self.near}
 
     def await_mapped(self) -> None:
         """Wait until every rank of this node has mapped the segments that were created last."""
-        self._words[self.rank].store(_MAPPED, self._rounds + 1)
+        self._control[self.rank].mapped = self._rounds + 1
         for peer in (peer for peer in self._others() if peer in self.near):
-            self._await_word(peer, _MAPPED, self._rounds + 1, "mapped")
+            self._await_count(peer, "mapped", self._rounds + 1)
 
     def until(
         self, ready: Callable[[], bool], explain: Callable[[], str], within_s: float | None = None, *, grace_s: float = 0.0
@@ -358,7 +296,7 @@ class Team:
         while not ready():
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
-            self._hear()
+            self._refresh()
             now = time.monotonic()
             if now >= next_check:
                 self.check_peers(ready)
@@ -375,22 +313,22 @@ class Team:
         """
         if self.broken:
             raise self._again(reason(self.broken))
-        self._hear()
+        self._refresh()
         self._compare()
         dead = [p for p in self._others() if p in self.near and died(self.pids[p], self._starts[p])]
         # In this order: a rank closes, and then its process ends. And once each: it may close at any time.
-        states = {p: self._words[p].load(_STATE) for p in self._others()}
-        left = [p for p in states if states[p] == _CLOSED and (may_leave or self._words[p].load(_ENTERED) >= self.calls)]
+        states = {p: self._control[p].state for p in self._others()}
+        left = [p for p in states if states[p] == CLOSED and (may_leave or self._control[p].entered >= self.calls)]
         dead = [p for p in dead if p not in left]
         gone = [p for p in states if states[p] and p not in left]
         silent = [] if gone else [p for p in self._others() if self._silent_s(p) > min(_SILENT_S, self.timeout_s)]
         if not (dead or gone or silent) or ready():
             return
         # A dead rank is the reason for what other ranks report: name it first.
-        raise self.fail(PeerLost(self._farewell((dead + gone + silent)[0])))
+        raise self.fail(PeerLost(self._ending((dead + gone + silent)[0])))
 
-    def _hear(self) -> None:
-        """Look at what ranks of other nodes say."""
+    def _refresh(self) -> None:
+        """Fetch what ranks of other nodes have published."""
         if self._relay:
             try:
                 self._relay.refresh()
@@ -400,17 +338,17 @@ class Team:
                 ) from None
 
     def _silent_s(self, peer: int) -> float:
-        """For how long nothing has been heard of a rank of another node that has not left."""
-        closed = peer in self.near or self._words[peer].load(_STATE) == _CLOSED
+        """For how long nothing new has come from a rank of another node that has not left."""
+        closed = peer in self.near or self._control[peer].state == CLOSED
         return 0.0 if closed or self._relay is None else self._relay.silent_s(peer)
 
-    def _farewell(self, peer: int) -> str:
-        state = self._words[peer].load(_STATE)
-        if state in _ENDED_BADLY:
-            return f"rank {peer} failed: {self._control[peer].read_text(_FAILURE_AT, TEXT_BYTES)}"
-        if state != _CLOSED and peer not in self.near:
+    def _ending(self, peer: int) -> str:
+        state = self._control[peer].state
+        if state in ENDED_BADLY:
+            return f"rank {peer} failed: {self._control[peer].failure}"
+        if state != CLOSED and peer not in self.near:
             return f"rank {peer}, on another node, has not been heard of for {self._silent_s(peer):.0f} s"
-        return f"rank {peer} has left the group" if state == _CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
+        return f"rank {peer} has left the group" if state == CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
 
     @property
     def forked(self) -> bool:
@@ -418,12 +356,12 @@ class Team:
         return os.getpid() != self.pids[self.rank]
 
     def fail(self, error: BaseException) -> BaseException:
-        """Tell every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
+        """Signal to every peer why this rank cannot go on; returns `error`, to be raised. The first reason stands."""
         with self._failure_lock:
             if self.broken is None:
                 self.broken = error
-                _mark_failed(self._control[self.rank], reason(error))
-                self._tell()
+                self._control[self.rank].fail(reason(error))
+                self._publish()
                 reap_stale()
         return error
 
@@ -455,48 +393,47 @@ class Team:
         return (type(self.broken) if isinstance(self.broken, WeftError) else WeftError)(text)
 
     def peer_failed(self) -> bool:
-        """Whether a peer says that it has failed: what it sends from then on may be worthless."""
-        return any(self._words[peer].load(_STATE) in _ENDED_BADLY for peer in range(self.world_size) if peer != self.rank)
+        """Whether a peer has signalled that it has failed: what it sends from then on may be invalid."""
+        return any(self._control[peer].state in ENDED_BADLY for peer in self._others())
 
-    def told(self, within_s: float) -> None:
+    def await_notified(self, within_s: float) -> None:
         """After a failure that this rank knows of: returns when all ranks that live know of one, too, or after so long.
 
         Only then may a rank release what waits on its device: what that sends without having what it waited for, another rank
         that knows of no failure would take for results.
         """
-        own = self._words[self.rank]
-        if own.load(_STATE) == _FAILED:
-            own.store(_STATE, _TOLD)
-            self._tell()
+        own = self._control[self.rank]
+        if own.state == FAILED:
+            own.state = NOTIFIED
+            self._publish()
         deadline = time.monotonic() + within_s
-        with suppress(WeftError):  # who cannot be heard of any more sends nothing, either
-            while time.monotonic() < deadline and not all(self._knows(peer) for peer in self._others()):
+        with suppress(WeftError):  # who no longer publishes sends nothing, either
+            while time.monotonic() < deadline and not all(self._was_notified(peer) for peer in self._others()):
                 time.sleep(1e-3)
-                self._hear()
+                self._refresh()
 
-    def _knows(self, peer: int) -> bool:
+    def _was_notified(self, peer: int) -> bool:
         """Whether no call of a peer's can end as if nothing had happened."""
         dead = peer in self.near and died(self.pids[peer], self._starts[peer])
-        return dead or self._words[peer].load(_STATE) in (_CLOSED, _TOLD)
+        return dead or self._control[peer].state in (CLOSED, NOTIFIED)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Let other nodes see at once what this rank's segment says."""
         if self._relay:
             with suppress(RuntimeError):  # the store may be what is lost
                 self._relay.publish()
 
     def close(self) -> None:
-        """Leave: peers that wait for this rank are told, and that no call of its goes on. Not collective.
+        """Leave. Peers that wait for this rank get PeerLost, and learn that no call of it goes on. Not collective.
 
         The process group is let go of: kept in a reference cycle, its threads would run on until the interpreter ends.
         """
-        ended = {0: _CLOSED, _FAILED: _TOLD}
-        state = self._words[self.rank].load(_STATE)
-        self._words[self.rank].store(_STATE, ended.get(state, state))
+        own = self._control[self.rank]
+        own.state = {RUNNING: CLOSED, FAILED: NOTIFIED}.get(own.state, own.state)
         if self._relay:
             self._relay.close()
         self._closed = self._closed or self.broken is None
-        self.broken = self.broken or WeftError("the team is closed")
+        self.broken = self.broken or WeftError("the process group is closed")
         for heap in self._heaps.values():
             heap.close()
         with _SHARED_LOCK:
@@ -520,19 +457,17 @@ class Team:
     def _others(self) -> list[int]:
         return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
 
-    def _await_word(self, peer: int, word: int, value: int, flag: str, within_s: float | None = None) -> None:
-        words = self._words[peer]
+    def _await_count(
+        self, peer: int, what: Literal["entered", "created", "mapped"], value: int, within_s: float | None = None
+    ) -> None:
+        """Wait until a peer has entered so many calls, say."""
+        control = self._control[peer]
         self.until(
-            lambda: words.load(word) >= value,
+            lambda: getattr(control, what) >= value,
             lambda: (
-                f"rank {self.rank}, lane host, step 0 (wait {flag}[{peer}]@{peer}): expected {value}, "
-                f"seen {words.load(word)}; rank {peer} did not arrive"
+                f"rank {self.rank}, lane host, step 0 (wait {what}[{peer}]@{peer}): expected {value}, "
+                f"seen {getattr(control, what)}; rank {peer} did not arrive"
             ),
             within_s,
             grace_s=_SAYS_S,
         )
-
-
-def _mark_failed(control: Segment, text: str) -> None:
-    control.write_text(_FAILURE_AT, TEXT_BYTES, text)
-    control.words(0, _BOARD.words).store(_STATE, _FAILED)

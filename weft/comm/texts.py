@@ -6,9 +6,6 @@ import hashlib
 
 import torch.distributed as dist
 
-TEXT_BYTES = 4096
-"""Of a text in a control segment."""
-
 
 class Remembered:
     """Texts by numbers of `lowest` to `end` - 1, and back. A text's number is a digest of it, so that ranks give the same text
@@ -37,16 +34,17 @@ class Remembered:
         return self._texts.get(number or 0, "")
 
 
-def told(text: str) -> str:
-    """A text as it is compared: where there is no room for all of it, its digest comes first, and its end is left out.
+def clipped(text: str, nbytes: int) -> str:
+    """A text as ranks compare it: where so many bytes have no room for all of it, its digest comes first, and its end is left
+    out.
 
-    >>> told("op: all_gather_matmul")
+    >>> clipped("op: all_gather_matmul", 4096)
     'op: all_gather_matmul'
     """
     data = text.encode()
-    if len(data) > TEXT_BYTES:
+    if len(data) > nbytes:
         data = f"sha256 of all: {hashlib.sha256(data).hexdigest()}\n".encode() + data
-    return data[:TEXT_BYTES].decode(errors="ignore")  # the last character may have been cut
+    return data[:nbytes].decode(errors="ignore")  # the last character may have been cut
 
 
 def reason(error: BaseException) -> str:
@@ -66,9 +64,9 @@ def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
     """
     left, right = dict(_fields(mine)), dict(_fields(theirs))
     if not (mine or theirs):
-        return f"  rank {rank} makes one, rank {peer} another, and both were agreed on too long ago to be told"
+        return f"  rank {rank} makes one, rank {peer} another, and both were agreed on too long ago to say what they are"
     if not theirs:
-        return f"  rank {rank} makes this one, rank {peer} another, which it tells of itself:\n{mine}"
+        return f"  rank {rank} makes this one, rank {peer} another, which it describes itself:\n{mine}"
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
     lines = [
         f"  {key}: rank {rank} has {left.get(key, 'nothing')}, rank {peer} has {right.get(key, 'nothing')}" for key in keys

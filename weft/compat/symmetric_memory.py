@@ -2,7 +2,7 @@
 
 Torch's rendezvous, in which ranks exchange the handles of their memory, does not work in groups that share only some of their
 ranks. There, ranks look for what the others publish under a number that torch counts for the process and not for the group
-(2.11 to 2.13; https://github.com/pytorch/pytorch/issues/196082). Once a group has met that leaves a rank out, one with that
+(2.11 to 2.13; https://github.com/pytorch/pytorch/issues/196082). After one of a group that leaves a rank out, one with that
 rank waits for good, each rank under another number. So here ranks exchange handles in a store of their own, which counts anew:
 
     torch on ranks 0 and 1    set CUDASymmetricMemory/7/0    get CUDASymmetricMemory/7/2

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from weft.comm.nodes import ranks_per_node
-from weft.comm.team import timeout_from_environment
+from weft.comm.timeouts import timeout_from_environment
 from weft.runtime.choose import profile_for
 from weft.runtime.collective_calls import staging_from_environment
 from weft.runtime.invalid import on_failure_from_environment

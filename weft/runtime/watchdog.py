@@ -213,7 +213,7 @@ class Watchdog:
         invalid = [*doubtful, *self.tickets.unfinished()]
         self.team.fail_later(error, unraised=bool(invalid))
         LOGGER.error(str(error))
-        self.team.told(_NOTIFIED_S)
+        self.team.await_notified(_NOTIFIED_S)
         if self._on_failure == "abort":
             end_process()
         with suppress(RuntimeError):  # a device that is lost has no results

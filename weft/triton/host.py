@@ -22,8 +22,9 @@ import torch.distributed as dist
 import triton
 
 from weft.comm.symmetric_heap import Allocation
-from weft.comm.team import Team, timeout_from_environment
+from weft.comm.team import Team
 from weft.comm.texts import no_group
+from weft.comm.timeouts import timeout_from_environment
 from weft.core.errors import WaitTimeout, WeftError, require
 
 _LOOKS_PER_S = {"cuda": 1_500_000, "cpu": 1_000}

@@ -1,0 +1,144 @@
+"""The control segment of a rank: what it lets the other ranks of its group see.
+
+Each rank owns one. All ranks of its node map it; ranks of other nodes have a copy of it (weft.comm.relay).
+
+    word 0 ENTERED   calls that the rank has entered           word 3 STATE  running, failed, closed, or failed and notified
+    word 1 CREATED   shared segments that it has created       text: two slots for what it calls, by parity of the agreement
+    word 2 MAPPED    rounds of segments that it has mapped     text: why it failed; text: name of its newest segment
+    words 4, 5       a number that it offers, by parity        text: the newest call that it began without an agreement
+                                                               words: what each of its last calls was, by call
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+
+from weft.comm.shared_memory import Segment
+
+TEXT_BYTES = 4096
+"""Of a text in a control segment."""
+RUNNING, FAILED, CLOSED, NOTIFIED = range(4)
+"""States. NOTIFIED is of a rank that has failed, or knows of a failure, and none of whose calls can end any more as if nothing
+had happened."""
+ENDED_BADLY = (FAILED, NOTIFIED)
+AGREED = (0, 1)
+"""Numbers of calls on which the ranks agreed as they entered them, by the slot of their text."""
+_WORDS = 6
+_ENTERED, _CREATED, _MAPPED, _STATE, _OFFERED = range(5)
+_FAILURE_AT, _NAME_AT, _BEGUN_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5, 6))
+LOGGED = 4096
+"""Calls whose numbers can be read: more than a rank can be ahead of another, which is as many calls as a GPU has under way."""
+NUMBERS = 1 << 24
+"""A logged call is the call's position times NUMBERS, plus its number."""
+CONTROL_BYTES = _LOG_AT + 8 * LOGGED
+_RELAYED = 512
+"""Logged calls that are relayed to other nodes: the newest."""
+
+
+class ControlSegment:
+    """One rank's control segment: its own, another's, or a copy."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._words, self._log = segment.words(0, _WORDS), segment.words(_LOG_AT, LOGGED)
+
+    @classmethod
+    def private(cls) -> ControlSegment:
+        """One that no other process has."""
+        return cls(Segment("private", mmap.mmap(-1, CONTROL_BYTES)))
+
+    @property
+    def state(self) -> int:
+        return self._words.load(_STATE)
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._words.store(_STATE, state)
+
+    @property
+    def entered(self) -> int:
+        return self._words.load(_ENTERED)
+
+    @property
+    def created(self) -> int:
+        return self._words.load(_CREATED)
+
+    @property
+    def mapped(self) -> int:
+        return self._words.load(_MAPPED)
+
+    @mapped.setter
+    def mapped(self, rounds: int) -> None:
+        self._words.store(_MAPPED, rounds)
+
+    def create(self, name: str, rounds: int) -> None:
+        """Publish a segment's name, the newest of so many."""
+        self.segment.write_text(_NAME_AT, TEXT_BYTES, name)
+        self._words.store(_CREATED, rounds)
+
+    @property
+    def newest(self) -> str:
+        """The name that was published last."""
+        return self.segment.read_text(_NAME_AT, TEXT_BYTES)
+
+    def offer(self, parity: int, text: str, number: int) -> None:
+        """Publish what the rank is about to call, and a number that it gives."""
+        self.segment.write_text((1 + parity) * TEXT_BYTES, TEXT_BYTES, text)
+        self._words.store(_OFFERED + parity, number)
+
+    def offered(self, parity: int) -> int:
+        return self._words.load(_OFFERED + parity)
+
+    def slot(self, parity: int) -> str:
+        return self.segment.read_text((1 + parity) * TEXT_BYTES, TEXT_BYTES)
+
+    @property
+    def begun(self) -> str:
+        """The newest call that the rank began without an agreement."""
+        return self.segment.read_text(_BEGUN_AT, TEXT_BYTES)
+
+    @begun.setter
+    def begun(self, text: str) -> None:
+        self.segment.write_text(_BEGUN_AT, TEXT_BYTES, text)
+
+    def log(self, call: int, number: int) -> None:
+        """Publish that the rank has entered a call, and what it was."""
+        self._log.store(call % LOGGED, call * NUMBERS + number)
+        self._words.store(_ENTERED, call)
+
+    def number_of(self, call: int) -> int | None:
+        """What a call was; None if that is no longer there."""
+        logged, number = divmod(self._log.load(call % LOGGED), NUMBERS)
+        return number if logged == call else None
+
+    @property
+    def failure(self) -> str:
+        return self.segment.read_text(_FAILURE_AT, TEXT_BYTES)
+
+    def fail(self, text: str) -> None:
+        """Publish that the rank has failed, and why."""
+        self.segment.write_text(_FAILURE_AT, TEXT_BYTES, text)
+        self.state = FAILED
+
+    def snapshot(self) -> bytes:
+        """All words and texts, and the log's newest entries."""
+        count = self.entered
+        newest = b"".join(self._log.load(call % LOGGED).to_bytes(8, "little") for call in _newest(count))
+        return zlib.compress(count.to_bytes(8, "little") + self.segment.read_bytes(0, _LOG_AT) + newest, 1)
+
+    def restore(self, snapshot: bytes) -> None:
+        """Take over what another one says. The words come last, since others look at them first, and the number of calls is
+        that at which the log was read."""
+        data = zlib.decompress(snapshot)
+        count, data = int.from_bytes(data[:8], "little"), data[:8] + data[16:]
+        for place, call in enumerate(_newest(count)):
+            at = _LOG_AT + 8 * place
+            self._log.store(call % LOGGED, int.from_bytes(data[at : at + 8], "little"))
+        self.segment.write_bytes(TEXT_BYTES, data[TEXT_BYTES:_LOG_AT])
+        for word in reversed(range(_WORDS)):
+            self._words.store(word, int.from_bytes(data[8 * word : 8 * word + 8], "little"))
+
+
+def _newest(count: int) -> range:
+    return range(max(1, count - _RELAYED + 1), count + 1)

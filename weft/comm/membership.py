@@ -1,0 +1,80 @@
+"""How a rank joins a process group: who the others are, and on which nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.comm.control import CONTROL_BYTES
+from weft.comm.handshake import handshake
+from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.processes import node_label, process_start
+from weft.comm.shared_memory import SHM, Segment, reap_stale, unlink
+from weft.comm.timeouts import DEFAULT_TIMEOUT_S, timeout_from_environment
+from weft.core.errors import PeerLost
+
+_Member = tuple[str, str, int, int | None, str]
+"""A rank, as the others know it: its host, its node, its process and when that began, its control segment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """The ranks of a group. nodes: how many ranks each node has, () for one node. one_host: whether all are of one host. near:
+    the ranks of this one's node. pids, starts: the process of each rank, and when it began. names: the control segment of each
+    rank. control: that of this rank. timeout_s: the bound of waits."""
+
+    nodes: tuple[int, ...]
+    one_host: bool
+    near: range
+    pids: list[int]
+    starts: list[int | None]
+    names: list[str]
+    control: Segment
+    timeout_s: float
+
+
+def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
+    """Join a group. Collective. timeout_s: default, that of the environment. What keeps one of the ranks from it, a setting or
+    a full /dev/shm, is raised on all of them; so is the ValueError of ranks of one host that are no neighbours."""
+    own: Segment | None = None
+    bound_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+    try:
+        bound_s = timeout_from_environment() if timeout_s is None else timeout_s
+        per_node, host = ranks_per_node(), f"{socket.gethostname()} {node_label(SHM)}"
+        label = f"{host} (node {dist.get_rank() // per_node})" if per_node else host
+        reap_stale()
+        own = Segment.create("control", CONTROL_BYTES)
+        me: _Member | str = (host, label, os.getpid(), process_start(os.getpid()), own.name)
+    except (ValueError, OSError) as error:
+        wrong, me = error, str(error)
+    try:
+        everyone: list[Any] = handshake(group, me, timeout_s=bound_s, purpose="group")
+        if own is None:
+            raise wrong
+        for rank, one in enumerate(everyone):
+            if isinstance(one, str):
+                raise PeerLost(f"rank {rank} failed: {one}")
+        return _members(everyone, group.rank(), own, bound_s)
+    except BaseException:
+        if own is not None:
+            unlink(own.name)
+        raise
+
+
+def _members(everyone: list[Any], rank: int, own: Segment, timeout_s: float) -> Members:
+    labels = [label for _, label, *_ in everyone]
+    first = labels.index(labels[rank])
+    return Members(
+        nodes=nodes_of(labels),
+        one_host=len({host for host, *_ in everyone}) == 1,
+        near=range(first, first + labels.count(labels[rank])),
+        pids=[pid for *_, pid, _, _ in everyone],
+        starts=[start for *_, start, _ in everyone],
+        names=[name for *_, name in everyone],
+        control=own,
+        timeout_s=timeout_s,
+    )
