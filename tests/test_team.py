@@ -218,7 +218,4 @@ def test_numbers_leave_no_room_to_choose() -> None:
 
 
 def test_what_nobody_remembers_is_said_to_be_so() -> None:
-    assert (
-        difference(0, "", 1, "")
-        == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to say what they are"
-    )
+    assert difference(0, "", 1, "") == "  rank 0 makes one, rank 1 another, and both were agreed on too long ago to name them"

@@ -64,7 +64,7 @@ def difference(rank: int, mine: str, peer: int, theirs: str) -> str:
     """
     left, right = dict(_fields(mine)), dict(_fields(theirs))
     if not (mine or theirs):
-        return f"  rank {rank} makes one, rank {peer} another, and both were agreed on too long ago to say what they are"
+        return f"  rank {rank} makes one, rank {peer} another, and both were agreed on too long ago to name them"
     if not theirs:
         return f"  rank {rank} makes this one, rank {peer} another, which it describes itself:\n{mine}"
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
