@@ -99,10 +99,6 @@ def _run(
     return GROUPS.run(options.group, call)["out"][0]
 
 
-def _fake(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, _, _, ctx.options = inputs
     ctx.save_for_backward(a, b)
@@ -124,7 +120,7 @@ flat_matmul_all_reduce = define(
     "matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
     AllReduce,
     run=_run,
-    fake=_fake,
+    fake=lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
     save=_save,
     backward=_backward,
 )

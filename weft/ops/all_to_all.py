@@ -143,10 +143,6 @@ def _combine(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tenso
     return GROUPS.run(options.group, call)["out"][0]
 
 
-def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tensor:
-    return a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1])
-
-
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, ctx.options = inputs
     ctx.save_for_backward(a, b)
@@ -164,7 +160,7 @@ _matmul_all_to_all = define(
     "matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
     _Combine,
     run=_combine,
-    fake=_combine_fake,
+    fake=lambda a, b, options: a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1]),
     save=_combine_save,
     backward=_combine_backward,
 )

@@ -52,10 +52,6 @@ def _to_ranks(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tens
     return GROUPS.run(options.group, call)["out"][0]
 
 
-def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tensor:
-    return a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size)
-
-
 def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, ctx.options = inputs
     ctx.save_for_backward(a, b)
@@ -73,7 +69,7 @@ _matmul_all_to_all_columns = define(
     "matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
     _ToRanks,
     run=_to_ranks,
-    fake=_to_ranks_fake,
+    fake=lambda a, b, options: a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size),
     save=_to_ranks_save,
     backward=_to_ranks_backward,
 )

@@ -68,10 +68,6 @@ def _run(x: torch.Tensor, options: Collective) -> torch.Tensor:
     return out
 
 
-def _fake(x: torch.Tensor, options: Collective) -> torch.Tensor:
-    return x.new_empty(options.shape(x))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.options = inputs
 
@@ -93,7 +89,7 @@ collective = define(
     " -> Tensor",
     Collective,
     run=_run,
-    fake=_fake,
+    fake=lambda x, options: x.new_empty(options.shape(x)),
     save=_save,
     backward=_backward,
 )

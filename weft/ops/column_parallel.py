@@ -36,14 +36,6 @@ class _Options(NamedTuple):
     schedule: str
 
 
-def _run(x: Tensor, weights: Sequence[Tensor], options: _Options) -> list[Tensor]:
-    return [torch.nn.functional.linear(x, weight) for weight in weights]
-
-
-def _fake(x: Tensor, weights: Sequence[Tensor], options: _Options) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     x, weights, ctx.options = inputs
     ctx.set_materialize_grads(False)
@@ -72,8 +64,8 @@ def _matrix(x: Tensor) -> Tensor:
 _linears = define(
     "linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
     _Options,
-    run=_run,
-    fake=_fake,
+    run=lambda x, weights, _: [torch.nn.functional.linear(x, weight) for weight in weights],
+    fake=lambda x, weights, _: [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights],
     save=_save,
     backward=_backward,
 )

@@ -16,7 +16,7 @@ which takes every row back:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from weft.compat.grouped import grouped_mm
 from weft.core.schedule import Schedule
 from weft.ops.common import check_operands, define, group_of, shape_of
 from weft.runtime.groups import GROUPS
+
+if TYPE_CHECKING:
+    from weft.runtime.ragged import Arrived
 
 
 class _Ragged(NamedTuple):
@@ -50,10 +53,7 @@ def ragged_combine(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.runtime.ragged import RaggedCall
-
-    call = RaggedCall(dispatch=False, a=a, b=b, splits=splits, max_rows=options.max_rows)
-    done = GROUPS.run_ragged(options.group, call)
+    done = _ran(options, dispatch=False, a=a, b=b, splits=splits)
     return done.out, done.counts
 
 
@@ -119,12 +119,7 @@ class _Dispatch(NamedTuple):
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
-    from weft.runtime.ragged import RaggedCall
-
-    call = RaggedCall(
-        dispatch=True, a=a, b=b, splits=splits, max_rows=options.max_rows, return_received=options.return_received
-    )
-    done = GROUPS.run_ragged(options.group, call)
+    done = _ran(options, dispatch=True, a=a, b=b, splits=splits, return_received=options.return_received)
     return [done.out, done.counts] + ([] if done.rows is None else [done.rows])
 
 
@@ -194,10 +189,7 @@ def ragged_gated(
 
 
 def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.runtime.ragged import RaggedCall
-
-    call = RaggedCall(dispatch=True, a=a, b=b, splits=splits, max_rows=options.max_rows, gated=True)
-    done = GROUPS.run_ragged(options.group, call)
+    done = _ran(options, dispatch=True, a=a, b=b, splits=splits, gated=True)
     return done.out, done.counts
 
 
@@ -216,6 +208,12 @@ _ragged_all_to_all_gated = define(
 
 
 # What they share.
+
+
+def _ran(options: _Ragged | _Dispatch, **call: Any) -> Arrived:
+    from weft.runtime.ragged import RaggedCall  # which loads kernels
+
+    return GROUPS.run_ragged(options.group, RaggedCall(max_rows=options.max_rows, **call))
 
 
 def refuse_max_rows(max_rows: int | None) -> None:
