@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.ops.all_reduce import AllReduce, flat_matmul_all_reduce
+from weft.ops.all_reduce import flat_matmul_all_reduce
 from weft.ops.common import define
 from weft.ops.replicated import with_summed_double_gradient
 
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 def column_parallel_linears(x: Tensor, weights: Sequence[Tensor], group: str, schedule: str) -> list[Tensor]:
     """x @ weight^T for each weight. x: the same on all ranks. group: by name. schedule: of the backward's matmul_all_reduce."""
-    found: list[Tensor] = _linears(x, list(weights), _Options(group, schedule))
+    found: list[Tensor] = _linears(x, list(weights), group, schedule)
     return found
 
 
@@ -51,7 +51,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     pairs = zip(given, weights, strict=True)
     flat = [rows.new_zeros(rows.shape[0], weight.shape[0]) if grad is None else grad for grad, weight in pairs]
     grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
-    grad_x = flat_matmul_all_reduce(grad, weight, None, None, AllReduce(options.group, options.schedule)).view(x.shape)
+    grad_x = flat_matmul_all_reduce(grad, weight, None, None, *options).view(x.shape)
     wanted = zip(given, ctx.needs_input_grad[1], strict=True)
     return grad_x, [one.t() @ rows if needed and one is not None else None for one, needed in wanted]
 
