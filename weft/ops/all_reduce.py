@@ -64,10 +64,9 @@ def matmul_all_reduce(
     shape = (*a.shape[:-1], b.shape[1])
     _check_addend("bias", bias, (b.shape[1],), a)
     _check_addend("residual", residual, shape, a)
-    options = AllReduce(group_of(group)[0], spec_of(schedule, "matmul_all_reduce"))
-    out: torch.Tensor = flat_matmul_all_reduce(
-        as_matrix(a), b, bias, None if residual is None else as_matrix(residual), options
-    )
+    name, spec = group_of(group)[0], spec_of(schedule, "matmul_all_reduce")
+    flat_residual = None if residual is None else as_matrix(residual)
+    out: torch.Tensor = flat_matmul_all_reduce(as_matrix(a), b, bias, flat_residual, name, spec)
     return out.view(shape)
 
 
@@ -81,7 +80,7 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
         raise ValueError(f"{name} is {given.dtype} on {given.device}, a is {a.dtype} on {a.device}; they must agree")
 
 
-class AllReduce(NamedTuple):
+class _Options(NamedTuple):
     """Options of weft::matmul_all_reduce. group: by name."""
 
     group: str
@@ -89,7 +88,7 @@ class AllReduce(NamedTuple):
 
 
 def _run(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, options: AllReduce
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, options: _Options
 ) -> torch.Tensor:
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
@@ -97,10 +96,6 @@ def _run(
         op="matmul_all_reduce", a=a, bs=[b], rows=a.shape[0], row_multiple=1, schedule=options.schedule, extras=extras
     )
     return GROUPS.run(options.group, call)["out"][0]
-
-
-def _fake(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -122,9 +117,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 flat_matmul_all_reduce = define(
     "matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
-    AllReduce,
+    _Options,
     run=_run,
-    fake=_fake,
+    fake=lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
     save=_save,
     backward=_backward,
 )

@@ -122,8 +122,9 @@ def matmul_all_to_all(
     check_operands(a, [b])
     name, rank, world_size = group_of(group)
     unit = max(1, rows_per_entry(a))
-    options = _Combine(name, rank, world_size, unit, spec_of(schedule, "matmul_all_to_all"))
-    return _shaped(_matmul_all_to_all(as_matrix(a), b, options), a, rank, world_size)
+    spec = spec_of(schedule, "matmul_all_to_all")
+    out = _matmul_all_to_all(as_matrix(a), b, name, rank, world_size, unit, spec)
+    return _shaped(out, a, rank, world_size)
 
 
 class _Combine(NamedTuple):
@@ -143,10 +144,6 @@ def _combine(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tenso
     return GROUPS.run(options.group, call)["out"][0]
 
 
-def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Combine) -> torch.Tensor:
-    return a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1])
-
-
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, ctx.options = inputs
     ctx.save_for_backward(a, b)
@@ -155,8 +152,8 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     rows, spec = a.shape[0], backward_schedule(options.schedule, "all_to_all_matmul")
-    home = _Dispatch(options.group, options.rank, options.world_size, options.unit, spec, return_received=True)
-    grad_a, back = _all_to_all_matmul(_padded(grad, rows, options), b.t(), home)
+    home = options._replace(schedule=spec)
+    grad_a, back = _all_to_all_matmul(_padded(grad, rows, options), b.t(), *home, True)
     return grad_a[:rows], a.t() @ back[:rows]
 
 
@@ -164,7 +161,7 @@ _matmul_all_to_all = define(
     "matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
     _Combine,
     run=_combine,
-    fake=_combine_fake,
+    fake=lambda a, b, options: a.new_empty(_arriving(a.shape[0], *options[1:4]), b.shape[1]),
     save=_combine_save,
     backward=_combine_backward,
 )
@@ -269,8 +266,8 @@ def all_to_all_matmul(
     check_operands(a, [b])
     name, rank, world_size = group_of(group)
     unit = max(1, rows_per_entry(a))
-    options = _Dispatch(name, rank, world_size, unit, spec_of(schedule, "all_to_all_matmul"), return_received)
-    results = _all_to_all_matmul(as_matrix(a), b, options)
+    spec = spec_of(schedule, "all_to_all_matmul")
+    results = _all_to_all_matmul(as_matrix(a), b, name, rank, world_size, unit, spec, return_received)
     out = _shaped(results[0], a, rank, world_size)
     return (out, _shaped(results[1], a, rank, world_size)) if return_received else out
 
@@ -324,8 +321,8 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
         spec = backward_schedule(options.schedule, "matmul_all_to_all")
-        home = _Combine(options.group, options.rank, options.world_size, options.unit, spec)
-        grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), home)[:rows]
+        home = (options.group, options.rank, options.world_size, options.unit, spec)
+        grad_a = _matmul_all_to_all(_padded(factors, rows, options), columns.t(), *home)[:rows]
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
         received = kept[0] if kept else _received_again(a, b, options)
@@ -335,7 +332,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
 
 def _received_again(a: torch.Tensor, b: torch.Tensor, options: _Dispatch) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_received=True)
-    received: torch.Tensor = _all_to_all_matmul(a, b[:, :0], again)[1]
+    received: torch.Tensor = _all_to_all_matmul(a, b[:, :0], *again)[1]
     return received
 
 

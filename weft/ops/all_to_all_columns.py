@@ -35,8 +35,8 @@ def columns_to_ranks(
     name, _, world_size = group_of(group)
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
-    options = _ToRanks(name, world_size, spec_of(schedule, "matmul_all_to_all_columns"))
-    return as_tensor(_matmul_all_to_all_columns(as_matrix(a), b, options), world_size * a.shape[0], a)
+    spec = spec_of(schedule, "matmul_all_to_all_columns")
+    return as_tensor(_matmul_all_to_all_columns(as_matrix(a), b, name, world_size, spec), world_size * a.shape[0], a)
 
 
 class _ToRanks(NamedTuple):
@@ -52,10 +52,6 @@ def _to_ranks(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tens
     return GROUPS.run(options.group, call)["out"][0]
 
 
-def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, options: _ToRanks) -> torch.Tensor:
-    return a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size)
-
-
 def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, ctx.options = inputs
     ctx.save_for_backward(a, b)
@@ -64,8 +60,8 @@ def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 def _to_ranks_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     spec = backward_schedule(options.schedule, "all_to_all_columns_matmul")
-    back = _FromRanks(options.group, options.world_size, spec, return_received=True)
-    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), back)
+    back = (options.group, options.world_size, spec, True)
+    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), *back)
     return grad_a, a.t() @ received
 
 
@@ -73,7 +69,7 @@ _matmul_all_to_all_columns = define(
     "matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
     _ToRanks,
     run=_to_ranks,
-    fake=_to_ranks_fake,
+    fake=lambda a, b, options: a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size),
     save=_to_ranks_save,
     backward=_to_ranks_backward,
 )
@@ -87,8 +83,8 @@ def columns_from_ranks(
     check_operands(a, [b], parts=world_size)
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
-    options = _FromRanks(name, world_size, spec_of(schedule, "all_to_all_columns_matmul"), return_received)
-    results = _all_to_all_columns_matmul(as_matrix(a), b, options)
+    spec = spec_of(schedule, "all_to_all_columns_matmul")
+    results = _all_to_all_columns_matmul(as_matrix(a), b, name, world_size, spec, return_received)
     entries = a.shape[0] // world_size
     out = as_tensor(results[0], entries, a)
     return (out, as_tensor(results[1], entries, a)) if return_received else out
@@ -140,7 +136,7 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
             factors = torch.cat([grad, grads[-1]], 1)
             columns = torch.cat([b, torch.eye(b.shape[0], dtype=b.dtype, device=b.device)], 1)
         spec = backward_schedule(options.schedule, "matmul_all_to_all_columns")
-        grad_a = _matmul_all_to_all_columns(factors, columns.t(), _ToRanks(options.group, options.world_size, spec))
+        grad_a = _matmul_all_to_all_columns(factors, columns.t(), options.group, options.world_size, spec)
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
         received = kept[0] if kept else _received_again(a, b, options)
@@ -150,7 +146,7 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
 
 def _received_again(a: torch.Tensor, b: torch.Tensor, options: _FromRanks) -> torch.Tensor:
     again = options._replace(schedule="sequential", return_received=True)
-    received: torch.Tensor = _all_to_all_columns_matmul(a, b[:, :0], again)[1]
+    received: torch.Tensor = _all_to_all_columns_matmul(a, b[:, :0], *again)[1]
     return received
 
 

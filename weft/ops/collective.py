@@ -30,7 +30,7 @@ _BACKWARD: dict[str, Op] = {
 }
 
 
-class Collective(NamedTuple):
+class _Options(NamedTuple):
     """Options of weft::collective. group: by name. staging_bytes, sms: 0 for the default."""
 
     op: str
@@ -53,7 +53,7 @@ def default_sms(device: torch.device) -> int:
     return 2 * nearest_profile(device).stores.sms
 
 
-def _run(x: torch.Tensor, options: Collective) -> torch.Tensor:
+def _run(x: torch.Tensor, options: _Options) -> torch.Tensor:
     out = x.new_empty(options.shape(x))
     call = CollectiveCall(
         op=cast(Op, options.op),
@@ -68,16 +68,12 @@ def _run(x: torch.Tensor, options: Collective) -> torch.Tensor:
     return out
 
 
-def _fake(x: torch.Tensor, options: Collective) -> torch.Tensor:
-    return x.new_empty(options.shape(x))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.options = inputs
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
-    options: Collective = ctx.options
+    options: _Options = ctx.options
     op = _BACKWARD[options.op]
     if op == "reduce_scatter":
         check_summed(op, f"the gradient of {options.op}", grad)
@@ -85,15 +81,15 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
         grad = grad / options.world_size
     schedule = options.schedule if op == options.op else backward_schedule(options.schedule, op)
     reduce_op = options.reduce_op if op == "all_reduce" else "sum"
-    return (collective(grad, options._replace(op=op, reduce_op=reduce_op, schedule=schedule)),)
+    return (collective(grad, *options._replace(op=op, reduce_op=reduce_op, schedule=schedule)),)
 
 
 collective = define(
     "collective(Tensor x, str op, str reduce_op, str group, int world_size, str schedule, int staging_bytes, int sms)"
     " -> Tensor",
-    Collective,
+    _Options,
     run=_run,
-    fake=_fake,
+    fake=lambda x, options: x.new_empty(options.shape(x)),
     save=_save,
     backward=_backward,
 )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.ops.all_reduce import AllReduce, flat_matmul_all_reduce
+from weft.ops.all_reduce import flat_matmul_all_reduce
 from weft.ops.common import define
 from weft.ops.replicated import with_summed_double_gradient
 
@@ -27,21 +27,13 @@ Tensor = torch.Tensor
 
 def column_parallel_linears(x: Tensor, weights: Sequence[Tensor], group: str, schedule: str) -> list[Tensor]:
     """x @ weight^T for each weight. x: the same on all ranks. group: by name. schedule: of the backward's matmul_all_reduce."""
-    found: list[Tensor] = _linears(x, list(weights), _Options(group, schedule))
+    found: list[Tensor] = _linears(x, list(weights), group, schedule)
     return found
 
 
 class _Options(NamedTuple):
     group: str
     schedule: str
-
-
-def _run(x: Tensor, weights: Sequence[Tensor], options: _Options) -> list[Tensor]:
-    return [torch.nn.functional.linear(x, weight) for weight in weights]
-
-
-def _fake(x: Tensor, weights: Sequence[Tensor], options: _Options) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
@@ -59,7 +51,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     pairs = zip(given, weights, strict=True)
     flat = [rows.new_zeros(rows.shape[0], weight.shape[0]) if grad is None else grad for grad, weight in pairs]
     grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
-    grad_x = flat_matmul_all_reduce(grad, weight, None, None, AllReduce(options.group, options.schedule)).view(x.shape)
+    grad_x = flat_matmul_all_reduce(grad, weight, None, None, *options).view(x.shape)
     wanted = zip(given, ctx.needs_input_grad[1], strict=True)
     return grad_x, [one.t() @ rows if needed and one is not None else None for one, needed in wanted]
 
@@ -72,8 +64,8 @@ def _matrix(x: Tensor) -> Tensor:
 _linears = define(
     "linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
     _Options,
-    run=_run,
-    fake=_fake,
+    run=lambda x, weights, _: [torch.nn.functional.linear(x, weight) for weight in weights],
+    fake=lambda x, weights, _: [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights],
     save=_save,
     backward=_backward,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, wraps
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -65,8 +65,8 @@ def define(
 ) -> Function:
     """Define the operator weft::... by its schema, and return the function that calls it.
 
-    options: NamedTuples. The schema lists tensors first, then the fields of these. torch passes the fields one by one; the
-    functions here, and the one that is returned, take each NamedTuple as one value:
+    options: NamedTuples. The schema lists tensors first, then the fields of these. The function that is returned takes what the
+    schema lists, by position; those that are given here take each NamedTuple as one value:
 
         run(*tensors, *options)                       computes the results
         fake(*tensors, *options)                      makes empty results of the same shapes
@@ -85,7 +85,10 @@ def define(
     assert arguments[count:] == fields, f"weft::{name} has {arguments[count:]} behind its tensors, its options have {fields}"
 
     def grouped(flat: Sequence[Any]) -> list[Any]:
-        return [*flat[:count], *[kind(*flat[place]) for kind, place in places]]
+        found = list(flat[:count])
+        for kind, place in places:
+            found.append(kind._make(flat[place]))
+        return found
 
     def kernel(*flat: Any) -> Any:
         return run(*grouped(flat))
@@ -106,19 +109,18 @@ def define(
         torch.library.register_autograd(f"weft::{name}", whole, setup_context=setup, lib=_LIBRARY)
     dispatched = getattr(torch.ops.weft, name)
 
-    def call(*given: Any) -> Any:
-        tensors = given[:count]
-        return run(*given) if outside_dispatcher(tensors) else dispatched(*tensors, *chain.from_iterable(given[count:]))
+    def call(*flat: Any) -> Any:
+        if torch.compiler.is_compiling() or not outside_dispatcher(flat[:count]):
+            return dispatched(*flat)
+        return run(*grouped(flat))
 
     return call
 
 
 def outside_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None]) -> bool:
     """Whether torch's dispatcher has nothing to do for a call with these tensors, so that it can be skipped; it takes some 15
-    us of host time. It is needed for gradients, for whatever traces or observes the call, for subclasses of Tensor, and for
-    views that torch has yet to negate or conjugate."""
-    if torch.compiler.is_compiling():
-        return False
+    us of host time. It is needed for gradients, for whatever observes the call, for subclasses of Tensor, and for views that
+    torch has yet to negate or conjugate. (torch.compile, which traces calls, needs it, too; `define` looks for that.)"""
     if observed():
         if in_functional_gradient():
             raise ValueError(
@@ -340,6 +342,9 @@ def as_matrix(a: torch.Tensor) -> torch.Tensor:
     return a.reshape(a.shape[0] * rows_per_entry(a), a.shape[-1]) if a.dim() > 2 else a
 
 
-def as_tensor(rows: torch.Tensor, entries: int, like: torch.Tensor) -> torch.Tensor:
-    """A matrix as a tensor of so many entries, with the middle dimensions of `like`."""
-    return rows if like.dim() == 2 else rows.view(entries, *like.shape[1:-1], rows.shape[1])
+def as_tensor(rows: torch.Tensor, entries: int, like: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """A matrix as a tensor of so many entries, with the middle dimensions of `like`. The entries become its dimension `dim`."""
+    if like.dim() == 2:
+        return rows
+    out = rows.view(entries, *like.shape[1:-1], rows.shape[1])
+    return out.movedim(0, dim) if dim else out

@@ -128,8 +128,9 @@ def embedding_bag_all_to_all(
         None if per_sample_weights is None else per_sample_weights.contiguous(),
         _anchor(tables, indices) if any(by_rank) else None,
         states,
-        _Lookup(name, rank, counts, flat_dims, samples, mode),
-        _Forward(kind, spec, pooling, _checked(checked, indices), sparse, *update),
+        *(name, rank, counts, flat_dims, samples, mode),
+        *(kind, spec, pooling, _checked(checked, indices), sparse),
+        *update,
     )
     return out
 
@@ -266,8 +267,11 @@ def _gradients_of(
     """The gradients of tables, weights and anchor."""
     sparse, needs_tables, needs_weights = ctx.options.sparse, any(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[3])
     # torch has no fakes of sparse tensors, so these do not go through the dispatcher.
-    call = _gradients if sparse else _embedding_bag_gradients
-    found = call(grad, tables, indices, offsets, weights, ctx.lookup, _Wanted(sparse, needs_tables, needs_weights))
+    wanted = _Wanted(sparse, needs_tables, needs_weights)
+    if sparse:
+        found = _gradients(grad, tables, indices, offsets, weights, ctx.lookup, wanted)
+    else:
+        found = _embedding_bag_gradients(grad, tables, indices, offsets, weights, *ctx.lookup, *wanted)
     here = ctx.tables_given if needs_tables else 0
     of_tables = [one if needed else None for one, needed in zip(found[:here], ctx.needs_input_grad[0], strict=False)]
     # The anchor's gradient depends on this rank's part in the exchange. A compiled backward would otherwise leave the exchange
@@ -288,8 +292,8 @@ def _updated(
                 "optimizer, look such a table up once in a graph, and run its backward once"
             )
     own = [table.detach() for table in tables]
-    update = _Update(options.optimizer, options.lr, options.eps, needs_weights)
-    of_weights = _embedding_bag_update(grad, own, states, indices, offsets, weights, ctx.lookup, update)
+    update = (options.optimizer, options.lr, options.eps, needs_weights)
+    of_weights = _embedding_bag_update(grad, own, states, indices, offsets, weights, *ctx.lookup, *update)
     return [None] * ctx.tables_given, of_weights if needs_weights else None, None
 
 

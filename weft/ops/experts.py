@@ -51,10 +51,6 @@ def _spread(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _spread_fake(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(place.shape[0] * place.shape[1], x.shape[1])
-
-
 def _spread_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
@@ -67,7 +63,7 @@ def _spread_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _experts_spread = define(
     "experts_spread(Tensor x, Tensor place) -> Tensor",
     run=_spread,
-    fake=_spread_fake,
+    fake=lambda x, place: x.new_empty(place.shape[0] * place.shape[1], x.shape[1]),
     save=_spread_save,
     backward=_spread_backward,
 )
@@ -91,10 +87,6 @@ def _total(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None
     return (each if weights is None else each * _wide(weights)[..., None]).sum(1).to(rows.dtype)
 
 
-def _total_fake(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    return rows.new_empty(place.shape[0], rows.shape[1])
-
-
 def _total_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     rows, place, weights = inputs
     ctx.weighed = weights is not None
@@ -111,7 +103,7 @@ def _total_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _experts_total = define(
     "experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
     run=_total,
-    fake=_total_fake,
+    fake=lambda rows, place, weights: rows.new_empty(place.shape[0], rows.shape[1]),
     save=_total_save,
     backward=_total_backward,
     double_backward=False,
@@ -131,16 +123,10 @@ def _weighed_gradients(
     return grad_rows, (_wide(rows[place]) * _wide(grad)[:, None]).sum(2).to(weights.dtype)
 
 
-def _weighed_gradients_fake(
-    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
-
-
 _experts_total_backward = define(
     "experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
     run=_weighed_gradients,
-    fake=_weighed_gradients_fake,
+    fake=lambda grad, rows, place, weights: (torch.empty_like(rows), torch.empty_like(weights)),
 )
 
 
@@ -162,10 +148,6 @@ def _gated(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(hidden.dtype)
 
 
-def _gated_fake(hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    return hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2)
-
-
 def _gated_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -177,7 +159,7 @@ def _gated_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _swiglu = define(
     "swiglu(Tensor hidden, Tensor counts) -> Tensor",
     run=_gated,
-    fake=_gated_fake,
+    fake=lambda hidden, counts: hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2),
     save=_gated_save,
     backward=_gated_backward,
     double_backward=False,
@@ -195,12 +177,10 @@ def _gated_gradient(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tens
     return torch.cat(both, -1).to(hidden.dtype)
 
 
-def _gated_gradient_fake(grad: torch.Tensor, hidden: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(hidden)
-
-
 _swiglu_backward = define(
-    "swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor", run=_gated_gradient, fake=_gated_gradient_fake
+    "swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",
+    run=_gated_gradient,
+    fake=lambda grad, hidden, counts: torch.empty_like(hidden),
 )
 
 

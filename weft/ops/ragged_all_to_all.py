@@ -16,7 +16,7 @@ which takes every row back:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from weft.compat.grouped import grouped_mm
 from weft.core.schedule import Schedule
 from weft.ops.common import check_operands, define, group_of, shape_of
 from weft.runtime.groups import GROUPS
+
+if TYPE_CHECKING:
+    from weft.runtime.ragged import Arrived
 
 
 class _Ragged(NamedTuple):
@@ -44,16 +47,13 @@ def ragged_combine(
     """matmul_all_to_all with splits."""
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=True)
-    options = _Ragged(name, world_size, _capacity(max_rows))
-    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), splits.reshape(experts, world_size), options)
+    by_expert, rows = splits.reshape(experts, world_size), _capacity(max_rows)
+    out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, name, world_size, rows)
     return out, counts if b.dim() == 3 else counts.flatten()
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.runtime.ragged import RaggedCall
-
-    call = RaggedCall(dispatch=False, a=a, b=b, splits=splits, max_rows=options.max_rows)
-    done = GROUPS.run_ragged(options.group, call)
+    done = _ran(options, dispatch=False, a=a, b=b, splits=splits)
     return done.out, done.counts
 
 
@@ -73,8 +73,8 @@ def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
 def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
     (a, b, splits, counts), options = ctx.saved_tensors, ctx.options
     rows = a.shape[0]
-    back = _Dispatch(options.group, options.world_size, room(rows), return_received=True)
-    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, back)
+    back = (options.group, options.world_size, room(rows), True)
+    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *back)
     return grad_a[:rows], grouped_outer(a, received[:rows], splits.sum(1)), None
 
 
@@ -104,8 +104,9 @@ def ragged_dispatch(
     """all_to_all_matmul with splits."""
     name, _, world_size = group_of(group)
     experts = _check(a, b, splits, world_size, by_expert=False)
-    options = _Dispatch(name, world_size, _capacity(max_rows), return_received)
-    out, counts, *received = _ragged_all_to_all_matmul(a, _grouped(b), splits.reshape(world_size, experts), options)
+    by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
+    results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, name, world_size, rows, return_received)
+    out, counts, *received = results
     return (out, counts if b.dim() == 3 else counts.flatten(), *received)
 
 
@@ -119,12 +120,7 @@ class _Dispatch(NamedTuple):
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
-    from weft.runtime.ragged import RaggedCall
-
-    call = RaggedCall(
-        dispatch=True, a=a, b=b, splits=splits, max_rows=options.max_rows, return_received=options.return_received
-    )
-    done = GROUPS.run_ragged(options.group, call)
+    done = _ran(options, dispatch=True, a=a, b=b, splits=splits, return_received=options.return_received)
     return [done.out, done.counts] + ([] if done.rows is None else [done.rows])
 
 
@@ -152,8 +148,8 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # The gradient of the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        home = _Ragged(options.group, options.world_size, room_home(a.shape[0], options.max_rows))
-        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, home)
+        home = (options.group, options.world_size, room_home(a.shape[0], options.max_rows))
+        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *home)
         grad_a = back[: a.shape[0]]
     if ctx.needs_input_grad[1]:
         # Exchanging again costs time; keeping what arrived costs max_rows x K of memory from forward to backward.
@@ -164,7 +160,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
 
 def _received_again(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> torch.Tensor:
     again = options._replace(return_received=True)
-    rows: torch.Tensor = _ragged_all_to_all_matmul(a, b[:, :, :0], splits, again)[2]
+    rows: torch.Tensor = _ragged_all_to_all_matmul(a, b[:, :, :0], splits, *again)[2]
     return rows
 
 
@@ -188,16 +184,13 @@ def ragged_gated(
     experts = _check(a, b, splits, world_size, by_expert=False)
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {shape_of(b)}; to be gated it must be [experts, K, 2 F]")
-    options = _Ragged(name, world_size, _capacity(max_rows))
-    out, counts = _ragged_all_to_all_gated(a, b, splits.reshape(world_size, experts), options)
+    by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
+    out, counts = _ragged_all_to_all_gated(a, b, by_rank, name, world_size, rows)
     return out, counts
 
 
 def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    from weft.runtime.ragged import RaggedCall
-
-    call = RaggedCall(dispatch=True, a=a, b=b, splits=splits, max_rows=options.max_rows, gated=True)
-    done = GROUPS.run_ragged(options.group, call)
+    done = _ran(options, dispatch=True, a=a, b=b, splits=splits, gated=True)
     return done.out, done.counts
 
 
@@ -216,6 +209,12 @@ _ragged_all_to_all_gated = define(
 
 
 # What they share.
+
+
+def _ran(options: _Ragged | _Dispatch, **call: Any) -> Arrived:
+    from weft.runtime.ragged import RaggedCall  # which loads kernels
+
+    return GROUPS.run_ragged(options.group, RaggedCall(max_rows=options.max_rows, **call))
 
 
 def refuse_max_rows(max_rows: int | None) -> None:

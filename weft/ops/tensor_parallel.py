@@ -140,9 +140,9 @@ def all_gather_matmul(
     total = world_size * moved.shape[0] if rows is None else rows
     unit = rows_per_entry(moved)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
-    spec = spec_of(schedule, "all_gather_matmul")
-    options = _Gather(name, total * unit, max(unit, 1), spec, return_gathered or keep, keep)
-    results = [_shaped(one, total, moved, dim) for one in _all_gather_matmul(as_matrix(moved), bs, options)]
+    spec, gathered = spec_of(schedule, "all_gather_matmul"), return_gathered or keep
+    flat = _all_gather_matmul(as_matrix(moved), bs, name, total * unit, max(unit, 1), spec, gathered, keep)
+    results = [as_tensor(one, total, moved, dim) for one in flat]
     out = results[0] if isinstance(b, torch.Tensor) else results[: len(bs)]
     return (out, results[-1]) if return_gathered else out
 
@@ -201,8 +201,8 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
             columns.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
         group = group_named(options.group)
         spec = backward_schedule(options.schedule, "matmul_reduce_scatter")
-        back = _Scatter(options.group, group.rank(), group.size(), options.unit, spec, "sum")
-        grad_a = _matmul_reduce_scatter(_concatenated(factors), _concatenated_transposed(columns), back)
+        back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
+        grad_a = _matmul_reduce_scatter(_concatenated(factors), _concatenated_transposed(columns), *back)
     if any(ctx.needs_input_grad[1]):
         gathered = _gathered_again(a, options) if kept is None else kept
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
@@ -213,7 +213,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
 def _gathered_again(a: torch.Tensor, options: _Gather) -> torch.Tensor:
     no_columns = a.new_empty(a.shape[1], 0)
     again = options._replace(schedule="sequential", return_gathered=True, keep=False)
-    gathered: torch.Tensor = _all_gather_matmul(a, [no_columns], again)[-1]
+    gathered: torch.Tensor = _all_gather_matmul(a, [no_columns], *again)[-1]
     return gathered
 
 
@@ -262,11 +262,10 @@ def matmul_reduce_scatter(
     name, rank, world_size = group_of(group)
     dim = _dimension("scatter_dim", scatter_dim, a)
     moved = a.movedim(dim, 0) if dim else a
-    unit = max(rows_per_entry(moved), 1)
-    options = _Scatter(name, rank, world_size, unit, spec_of(schedule, "matmul_reduce_scatter"), op)
-    out: torch.Tensor = _matmul_reduce_scatter(as_matrix(moved), b, options)
+    unit, spec = max(rows_per_entry(moved), 1), spec_of(schedule, "matmul_reduce_scatter")
+    out: torch.Tensor = _matmul_reduce_scatter(as_matrix(moved), b, name, rank, world_size, unit, spec, op)
     low, high = split(moved.shape[0], world_size)[rank]
-    return _shaped(out, high - low, moved, dim)
+    return as_tensor(out, high - low, moved, dim)
 
 
 class _Scatter(NamedTuple):
@@ -307,8 +306,8 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     scaled = grad / options.world_size if options.op == "avg" else grad
     spec = backward_schedule(options.schedule, "all_gather_matmul")
-    back = _Gather(options.group, a.shape[0], options.unit, spec, return_gathered=True, keep=False)
-    grad_a, gathered = _all_gather_matmul(scaled.contiguous(), [b.t()], back)
+    back = (options.group, a.shape[0], options.unit, spec, True, False)
+    grad_a, gathered = _all_gather_matmul(scaled.contiguous(), [b.t()], *back)
     return grad_a, _gradient_of(b, a, gathered) if ctx.needs_input_grad[1] else None
 
 
@@ -345,12 +344,6 @@ def _check_rows(rows: int | None, own: int, rank: int, world_size: int) -> None:
         raise ValueError(
             f"rows is {rows}: torch.chunk over {world_size} ranks gives rank {rank} {high - low} rows, but a has {own}"
         )
-
-
-def _shaped(rows: torch.Tensor, entries: int, moved: torch.Tensor, dim: int) -> torch.Tensor:
-    """A matrix as a tensor with the dimensions of `moved`, its first one, of so many entries, where the caller has it."""
-    out = as_tensor(rows, entries, moved)
-    return out.movedim(0, dim) if dim else out
 
 
 def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

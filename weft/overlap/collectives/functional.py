@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
-from weft.ops.collective import Collective, collective
+from weft.ops.collective import collective
 from weft.ops.common import group_of, shape_of, spec_of
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.groups import GROUPS
@@ -135,5 +135,5 @@ def _applied(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
     spec = spec_of(options.schedule, op)
     reduce_op = reduction(options.reduce_op)
-    found: torch.Tensor = collective(x, Collective(op, reduce_op, group_name, world_size, spec, staging_bytes or 0, sms or 0))
+    found: torch.Tensor = collective(x, op, reduce_op, group_name, world_size, spec, staging_bytes or 0, sms or 0)
     return found
