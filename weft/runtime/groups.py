@@ -1,4 +1,4 @@
-"""The registry of process groups, and what weft has for each: its team, the memory of its devices, and its programs.
+"""The registry of process groups, and what weft has for each: its ranks, the memory of its devices, and its programs.
 
 The state of a group lives from its first call to `close`. GROUPS is the one registry: torch's custom operators name a group by
 a string, so the way from that string to the state has to be global.
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace
-from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
@@ -47,16 +47,16 @@ _SIDE_PRIORITY = -2
 
 
 class GroupState:
-    """One group on this rank: its team, the memory and streams of each device, its programs, and what other modules attach."""
+    """One group on this rank: its ranks, the memory and streams of each device, its programs, and what other modules attach."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
-        self.team = Team.of(group)
+        self.rank_group = RankGroup.of(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
-        self.lock = self.team.lock
-        self.programs = Programs(self.team, lambda device: self._space(device))
+        self.lock = self.rank_group.lock
+        self.programs = Programs(self.rank_group, lambda device: self._space(device))
         self._attached: dict[type, Any] = {}
-        self._ragged = RaggedPrograms(self.team, self.programs.in_graphs, lambda device: GROUPS.turn(device), self.wire)
+        self._ragged = RaggedPrograms(self.rank_group, self.programs.in_graphs, lambda device: GROUPS.turn(device), self.wire)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
 
@@ -78,19 +78,19 @@ class GroupState:
     def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
             self._spaces[device] = (
-                HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device, GROUPS.turn(device))
+                HostSpace(self.rank_group) if device.type == "cpu" else CudaSpace(self.rank_group, device, GROUPS.turn(device))
             )
         return self._spaces[device]
 
     def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
-        if self.team.nodes:
+        if self.rank_group.nodes:
             raise ValueError(
-                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
+                f"group is on nodes of {self.rank_group.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
                 "pass a group within one"
             )
         with self.lock, PLAIN:
-            self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             space = self._space(device)
             if isinstance(space, CudaSpace):
                 space.watchdog.raise_if_failed()
@@ -104,12 +104,12 @@ class GroupState:
     def numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """What each rank gives, by rank. Collective: hosts meet."""
         with self.lock:
-            return self.team.enter(what, mine)
+            return self.rank_group.enter(what, mine)
 
     def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
         """As weft.runtime.unscheduled.watched."""
         with self.lock:
-            return unscheduled.watched(self.team, self._spaces.get(device), what, alike, work)
+            return unscheduled.watched(self.rank_group, self._spaces.get(device), what, alike, work)
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
         """Begin a collective of gloo's on CPUs, once ranks have met; a function that waits for it. It is given a group of the
@@ -120,23 +120,25 @@ class GroupState:
     def await_work(self, what: str, work: dist.Work | None) -> None:
         """Wait for a collective of gloo's on CPUs, within the bound. Raises PeerLost or WaitTimeout."""
         if work is not None:
-            with self.team.failing():
-                bounded(self.team, lambda: f"rank {self.team.rank}: {what}: not all ranks have taken part", work.wait)
+            with self.rank_group.failing():
+                bounded(
+                    self.rank_group, lambda: f"rank {self.rank_group.rank}: {what}: not all ranks have taken part", work.wait
+                )
 
     def wire(self) -> HostWire:
-        """Messages between the hosts of this team's ranks. Collective at its first use."""
+        """Messages between the hosts of this group's ranks. Collective at its first use."""
         space = self._space(torch.device("cpu"))
         assert isinstance(space, HostSpace)
         return space.wire
 
     def synchronize(self) -> None:
         """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
-        with self.team.failing():
+        with self.rank_group.failing():
             for space in list(self._spaces.values()):
                 if isinstance(space, CudaSpace):
                     space.watchdog.synchronize()
             self._ragged.synchronize()
-            self.team.check_peers(may_leave=True)
+            self.rank_group.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
@@ -167,20 +169,20 @@ class GroupState:
                 (*first, *spaces, self._close_side_streams, self._free_handed_out, self._ragged.close, self._leave)
             ):
                 rest.callback(close)
-        if self.team.unraised is not None:
-            raise self.team.unraised
+        if self.rank_group.unraised is not None:
+            raise self.rank_group.unraised
 
     def _free_handed_out(self) -> None:
         while self._handed_out:
             piece = self._handed_out.pop()
-            self.team.heap(piece.local.device).free(piece)
+            self.rank_group.heap(piece.local.device).free(piece)
 
     def _leave(self) -> None:
         """What has failed is closed for all who use it, Peers too, so that the group can be used anew."""
-        if self.team.broken is None:
-            self.team.release()
+        if self.rank_group.broken is None:
+            self.rank_group.release()
         else:
-            self.team.close()
+            self.rank_group.close()
 
     def _close_side_streams(self) -> None:
         while self._side:
@@ -242,7 +244,7 @@ class Groups:
 
     def failing(self, name: str) -> AbstractContextManager[None]:
         """A context in which the group's other ranks may wait for this one: what is raised in it ends their waits."""
-        return known.team.failing() if (known := self.known(name)) else nullcontext()
+        return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
 
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
@@ -266,7 +268,7 @@ class Groups:
 
     def close(self, name: str) -> None:
         known = self.known(name)
-        if known and not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
+        if known and not known.rank_group.forked:  # else to close it is the rank's, which has its threads and its peers
             self._states.pop(name, None)
             known.close()
 

@@ -20,7 +20,7 @@ import torch
 
 from weft import schedules
 from weft.checker import check
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.compat.symmetric_memory import free_unused
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
@@ -37,7 +37,7 @@ from weft.runtime.tuner import Key, Tuner
 Held = TypeVar("Held", bound=MayBeHeld)
 Space = HostSpace | CudaSpace
 KNOWN_CALLS = 2048
-"""Calls that ranks make without a handshake. Fewer than the texts that a team remembers, so that each can be compared."""
+"""Calls that ranks make without a handshake. Fewer than the texts that a group remembers, so that each can be compared."""
 OVERHEAD_BYTES = 8 << 20
 """What each program counts beside its buffers: launch tables, CUDA graphs, Python objects. It bounds the number of programs,
 too: with the default of CPUs to 128."""
@@ -79,14 +79,14 @@ def memory_from_environment() -> int | None:
 class Programs:
     """space: what the programs of a device share. Calls are made under the group's lock."""
 
-    def __init__(self, team: Team, space: Callable[[torch.device], Space]) -> None:
-        self._team, self._space = team, space
+    def __init__(self, rank_group: RankGroup, space: Callable[[torch.device], Space]) -> None:
+        self._rank_group, self._space = rank_group, space
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         """The least recently used first."""
         self._limits: dict[torch.device, int] = {}
         self._row_counts = RowCounts()
-        self.tuner = Tuner(team, self._row_counts)
+        self.tuner = Tuner(rank_group, self._row_counts)
 
     def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
         """One call. values: schedules that were given as values, by the string that names them in calls.
@@ -101,9 +101,9 @@ class Programs:
             if known is None:
                 known = self._agree(call, values)
             elif capturing:
-                self._team.check_usable()
+                self._rank_group.check_usable()
             else:
-                self._team.repeat(known.number)
+                self._rank_group.repeat(known.number)
             changed = known.empty or known.rows
             given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
@@ -111,7 +111,7 @@ class Programs:
                 if self.tuner.unconfirmed and call.tried and self.tuner.due(known.program):
                     known = self._confirm(given, known)
                 self._programs.move_to_end(known.program)
-            with self._team.failing():
+            with self._rank_group.failing():
                 found = known.program.run(
                     given.inputs, outputs=given.outputs, reached=given.reached, invalidated=given.invalidated, spans=given.spans
                 )
@@ -119,18 +119,18 @@ class Programs:
 
     def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
         """The call as the program is for it. Peers are in the call: what is raised on the way ends theirs."""
-        with self._team.failing():
-            call = call.filled(self._team.world_size) if empty else call
+        with self._rank_group.failing():
+            call = call.filled(self._rank_group.world_size) if empty else call
             if not rows:
                 return call
             assert isinstance(call, MatmulCall)
-            return pad(call, rows, self._team.rank, self._team.world_size)
+            return pad(call, rows, self._rank_group.rank, self._rank_group.world_size)
 
     def _as_asked(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
         """The results as the call has them."""
         if known.rows:
             assert isinstance(call, MatmulCall)
-            found = cut(found, call, self._team.rank, self._team.world_size)
+            found = cut(found, call, self._rank_group.rank, self._rank_group.world_size)
         return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if known.empty else found
 
     def _agree(self, call: Call, values: Mapping[str, Schedule]) -> KnownCall:
@@ -138,13 +138,13 @@ class Programs:
         on_gpu = call.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        sizes = self._team.enter(call.describe(), call.share)
+        sizes = self._rank_group.enter(call.describe(), call.share)
         # From here on ranks use values that all of them have: what those are refused for is raised on every rank.
-        with self._team.failing(agreed=True):
+        with self._rank_group.failing(agreed=True):
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
-            if self._team.nodes:
-                problem = replace(problem, nodes=self._team.nodes)
+            if self._rank_group.nodes:
+                problem = replace(problem, nodes=self._rank_group.nodes)
             runs = self._row_counts.padded(call, problem) if call.schedule == "auto" else problem
             rows = runs.m if runs is not problem else 0
             program = self._find((runs, call.schedule, call.device))
@@ -152,7 +152,7 @@ class Programs:
             program.refuse_several_results(call.results)
         known = KnownCall(number=0, program=program, empty=empty, rows=rows)
         if on_gpu:
-            known = replace(known, number=self._team.remember(call.agreed(sizes)))
+            known = replace(known, number=self._rank_group.remember(call.agreed(sizes)))
             self._known.pop(call.key, None)
             self._known[call.key] = known
             if len(self._known) > KNOWN_CALLS:
@@ -172,9 +172,11 @@ class Programs:
         schedule = _checked(problem, specs[0], call.device, values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
-        self._team.enter(f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}")
+        self._rank_group.enter(
+            f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
+        )
         trials: tuple[Trial, ...] = ()
-        with self._team.failing():
+        with self._rank_group.failing():
             if len(specs) == 1:
                 program = self._keep(schedule, key)
                 program.times_products = self.tuner.measures(problem, call)
@@ -196,7 +198,7 @@ class Programs:
         The program that lost stays bound, under its own name: a CUDA graph of the caller's may be replaying it."""
         key = self._programs[known.program]
         problem, _, device = key
-        with self._team.failing():
+        with self._rank_group.failing():
             contest = self.tuner.contest(call, self._candidate(key), self._drop)
             program = self.tuner.confirmed(contest, known.program.schedule, key)
             if program is None:
@@ -253,7 +255,7 @@ class Programs:
             mine = memory_from_environment()
             if mine is None:
                 mine = torch.cuda.mem_get_info(device)[1] // _SHARE if device.type == "cuda" else _CPU_BYTES
-            self._limits[device] = min(self._team.enter("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
+            self._limits[device] = min(self._rank_group.enter("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
         return self._limits[device]
 
     def in_graphs(self, programs: Sequence[Held]) -> set[Held]:
@@ -262,7 +264,7 @@ class Programs:
         for first in range(0, len(programs), _AT_ONCE):
             some = programs[first : first + _AT_ONCE]
             mine = sum(1 << at for at, program in enumerate(some) if program.captured)
-            captured = self._team.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            captured = self._rank_group.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
             held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in captured)}
         return held
 

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from weft import schedules
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.logs import warn_once
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
@@ -42,10 +42,10 @@ Key = tuple[Problem, str, torch.device]
 class Tuner:
     """What a group knows about the speed of schedules."""
 
-    def __init__(self, team: Team, row_counts: RowCounts) -> None:
-        self._team, self._row_counts = team, row_counts
+    def __init__(self, rank_group: RankGroup, row_counts: RowCounts) -> None:
+        self._rank_group, self._row_counts = rank_group, row_counts
         self._choices: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
-        self._kept = KeptPlans(team)
+        self._kept = KeptPlans(rank_group)
         self.unconfirmed: dict[BoundProgram, int] = {}
         """Programs whose schedule was not measured here, and the calls that are left until it is confirmed."""
         self._confirmed: OrderedDict[Key, None] = OrderedDict()
@@ -58,7 +58,7 @@ class Tuner:
         all ranks, where a rank cannot read its machine profile."""
         device = call.device
         if call.schedule in MODES:
-            agree(self._team, device)
+            agree(self._rank_group, device)
         if call.schedule != "auto":
             return (call.schedule,)
         known = self._choices.get((problem, device))
@@ -90,7 +90,7 @@ class Tuner:
             call=lambda program: program.run(call.inputs),
             timer=timer,
             queued=queued_timer_for(call.device),
-            meet=self._team.enter,
+            meet=self._rank_group.enter,
         )
 
     def chose(self, program: BoundProgram, key: Key, trials: tuple[Trial, ...]) -> None:
@@ -150,16 +150,16 @@ def _timed(call: Call) -> bool:
     return call.tried and timer_for(call.device) is not None
 
 
-def agree(team: Team, device: torch.device) -> None:
+def agree(rank_group: RankGroup, device: torch.device) -> None:
     """See that every rank can read its machine profile, and that all profiles have as many copy lanes. Raises ValueError on all
-    ranks where one cannot, or where they differ; the team goes on. Collective."""
+    ranks where one cannot, or where they differ; the group goes on. Collective."""
     wrong: ValueError | None = None
     mine = 0
     try:
         mine = 2 if profile_for(device).fans_out else 1
     except ValueError as error:
         wrong = error
-    found = team.enter("the machine profile can be read", mine)
+    found = rank_group.enter("the machine profile can be read", mine)
     if wrong is not None:
         raise wrong
     if 0 in found:
@@ -175,20 +175,20 @@ def agree(team: Team, device: torch.device) -> None:
 class KeptPlans:
     """What earlier processes have measured, by the user's folder of kept plans."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
         self._cache = plans.from_environment()
         self._links: dict[torch.device, str] = {}
 
     def find(self, problem: Problem, device: torch.device) -> Choice | None:
         """What an earlier process chose by measuring; None if it must be measured. Collective."""
         if device.type == "cuda":
-            numbers = self._team.enter("GPUs of the group", gpu_number(device))
-            self._links[device] = links_between([numbers[rank] for rank in self._team.near])
-        with self._team.failing():
+            numbers = self._rank_group.enter("GPUs of the group", gpu_number(device))
+            self._links[device] = links_between([numbers[rank] for rank in self._rank_group.near])
+        with self._rank_group.failing():
             entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = plans.encode(entry.spec) if entry else 0
-        chosen = plans.decode(self._team.enter(f"kept plan of {problem}", mine)[0])
+        chosen = plans.decode(self._rank_group.enter(f"kept plan of {problem}", mine)[0])
         if chosen is None:
             return None
         us = entry.us if entry and entry.spec == chosen else {}
@@ -196,12 +196,12 @@ class KeptPlans:
 
     def keep(self, choice: Choice, device: torch.device) -> None:
         """Write what was measured for later processes, on rank 0."""
-        if self._cache and self._team.rank == 0:
-            with self._team.failing():
+        if self._cache and self._rank_group.rank == 0:
+            with self._rank_group.failing():
                 self._cache.write(plans.Entry(key=self._key(choice.problem, device), spec=choice.spec, us=choice.us))
 
     def _key(self, problem: Problem, device: torch.device) -> plans.Key:
-        machine, known = _here(device, self._team.world_size)
+        machine, known = _here(device, self._rank_group.world_size)
         if device in self._links:
             machine = machine | {"links": self._links[device]}
         machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring
