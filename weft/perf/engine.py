@@ -30,10 +30,10 @@ from pathlib import Path
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Copy, Gemm, Lane, Lookup, Push, Reduce, Schedule, SendReceive, Signal, Step, Wait
+from weft.core.schedule import Collective, Copy, Gemm, Lane, Lookup, Push, Reduce, Schedule, SendReceive, Signal, Step, Wait
 from weft.core.span import Span
 from weft.core.work import continued, span
-from weft.perf import kernels, lookups, messages, transfers
+from weft.perf import concurrent, kernels, lookups, messages, transfers
 from weft.perf.network import Resource, Usage
 from weft.perf.room import taken_sms
 from weft.perf.world import Process, Ran, Recorder, World, ns
@@ -147,7 +147,9 @@ def _launched(lane: Lane) -> frozenset[int]:
 
 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
-    if isinstance(step, Wait):
+    if concurrent.differs(world.schedule, step):
+        yield from concurrent.step(world, rank, lane, step)  # type: ignore[arg-type]
+    elif isinstance(step, Wait):
         waited = yield from world.wait(step)
         wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
         yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
@@ -168,4 +170,5 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     elif isinstance(step, SendReceive):
         yield from messages.send_receive(world, rank, step)
     else:
+        assert isinstance(step, Collective), step
         yield from transfers.collective(world, rank, step)

@@ -27,6 +27,7 @@ from weft.core.schedule import (
     Step,
     Store,
     Sum,
+    UserCall,
     Wait,
     advances,
 )
@@ -189,6 +190,8 @@ def _lines(schedule: Schedule, rank: int, lane: str, steps: Iterable[Step]) -> l
         elif isinstance(step, Collective):
             found.append(Line(column, f"{step.op} {_move(schedule, rank, step.src, step.dst)}", meeting=meetings))
             meetings += 1
+        elif isinstance(step, UserCall):
+            found.append(Line(column, str(step)))
         elif isinstance(step, SendReceive):
             found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
         else:
