@@ -158,7 +158,9 @@ def everything(problem: ConcurrentProblem) -> Abilities:
 
 def candidates(problem: ConcurrentProblem, abilities: Abilities | None = None) -> tuple[str, ...]:
     """All names that could be taken, sequential and two plain streams first. abilities: default: `everything`."""
-    able = everything(problem) if abilities is None else abilities
+    possible = everything(problem)
+    able = possible if abilities is None else abilities
+    able = replace(able, copy_engine=able.copy_engine and possible.copy_engine, pull=able.pull and possible.pull)
     found = [SEQUENTIAL, PLAIN, Method(late=True)]
     if able.priority:
         found += [Method(priority=True, resident=resident) for resident in (0, *able.residents)]
@@ -225,7 +227,7 @@ def _moved(problem: ConcurrentProblem, spec: str, method: Method, computation: U
     ranks = []
     for own in steps:
         moving = [
-            Lane(name, kinds[name], tuple(some), (), method.priority, method.ctas if name == "blocks" else 0)
+            Lane(name, kinds[name], tuple(some), (), method.priority, method.ctas if kinds[name] == "blocks" else 0)
             for name, some in own.items()
         ]
         compute = Lane("compute", "compute", (computation,))
@@ -276,11 +278,11 @@ def method_of(schedule: Schedule) -> Method:
     if not isinstance(schedule.problem, ConcurrentProblem):
         raise ValueError(f"schedule is for {schedule.problem}; use one for a ConcurrentProblem")
     lanes = schedule.ranks[0]
-    at = next((i for i, lane in enumerate(lanes) if any(_computes(step) for step in lane.steps)), None)
-    if at is None:
+    at = next((i for i, lane in enumerate(lanes) if lane.kind == "compute"), 0)
+    calls = (step for step in lanes[at].steps if isinstance(step, UserCall) and step.collective is None)
+    call = next(calls, None)
+    if call is None:
         raise ValueError(f"schedule {schedule.name} has no UserCall for the computation")
-    call = next(step for step in lanes[at].steps if _computes(step))
-    assert isinstance(call, UserCall)
     if len(lanes) == 1:
         return SEQUENTIAL
     others = lanes[:at] + lanes[at + 1 :]
@@ -296,10 +298,6 @@ def method_of(schedule: Schedule) -> Method:
         ahead=call.ahead,
         keep=call.keep,
     )
-
-
-def _computes(step: Step) -> bool:
-    return isinstance(step, UserCall) and step.collective is None
 
 
 def _copies(lanes: tuple[Lane, ...]) -> Iterator[Copy]:
