@@ -22,8 +22,8 @@ from weft.runtime import collective_calls
 from weft.runtime.bindings import Bindings
 from weft.runtime.collective_calls import affordable
 from weft.runtime.groups import GROUPS
+from weft.runtime.nccl import NcclCollective
 from weft.runtime.ranks import Ranks
-from weft.runtime.vendor import Vendor
 from weft.schedules import build
 
 pytestmark = pytest.mark.ranks
@@ -375,7 +375,7 @@ def _rehearsed() -> list[int]:
         schedule = build(CollectiveProblem(op=op, m=6 * size, world_size=size, dtype="float32"), "sequential")
         (step,) = (step for rank, _, _, step in schedule if rank == dist.get_rank() and isinstance(step, Collective))
         before = group._get_sequence_number_for_group()
-        Vendor(group, step, schedule.problem).rehearse(torch.device("cpu"))
+        NcclCollective(group, step, schedule.problem).rehearse(torch.device("cpu"))
         found.append(group._get_sequence_number_for_group() - before)
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.compat import fsdp
 from weft.compat.autograd import NO_BACKWARD, backward_pass
-from weft.compat.c10d import backend_of, group_named, store_of
-from weft.compat.cublas import carveout, has_carveout, set_carveout
+from weft.compat.c10d import FlatCollectives, backend_of, exchange_messages, group_named, nccl_connections, store_of
+from weft.compat.cublas import carveout, has_carveout, matmul_settings, needs_torch, set_carveout
 from weft.compat.dispatch import (
     autocast_enabled,
     forward_mode,
@@ -35,6 +36,7 @@ from weft.compat.dispatch import (
     has_tangent,
     in_functional_gradient,
     observed,
+    set_grad_enabled,
     without_autocast,
     writes_to,
 )
@@ -210,6 +212,104 @@ def test_groups_of_rows_are_multiplied_and_what_lies_past_them_is_not_read() -> 
     found = grouped_mm(a.t(), b, torch.tensor([2, 2, 6]))
     wanted = torch.stack([a[begin:end].float().t() @ b[begin:end].float() for begin, end in ((0, 2), (2, 2), (2, 6))])
     torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_flat_collectives_move_whole_tensors(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        flat, found = FlatCollectives(group, dist.ReduceOp.SUM), torch.zeros(3)
+        flat.all_gather(found, torch.ones(3))
+        assert found.tolist() == [1.0] * 3
+        flat.reduce_scatter(found, torch.full((3,), 2.0))
+        assert found.tolist() == [2.0] * 3
+        flat.all_reduce(found)
+        assert found.tolist() == [2.0] * 3
+    finally:
+        dist.destroy_process_group()
+
+
+def test_messages_are_one_coalesced_group() -> None:
+    """The calls on the backend, in their order; NCCL's has them all."""
+    asked: list[Any] = []
+
+    class Backend:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *arguments: asked.append((name, *arguments[1:])) or SimpleNamespace(wait=lambda: None)
+
+    one = torch.zeros(1)
+    exchange_messages(Backend(), [(one, 1)], [(one, 2)])
+    assert asked == [("_start_coalescing",), ("send", 1, 0), ("recv", 2, 0), ("_end_coalescing",)]
+    assert all(hasattr(dist.distributed_c10d.ProcessGroupGloo, name) for name, *_ in asked)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
+def test_nccl_has_what_messages_need() -> None:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    assert all(hasattr(options.config, name) for name in ("max_ctas", "cga_cluster_size"))
+    assert all(hasattr(options, name) for name in ("is_high_priority_stream", "global_ranks_in_group", "group_name"))
+    assert callable(dist.ProcessGroupNCCL._set_sequence_number_for_group)
+    assert callable(nccl_connections)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
+def test_the_current_stream_has_a_number() -> None:
+    assert callable(torch._C._cuda_getCurrentRawStream)
+
+
+def test_what_decides_how_matmuls_run_can_be_read() -> None:
+    assert matmul_settings() == matmul_settings()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert needs_torch(torch.bfloat16)
+        assert matmul_settings()[1] is True
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert needs_torch(torch.float16) == bool(torch._C._get_cublas_allow_fp16_accumulation())
+
+
+def test_a_launch_within_triton_async_compile_is_finished() -> None:
+    """Triton returns a future for what it compiles in other threads; the interpreter returns nothing."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from concurrent.futures import Future
+
+    from triton.runtime._async_compile import FutureKernel
+
+    from weft.compat.triton_kernels import finished
+
+    compiled, future, order = object(), Future[object](), list[object]()
+    future.set_result(compiled)
+    assert finished(FutureKernel(order.append, future)) is compiled
+    assert order == [compiled]
+    assert finished(compiled) is compiled
+    assert finished(None) is None
+
+
+def test_a_compiled_kernel_is_launched_with_all_its_arguments() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.compiler.compiler import CompiledKernel
+
+    from weft.compat.triton_kernels import relaunch
+
+    launches: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *arguments, stream: launches.append((grid, arguments, stream))
+
+    relaunch(Compiled(), 7, (1, 2), 3)
+    assert launches == [((7, 1, 1), (1, 2), 3)]
+    assert callable(CompiledKernel.__getitem__)
+
+
+def test_gradients_are_switched_off_without_a_context() -> None:
+    set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        set_grad_enabled(True)
+    assert torch.is_grad_enabled()
 
 
 def test_the_sms_of_gemms_are_set_and_read() -> None:

@@ -25,6 +25,28 @@ def set_carveout(sms: int | None) -> None:
     torch._C._set_sm_carveout_experimental(sms)
 
 
+def matmul_settings() -> tuple[object, ...]:
+    """What is set in torch that decides how matmuls run: SMs left free, the same bits each time, sums in float16, float32 as
+    TF32, partial sums in 16 bits, cuBLAS or another library."""
+    return (
+        torch._C._get_sm_carveout_experimental(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_blas_preferred_backend(),
+    )
+
+
+def needs_torch(dtype: torch.dtype) -> bool:
+    """Whether the caller has asked torch for something that only torch's own matmuls of this dtype do: SMs left free, the same
+    bits each time, sums in float16."""
+    if torch._C._get_sm_carveout_experimental() is not None or torch.are_deterministic_algorithms_enabled():
+        return True
+    return dtype == torch.float16 and bool(torch._C._get_cublas_allow_fp16_accumulation())
+
+
 def _require_carveout() -> None:
     if not has_carveout():
         raise ValueError(f"sms: torch {torch.__version__} cannot give its GEMMs fewer SMs; torch 2.11 can")

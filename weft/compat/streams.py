@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from weft.compat.cuda_driver import checked, driver_api
 
 _BATCH = 128
 """Memory operations in one submission; the driver takes 256."""
+
+
+def raw_stream(index: int) -> int:
+    """The number of torch's current stream on a GPU, without the object that torch.cuda.current_stream makes."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ original's changes; and since every launch carries its size, CUDA graphs replay 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,3 +58,15 @@ def compiled_variants(function: Any) -> list[Any]:
 def has_variants(kernel: object) -> bool:
     """Whether `compiled_variants` can be asked of a kernel: of a @triton.jit function, not of what wraps it."""
     return hasattr(kernel, "device_caches")
+
+
+def finished(launched: Any) -> Any:
+    """What the launch of a Triton kernel returned, once it is compiled. Within Triton's AsyncCompileMode it may be a future.
+    The interpreter compiles nothing, and returns None."""
+    return launched.result() if hasattr(launched, "result") else launched
+
+
+def relaunch(compiled: Any, blocks: int, arguments: Sequence[object], stream: int | None) -> None:
+    """Launch a compiled kernel on `blocks` blocks with all its arguments, constants included. Nothing is bound or specialised
+    again. stream: default, torch's current one."""
+    compiled[(blocks, 1, 1)](*arguments, stream=stream)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from weft.compat.triton_kernels import finished, relaunch
+
 
 class Launcher:
-    """Launches of one kernel on one device. From the second launch with the same key on, straight to what was compiled.
+    """Launches of one kernel on one device. From the second launch with the same key on, a launch goes straight to the compiled
+    kernel; Triton's own way binds and specialises every argument each time.
 
-    Triton's own way binds and specialises every argument at each launch. key: all that Triton specialises on and that may
-    differ between launches (alignment of pointers, integers that it folds in, constants).
+    key: all that Triton specialises on and that may differ between launches: the alignment of pointers, the integers that it
+    folds in, the constants.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -28,10 +31,9 @@ class Launcher:
         **options: int,
     ) -> None:
         """Run it on `blocks` blocks. constants: the constexpr arguments, in the kernel's order. stream: default, torch's
-        current one; a first launch takes only that."""
+        current one, which is the only one that a first launch takes."""
         compiled = self._compiled.get(key)
         if compiled is None:
-            # The interpreter compiles nothing, and returns nothing.
-            self._compiled[key] = self._kernel[(blocks,)](*arguments, **constants, **options)
+            self._compiled[key] = finished(self._kernel[(blocks,)](*arguments, **constants, **options))
         else:
-            compiled[(blocks, 1, 1)](*arguments, *constants.values(), stream=stream)
+            relaunch(compiled, blocks, (*arguments, *constants.values()), stream)

@@ -2,7 +2,7 @@
 
 A vendor's matmul takes one matrix and gives one, without adding to what is there in another type; its collectives take shards
 of one length. Where a schedule's steps are otherwise, the executor runs kernels of torch before and after, each with a launch
-and its traffic (weft.runtime.arithmetic, weft.runtime.vendor). weft's own kernels need none of this.
+and its traffic (weft.runtime.arithmetic, weft.runtime.nccl). weft's own kernels need none of this.
 """
 
 from __future__ import annotations

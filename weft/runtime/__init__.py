@@ -30,7 +30,7 @@ Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
 What others move, and the rest:
 
-    vendor.py  unscheduled.py                    NCCL's collectives; what no schedule describes
+    nccl.py  unscheduled.py                      NCCL's collectives; what no schedule describes
     bounded.py  invalid.py                       waits in gloo, within weft's bound; results that must not be used
     network.py  host_wire.py                     messages between nodes: NCCL's, gloo's
     ranks.py  versions.py                        rank processes of weft's own; versions of all that takes part

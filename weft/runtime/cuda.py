@@ -46,11 +46,11 @@ from weft.runtime.invalid import INVALID_BYTE, results_in
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, IssuedCall
+from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
 from weft.runtime.products import Products, settings
 from weft.runtime.replay import Replays, lie
 from weft.runtime.stuck import unsent, waiting
-from weft.runtime.vendor import Vendor
 
 _RELEASED = 0x3FFFFFFF
 """What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
@@ -111,7 +111,9 @@ class CudaProgram(BoundProgram):
         space = self.space
         mine = [(lane, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         self.collectives = {
-            id(step): Vendor(self.team.group, step, schedule.problem) for _, _, step in mine if isinstance(step, Collective)
+            id(step): NcclCollective(self.team.group, step, schedule.problem)
+            for _, _, step in mine
+            if isinstance(step, Collective)
         }
         space.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)

@@ -17,7 +17,7 @@ from weft.comm.symmetric_heap import DeviceHeap
 from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.device import capabilities
-from weft.compat.streams import Driver, Word
+from weft.compat.streams import Driver, Word, raw_stream
 from weft.core.logs import LOGGER
 from weft.perf.shapes import shapes_for
 from weft.runtime.network import CudaWire
@@ -147,7 +147,7 @@ class CudaSpace:
 
     def current_stream(self) -> int:
         """The caller's stream."""
-        return int(torch._C._cuda_getCurrentRawStream(self._index))
+        return raw_stream(self._index)
 
     def named(self, stream: int) -> torch.cuda.Stream:
         """torch's name for a stream. ExternalStream would take 0, the default stream, for "any new one"."""

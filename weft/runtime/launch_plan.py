@@ -69,10 +69,10 @@ from weft.runtime.launches import (
     SliceLaunch,
     SumLaunch,
 )
+from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import CudaWire
 from weft.runtime.order import before, behind, order, turns
 from weft.runtime.products import Products
-from weft.runtime.vendor import Vendor
 
 if TYPE_CHECKING:
     from weft.runtime.fused import FusedStep
@@ -123,7 +123,7 @@ class Planned(Protocol):
     def products(self) -> Mapping[str, Products]: ...
 
     @property
-    def collectives(self) -> Mapping[int, Vendor]: ...
+    def collectives(self) -> Mapping[int, NcclCollective]: ...
 
     def growth_of(self, flag: Flag) -> int: ...
 

@@ -21,9 +21,9 @@ from weft.compat.streams import Word
 from weft.core.schedule import Collective, Gemm, Part, SendReceive, Sum
 from weft.runtime.arithmetic import Sliced, add_up, multiply
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import CudaWire
 from weft.runtime.products import Products
-from weft.runtime.vendor import Vendor
 
 if TYPE_CHECKING:
     from weft.runtime.fused import FusedStep
@@ -156,7 +156,7 @@ class CollectiveLaunch(Launch):
     """A collective of NCCL."""
 
     step: Collective
-    collective: Vendor
+    collective: NcclCollective
     device: torch.device
 
     def issue(self, call: IssuedCall, stream: int) -> None:

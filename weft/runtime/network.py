@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.team import Team
+from weft.compat.c10d import exchange_messages, nccl_connections
 from weft.runtime.aborts import Abort
 
 _SMS_OF_LINKS, _SMS_OF_ADAPTERS = 32, 16
-"""Between nodes of one host 32 of the vendor's blocks move 64 MiB both ways at 260 GB/s (2 x H200), 16 at 155. That 16 keep an
+"""Between nodes of one host 32 blocks of NCCL move 64 MiB both ways at 260 GB/s (2 x H200), 16 at 155. That 16 keep an
 adapter of 50 GB/s busy is assumed, not measured."""
 
 Messages = Sequence[tuple[torch.Tensor, int]]
@@ -40,28 +41,19 @@ class CudaWire:
 
     def __init__(self, team: Team, device: torch.device) -> None:
         team.enter("messages between nodes: nccl")
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = True
-        options.config.max_ctas = sms_for(team)
-        options.config.cga_cluster_size = 1
-        options.global_ranks_in_group = dist.get_process_group_ranks(team.group)
-        options.group_name = f"weft-{team.topic}"
-        made: Any = dist.ProcessGroupNCCL(team.store("wire"), team.rank, team.world_size, options)
-        self._backend: Any = made
+        self._backend: Any = nccl_connections(
+            team.store("wire"),
+            team.rank,
+            dist.get_process_group_ranks(team.group),
+            name=f"weft-{team.topic}",
+            max_ctas=sms_for(team),
+            device=device,
+        )
         self._abort: Abort | None = None
-        self._backend._set_sequence_number_for_group()
-        # The communicator is made by all ranks at once, whoever exchanges what with whom later.
-        self._backend.allreduce([torch.zeros(1, device=device)]).wait()
-        torch.cuda.synchronize(device)
 
     def exchange(self, sends: Messages, receives: Messages) -> None:
         """Enqueue one group of sends and receives on torch's current stream."""
-        self._backend._start_coalescing()
-        for sent, to in sends:
-            self._backend.send([sent], to, 0)
-        for got, source in receives:
-            self._backend.recv([got], source, 0)
-        self._backend._end_coalescing().wait()
+        exchange_messages(self._backend, sends, receives)
 
     def abort(self) -> None:
         """End what waits for messages that will not come. For the end of a team: nothing can be exchanged after it."""

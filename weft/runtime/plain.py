@@ -7,6 +7,8 @@ from contextlib import ExitStack
 
 import torch
 
+from weft.compat.dispatch import autocast_enabled, set_grad_enabled, without_autocast
+
 
 class PlainMode(threading.local):
     """A context in which tensors are plain ones, nothing is recorded for a backward pass, and matmuls keep to their dtypes:
@@ -20,19 +22,19 @@ class PlainMode(threading.local):
 
     def __enter__(self) -> None:
         contexts: ExitStack | None = None
-        if torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled():
+        if autocast_enabled() or torch.is_inference_mode_enabled():
             with ExitStack() as entering:
-                if torch._C._is_any_autocast_enabled():
-                    entering.enter_context(torch._C._DisableAutocast())
+                if autocast_enabled():
+                    entering.enter_context(without_autocast())
                 if torch.is_inference_mode_enabled():
                     entering.enter_context(torch.inference_mode(False))
                 contexts = entering.pop_all()
         self._entered.append((torch.is_grad_enabled(), contexts))
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
 
     def __exit__(self, *raised: object) -> None:
         grad, contexts = self._entered.pop()
-        torch._C._set_grad_enabled(grad)
+        set_grad_enabled(grad)
         if contexts is not None:
             contexts.close()
 

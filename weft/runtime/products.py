@@ -25,7 +25,9 @@ from functools import cache
 
 import torch
 
+from weft.compat.cublas import matmul_settings, needs_torch
 from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, Library, Product, library, supports
+from weft.compat.streams import raw_stream
 from weft.core.logs import warn_once
 
 WORKSPACE = 128 << 10
@@ -83,15 +85,7 @@ def matmul_choices() -> list[MatmulChoice]:
 def settings() -> tuple[object, ...]:
     """What is set in torch that says how products are multiplied: SMs left free, the same bits each time, sums in float16; and
     by which of its kernels torch does: float32 as TF32, partial sums in 16 bits, cuBLAS or another library."""
-    return (
-        torch._C._get_sm_carveout_experimental(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch._C._get_cublas_allow_fp16_accumulation(),
-        torch._C._get_fp32_precision_getter("cuda", "matmul"),
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_blas_preferred_backend(),
-    )
+    return matmul_settings()
 
 
 class Products:
@@ -106,7 +100,7 @@ class Products:
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool, times: bool) -> None:
         """out = a @ b, or out += a @ b, on torch's current stream. times: now is the time to look for the fastest way."""
-        if self._library is None or _torchs_own(a.dtype):
+        if self._library is None or needs_torch(a.dtype):
             by_torch(a, b, out, accumulate=accumulate)
             return
         if a.is_cuda and torch.cuda.current_device() != self._index:  # of a thread that has set none
@@ -124,7 +118,7 @@ class Products:
         if chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
             return
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = raw_stream(self._index)
         chosen.product.run(chosen.algorithm, a, b, out, self._workspace, stream)
 
     def _choose(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:
@@ -143,7 +137,7 @@ class Products:
         found = candidates(self._library, product, a, b, out, accumulate)
         if not found:
             return torchs
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = raw_stream(self._index)
         ways: list[Callable[[], None]] = [
             lambda one=one: product.run(one, a, b, out, self._workspace, stream)  # type: ignore[misc]
             for one in found
@@ -207,13 +201,6 @@ def by_torch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate:
         out += product
     else:
         out.copy_(product)
-
-
-def _torchs_own(dtype: torch.dtype) -> bool:
-    """Whether the caller asks torch for something that only torch's way has."""
-    if torch._C._get_sm_carveout_experimental() is not None or torch.are_deterministic_algorithms_enabled():
-        return True
-    return dtype == torch.float16 and bool(torch._C._get_cublas_allow_fp16_accumulation())
 
 
 def _remembered(key: Hashable, chosen: _Chosen) -> _Chosen:

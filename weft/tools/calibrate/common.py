@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Collective
-from weft.runtime.vendor import Vendor
+from weft.runtime.nccl import NcclCollective
 from weft.schedules import build
 from weft.tools.calibrate.clock import Clock
 from weft.tools.calibrate.samples import Sample
@@ -66,6 +66,6 @@ def _collective(clock: Clock, op: str, nbytes: int) -> Sample:
     step = next(step for step in mine if isinstance(step, Collective))
     group = dist.group.WORLD
     assert group is not None
-    vendor = Vendor(group, step, problem)
+    vendor = NcclCollective(group, step, problem)
     src, dst = (torch.zeros(*region.shape, dtype=dtype, device=clock.device) for region in (step.src, step.dst))
     return clock.sample(op, (nbytes,), lambda: vendor.run(src, dst), repeat=4 if nbytes < 1 << 22 else 1)

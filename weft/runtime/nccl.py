@@ -1,38 +1,21 @@
-"""The vendor's collectives on CUDA: NCCL's, on plain buffers.
+"""Collectives of NCCL on plain buffers: one step of a schedule each.
 
 NCCL has kernels of less latency for buffers that all ranks have registered with its communicator ("symmetric windows"). They
-are not used: one whose peers do not come never ends. It does not look whether its communicator has been aborted (2.28.9), so
-nothing could bound the wait. Where they are faster than plain ones, so is `sequential_stores`.
+are not used, because one whose peers do not come never ends: it does not look whether its communicator has been aborted
+(2.28.9), so nothing could bound the wait. Where they are faster than plain ones, so is `sequential_stores`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+from weft.compat.c10d import FlatCollectives
 from weft.core.problem import Problem
 from weft.core.schedule import Collective
 
 
-def _gather_options() -> Any:
-    options = AllgatherOptions()
-    options.asyncOp = False
-    return options
-
-
-_GATHER = _gather_options()
-
-
-def _in_order(work: Any) -> None:
-    """The current stream goes on after a collective; a backend that has seen to that itself gives nothing to wait for."""
-    if work is not None:
-        work.wait()
-
-
-class Vendor:
+class NcclCollective:
     """One collective step of one program."""
 
     def __init__(self, group: dist.ProcessGroup, step: Collective, problem: Problem) -> None:
@@ -40,13 +23,7 @@ class Vendor:
         self._shards = shards = problem.shards
         self._longest = shards[0][1] - shards[0][0]
         self._even = all(high - low == self._longest for low, high in shards)
-        self._op = dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG
-        self._options = ReduceScatterOptions()
-        self._options.reduceOp = self._op  # type: ignore[assignment]
-        self._options.asyncOp = False
-        self._all_options = AllreduceOptions()
-        self._all_options.reduceOp = self._op  # type: ignore[assignment]
-        self._all_options.asyncOp = False
+        self._flat = FlatCollectives(group, dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG)
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Enqueue it on torch's current stream."""
@@ -58,39 +35,31 @@ class Vendor:
             self._plain(src, dst)
 
     def rehearse(self, device: torch.device) -> None:
-        """The same collective of one element a rank: NCCL makes a communicator, and connections for each kind of collective, at
-        first use, which takes a second and more where many processes do. Collective."""
+        """Run the same collective with one element for each rank. At first use NCCL makes a communicator, and connections for
+        each kind of collective, which takes a second and more where many processes do it. Collective."""
         one, many = torch.zeros(1, device=device), torch.zeros(len(self._shards), device=device)
         if self._step.op == "all_reduce":
-            _in_order(self._group.allreduce([one], self._all_options))
+            self._flat.all_reduce(one)
         elif self._step.op == "all_gather":
-            self._gather(many, one)
+            self._flat.all_gather(many, one)
         elif self._step.op == "reduce_scatter":
-            self._scatter(one, many)
+            self._flat.reduce_scatter(one, many)
         else:
             dist.all_to_all_single(torch.empty_like(many), many, group=self._group)
 
-    def _gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """As dist.all_gather_into_tensor, without what that checks and logs, which is most of its host time."""
-        _in_order(self._group._allgather_base(dst, src, _GATHER))
-
-    def _scatter(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """As dist.reduce_scatter_tensor."""
-        _in_order(self._group._reduce_scatter_base(dst, src, self._options))
-
     def _plain(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """On equal parts; unequal shards are padded to the longest on the way."""
+        """A collective of equal parts. Unequal shards are padded to the longest one on the way."""
         if self._step.op == "all_reduce":
             if src.data_ptr() != dst.data_ptr():
                 dst.copy_(src)
-            _in_order(self._group.allreduce([dst], self._all_options))
+            self._flat.all_reduce(dst)
         elif self._step.op == "all_gather":
             if self._even:
-                self._gather(dst, src.contiguous())
+                self._flat.all_gather(dst, src.contiguous())
             else:
                 self._gather_uneven(src, dst)
         elif self._even:
-            self._scatter(dst, src.contiguous())
+            self._flat.reduce_scatter(dst, src.contiguous())
         else:
             self._scatter_uneven(src, dst)
 
@@ -121,7 +90,7 @@ class Vendor:
         padded = src.new_zeros(longest, src.shape[1])
         padded[: src.shape[0]].copy_(src)
         gathered = src.new_empty(len(self._shards) * longest, src.shape[1])
-        self._gather(gathered, padded)
+        self._flat.all_gather(gathered, padded)
         for rank, (low, high) in enumerate(self._shards):
             dst[low:high].copy_(gathered[rank * longest : rank * longest + high - low])
 
@@ -131,5 +100,5 @@ class Vendor:
         for rank, (low, high) in enumerate(self._shards):
             spread[rank * longest : rank * longest + high - low].copy_(src[low:high])
         reduced = src.new_empty(longest, src.shape[1])
-        self._scatter(reduced, spread)
+        self._flat.reduce_scatter(reduced, spread)
         dst.copy_(reduced[: dst.shape[0]])
