@@ -81,12 +81,12 @@ def _broken() -> None:
 
 
 def test_uses_and_steps_after_a_trial_that_failed_say_why() -> None:
-    team: Any = SimpleNamespace(check_usable=_broken)
-    call = KeyedCall(SimpleNamespace(team=team), lambda spec: PLAIN)  # type: ignore[arg-type]
+    rank_group: Any = SimpleNamespace(check_usable=_broken)
+    call = KeyedCall(SimpleNamespace(rank_group=rank_group), lambda spec: PLAIN)  # type: ignore[arg-type]
     with pytest.raises(PeerLost, match="has failed"):
         call._advance([])
     tuner = StepTuner.__new__(StepTuner)
-    tuner.calls, tuner.executor = SimpleNamespace(team=team), SimpleNamespace(capturing=False)  # type: ignore[assignment]
+    tuner.calls, tuner.executor = SimpleNamespace(rank_group=rank_group), SimpleNamespace(capturing=False)  # type: ignore[assignment]
     tuner._turns, tuner._taken = iter(()), 2  # type: ignore[assignment]
     with pytest.raises(PeerLost, match="has failed"):
         tuner.turn()

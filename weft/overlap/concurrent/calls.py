@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.schedule import Schedule
 from weft.overlap.concurrent.collectives import Collective
@@ -57,7 +57,7 @@ class KeyedCall:
 
     def choose(self, run: Callable[[Method], object], compute: Callable[[], object], collectives: Sequence[Collective]) -> None:
         """Choose now. Whatever ends it on this rank ends it on all."""
-        with self.tuner.team.failing():
+        with self.tuner.rank_group.failing():
             self._settle(self.tuner.in_one_go(run, compute, collectives))
 
     @contextmanager
@@ -89,8 +89,8 @@ class KeyedCall:
 
     def _advance(self, collectives: Sequence[Collective]) -> Method:
         """What the next use runs; the choice, where the measurement ends. Ranks meet at a few of these."""
-        self.tuner.team.check_usable()
-        with self.tuner.team.failing():
+        self.tuner.rank_group.check_usable()
+        with self.tuner.rank_group.failing():
             try:
                 if self._turns is None:
                     self._turns = self.tuner.in_use()
@@ -109,8 +109,8 @@ class Calls:
     """All keys of one group, and the executors that they run on. `close` is collective where schedules have made groups. meet:
     ranks agree on a text, and exchange a number, while no other call of the group is under way on this rank."""
 
-    def __init__(self, team: Team, meet: Callable[[str, int], tuple[int, ...]]) -> None:
-        self.team, self.meet = team, meet
+    def __init__(self, rank_group: RankGroup, meet: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.rank_group, self.meet = rank_group, meet
         self._lock = threading.RLock()
         self._calls: dict[tuple[object, ...], KeyedCall] = {}
         self._kernels: dict[tuple[object, ...], Kernels] = {}
@@ -137,7 +137,7 @@ class Calls:
         """What measures the schedules of a key."""
         return Tuner(
             key=key,
-            team=self.team,
+            rank_group=self.rank_group,
             meet=self.meet,
             executor=self.executor(device),
             problem=self.problem,
@@ -148,7 +148,7 @@ class Calls:
     def problem(self, collectives: Sequence[Collective]) -> ConcurrentProblem:
         """What these are to a schedule, among the ranks of the first one."""
         size = collectives[0].ranks.size()
-        nodes = self.team.nodes if sum(self.team.nodes) == size else ()
+        nodes = self.rank_group.nodes if sum(self.rank_group.nodes) == size else ()
         found = tuple(collective.problem(size, nodes) for collective in collectives)
         return ConcurrentProblem(collectives=found, world_size=size, nodes=nodes)
 
@@ -188,7 +188,7 @@ class Calls:
         for kernels in self._kernels.values():
             kernels.close()
         for executor in self._executors.values():
-            executor.close(broken=self.team.broken is not None)
+            executor.close(broken=self.rank_group.broken is not None)
         for kept in (self._calls, self._kernels, self._executors, self._methods, self._hooks):
             kept.clear()
 
@@ -208,4 +208,4 @@ def _executor(device: torch.device) -> Executor:
 
 def calls_of(state: GroupState) -> Calls:
     """A group's keys."""
-    return state.attached(Calls, lambda: Calls(state.team, state.numbers))
+    return state.attached(Calls, lambda: Calls(state.rank_group, state.numbers))

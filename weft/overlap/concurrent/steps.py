@@ -112,8 +112,8 @@ class StepTuner:
         self._taken += 1
         if self._taken <= WARM_UP:
             return
-        self.calls.team.check_usable()
-        with self.calls.team.failing():
+        self.calls.rank_group.check_usable()
+        with self.calls.rank_group.failing():
             try:
                 if self._taken == WARM_UP + 1:
                     self.way = parse(next(self._turns))

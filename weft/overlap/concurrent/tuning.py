@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import WeftError
 from weft.core.logs import warn_once
@@ -207,13 +207,13 @@ def _fastest(
 class Tuner:
     """What all measurements of one key have in common.
 
-    team: the ranks that agree. meet: how they do. executor: runs and times. problem: of some collectives. residents: caps of
-    the computation's kernels to try, asked for once these have run. fixed: nothing of the computation can be changed any more:
-    it is a graph.
+    rank_group: the ranks that agree. meet: how they do. executor: runs and times. problem: of some collectives. residents: caps
+    of the computation's kernels to try, asked for once these have run. fixed: nothing of the computation can be changed any
+    more: it is a graph.
     """
 
     key: str
-    team: Team
+    rank_group: RankGroup
     meet: Callable[[str, int], tuple[int, ...]]
     executor: Executor
     problem: Callable[[Sequence[Collective]], ConcurrentProblem]
@@ -334,7 +334,9 @@ class Tuner:
         return statistics.median(runs) / 1e3
 
     def _ns(self, begin: Any, end: Any) -> int:
-        self.team.until(lambda: self.executor.passed(end), lambda: f"concurrent {self.key}: the device did not come to its end")
+        self.rank_group.until(
+            lambda: self.executor.passed(end), lambda: f"concurrent {self.key}: the device did not come to its end"
+        )
         return self.executor.between_ns(begin, end)
 
 
