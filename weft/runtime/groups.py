@@ -322,8 +322,8 @@ class GroupState:
         """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
         if self.team.nodes:
             raise ValueError(
-                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
-                "pass a group within one"
+                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: "
+                "use torch.empty, or pass a group within one"
             )
         with self.lock, PLAIN:
             self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")

@@ -80,7 +80,8 @@ class Peers:
         if self._team.nodes:
             self._team.release()
             raise ValueError(
-                f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: pass a group within one"
+                f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: "
+                "pass a group within one"
             )
         self._heap = self._team.heap(self.device)
         self.rank, self.world_size = self._team.rank, self._team.world_size
