@@ -52,10 +52,9 @@ class CudaSpace:
 
     def __init__(self, team: Team, device: torch.device, turn: Turn | None = None) -> None:
         self.turn = turn or Turn()
-        if team.timeout_s > _LONGEST_S:
+        if (bound_s := team.timeout_s) > _LONGEST_S:
             raise ValueError(
-                f"WEFT_TIMEOUT_S is {team.timeout_s:g}; on GPUs it can be {_LONGEST_S:g} at most: "
-                "kernels would give up before"
+                f"WEFT_TIMEOUT_S is {bound_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
             )
         self.team, self.device = team, device
         _warn_of_few_queues()

@@ -77,11 +77,10 @@ class Peers:
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._team = Team.of(_process_group(group))
-        if self._team.nodes:
+        if nodes := self._team.nodes:
             self._team.release()
             raise ValueError(
-                f"group is on nodes of {self._team.nodes} ranks; kernels reach the memory of one node: "
-                "pass a group within one"
+                f"group is on nodes of {nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
         self._heap = self._team.heap(self.device)
         self.rank, self.world_size = self._team.rank, self._team.world_size
