@@ -26,7 +26,7 @@ beside each other, with seeds of their own, do not mix.
 
 On GPUs a step is one that the victim's host enqueues. Traps: a rank that is stopped holds its CPU lock, if any: so results are
 compared after it goes on. A kill that comes after the victim's last step is no fault for this call; the next call is told. What
-a dead rank left is removed by whichever team starts next, that of a campaign beside this one, too. The bound is real time: a
+a dead rank left is removed by whichever group starts next, that of a campaign beside this one, too. The bound is real time: a
 machine that is full makes ranks late.
 """
 

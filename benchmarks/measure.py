@@ -246,7 +246,8 @@ def _once(run: Callable[[], None], lead: Work | None) -> tuple[float, float]:
 
 
 def _raise_first(failures: Sequence[tuple[int, str, str]]) -> None:
-    """After the first failure others follow, of methods that share its team: the first of all ranks is the one to name."""
+    """After the first failure others follow, of methods that share its rank_group: the first of all ranks is the one to
+    name."""
     everyone: list[list[tuple[int, str, str]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, list(failures))
     first = min(((*failed[0], rank) for rank, failed in enumerate(everyone) if failed), default=None)

@@ -101,7 +101,7 @@ class Recorder:
             value = program._meetings + 1
             recorder._here(Event("store", recorder._call, flag=("meet", program.rank, 0), value=value))
             kept["_meet"](program, where)
-            for rank in program.team.near:
+            for rank in program.rank_group.near:
                 recorder._here(Event("seen", recorder._call, flag=("meet", rank, 0), value=value))
 
         hooks = {"play": play, "bind": bind, "record": record, "wait": wait, "signal": signal, "_meet": meet}
@@ -143,7 +143,7 @@ class Recorder:
         if not isinstance(step, Collective):
             return places(reads), places(writes)
         # Sources are staged in shared memory, where all ranks read them.
-        staged = [program._staged(step, rank) for rank in program.team.near]
+        staged = [program._staged(step, rank) for rank in program.rank_group.near]
         stages = [place for tensor in staged if tensor.numel() and (place := self.place(tensor))]
         return (*places(reads), *stages), (*places(writes), *stages)
 

@@ -36,7 +36,7 @@ class Capture:
 def _space(self: GroupState, device: Any) -> HostSpace:
     spaces: dict[Any, Any] = self._spaces
     if device not in spaces:
-        spaces[device] = HostSpace(self.team)
+        spaces[device] = HostSpace(self.rank_group)
     return spaces[device]  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one process, for what needs no more than their words: teams without a process group, and a GPU that tests drive."""
+"""Ranks of one process, for what needs no more than their words: groups without a process group, and a GPU that tests drive."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from devices import H200
 
 from weft.comm.control import ControlSegment
 from weft.comm.processes import process_start
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Word
 from weft.runtime import cuda_space
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.tickets import IN_FLIGHT
 
 
-def teams(world_size: int = 2, *, timeout_s: float = 20.0) -> list[Team]:
-    """The team of each rank, all on one node."""
+def rank_groups(world_size: int = 2, *, timeout_s: float = 20.0) -> list[RankGroup]:
+    """The group of each rank, all on one node."""
     controls = [ControlSegment.private() for _ in range(world_size)]
     made = []
     for rank in range(world_size):
-        team = Team.__new__(Team)
-        team.timeout_s, team.rank, team.world_size = timeout_s, rank, world_size
-        team.calls = team._agreements = team._compared = team._rounds = 0
-        team._known, team.unraised, team._raised = {}, None, False
-        team.broken, team._relay = None, None
-        team.lock, team._failure_lock = threading.RLock(), threading.Lock()
-        team.nodes, team.one_host, team.near = (), True, range(world_size)
-        team.pids = [os.getpid()] * world_size
-        team._starts = [process_start(os.getpid()) or 0] * world_size
-        team._control = controls
-        team.topic = "lone"
-        team.group = cast(Any, None)
-        team._heaps = {}
-        made.append(team)
+        rank_group = RankGroup.__new__(RankGroup)
+        rank_group.timeout_s, rank_group.rank, rank_group.world_size = timeout_s, rank, world_size
+        rank_group.calls = rank_group._agreements = rank_group._compared = rank_group._rounds = 0
+        rank_group._known, rank_group.unraised, rank_group._raised = {}, None, False
+        rank_group.broken, rank_group._relay = None, None
+        rank_group.lock, rank_group._failure_lock = threading.RLock(), threading.Lock()
+        rank_group.nodes, rank_group.one_host, rank_group.near = (), True, range(world_size)
+        rank_group.pids = [os.getpid()] * world_size
+        rank_group._starts = [process_start(os.getpid()) or 0] * world_size
+        rank_group._control = controls
+        rank_group.topic = "lone"
+        rank_group.group = cast(Any, None)
+        rank_group._heaps = {}
+        made.append(rank_group)
     return made
 
 
@@ -114,8 +114,8 @@ class FakeSpace(CudaSpace):
         self.tickets._done[ticket % IN_FLIGHT].reached = True
 
 
-def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
-    """The space of a team. `close` it."""
+def space_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
+    """The space of a group. `close` it."""
     monkeypatch.setattr(cuda_space, "Driver", FakeDriver)
     monkeypatch.setattr(cuda_space, "current_lane_priority", lambda: -1)
     monkeypatch.setattr(cuda_space, "priority_number", lambda priority: -5)
@@ -124,7 +124,7 @@ def space_of(team: Team, monkeypatch: pytest.MonkeyPatch) -> FakeSpace:
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    return FakeSpace(team, torch.device("cuda", 0))
+    return FakeSpace(rank_group, torch.device("cuda", 0))
 
 
 def wait_for(ready: Callable[[], object], within_s: float = 60.0) -> bool:

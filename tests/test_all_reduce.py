@@ -153,7 +153,7 @@ def test_zeros_are_values(interpreted: Ranks) -> None:
 
 def _without_meeting(one_hop: bool) -> None:
     """Calls of the bare kernel, one block each: nothing holds a rank back but the kernel, and rank 1 sums late."""
-    from weft.comm.team import Team
+    from weft.comm.rank_group import RankGroup
     from weft.kernels import all_reduce as kernel
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -161,8 +161,8 @@ def _without_meeting(one_hop: bool) -> None:
     received = kernel.received
     device = torch.device("cpu")
     layout = kernel.plan(problem, rank, split(8, size), hops="one" if one_hop else "two", multiply=True, device=device, sms=1)
-    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
-    memory = kernel.mailbox(team.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    memory = kernel.mailbox(rank_group.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.01 * (rank == 1))
@@ -182,7 +182,7 @@ def _without_meeting(one_hop: bool) -> None:
     finally:
         kernel.received = received
         dist.barrier()
-        team.close()
+        rank_group.close()
 
 
 @pytest.mark.ranks

@@ -61,16 +61,16 @@ def _layout(m: int, one_hop: bool, tile: Tile, blocks: int) -> Any:
 @contextmanager
 def _memory(layout: Any, blocks: int) -> Iterator[Any]:
     """Mailboxes for the bare kernel: no program holds a rank back, or raises what its status says."""
-    from weft.comm.team import Team
+    from weft.comm.rank_group import RankGroup
     from weft.kernels.all_reduce import mailbox
 
-    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
-    piece = team.heap(torch.device("cpu")).allocate(layout.mailbox_bytes)
+    rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    piece = rank_group.heap(torch.device("cpu")).allocate(layout.mailbox_bytes)
     try:
         yield mailbox(piece.addresses, layout.blocks(blocks), torch.device("cpu"))
     finally:
         dist.barrier()
-        team.close()
+        rank_group.close()
 
 
 def _call(layout: Any, memory: Any, seed: int, tries: int = PATIENT) -> tuple[torch.Tensor, torch.Tensor]:

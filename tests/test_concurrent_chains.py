@@ -81,12 +81,12 @@ def _broken() -> None:
 
 
 def test_uses_and_steps_after_a_trial_that_failed_say_why() -> None:
-    team: Any = SimpleNamespace(check_usable=_broken)
-    site = Site(SimpleNamespace(team=team), None)  # type: ignore[arg-type]
+    rank_group: Any = SimpleNamespace(check_usable=_broken)
+    site = Site(SimpleNamespace(rank_group=rank_group), None)  # type: ignore[arg-type]
     with pytest.raises(PeerLost, match="has failed"):
         site._advance([])
     trial = StepTrial.__new__(StepTrial)
-    trial.sites, trial.device = SimpleNamespace(team=team), SimpleNamespace(capturing=False)  # type: ignore[assignment]
+    trial.sites, trial.device = SimpleNamespace(rank_group=rank_group), SimpleNamespace(capturing=False)  # type: ignore[assignment]
     trial._turns, trial._left = iter(()), 0  # type: ignore[assignment]
     with pytest.raises(PeerLost, match="has failed"):
         trial.turn()

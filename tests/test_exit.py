@@ -181,7 +181,7 @@ def test_sigterm_ends_a_command_and_its_ranks(words: tuple[str, ...], later_s: f
         time.sleep(later_s)
         run.send_signal(signal.SIGTERM)
         _, told = run.communicate(timeout=60)
-    reap_stale()  # ranks that end while they make a team leave what the next team takes away: this stands for one
+    reap_stale()  # ranks that end while they make a group leave what the next group takes away: this stands for one
     assert (run.returncode, told, list(folder.glob("weft-*"))) == (143, "weft: error: terminated\n", [])
 
 

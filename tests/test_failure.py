@@ -19,7 +19,7 @@ from lone_ranks import wait_for
 from rank_work import check_both, check_gather, check_scatter
 
 import weft
-from weft.comm import team
+from weft.comm import rank_group
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import RankFailed, Ranks
@@ -41,7 +41,7 @@ def _bound_waits(seconds: float) -> None:
     """From here on, until the group is closed."""
     group = dist.group.WORLD
     assert group is not None
-    GROUPS.state(group.group_name).team.timeout_s = seconds
+    GROUPS.state(group.group_name).rank_group.timeout_s = seconds
 
 
 def _calls_until(
@@ -50,7 +50,7 @@ def _calls_until(
     """Call operators without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
     check_gather(64, 48, 32, torch.float32, "flag_gated", 0)
     _bound_waits(bound_s)
-    team._SAYS_S = BOUND_S  # whoever waits for a rank that itself waits for the victim lets that one say so
+    rank_group._SAYS_S = BOUND_S  # whoever waits for a rank that itself waits for the victim lets that one say so
     dist.barrier()
     struck = time.monotonic() + after_s
     if dist.get_rank() == victim:
@@ -109,7 +109,7 @@ def _sleep_in_a_matmul(name: str, hasty: tuple[int, ...]) -> str:
 
     def slow(*arguments: object, **options: object) -> None:
         HostProgram.matmul = matmul  # type: ignore[method-assign]
-        wait_for(lambda: arguments[0].team.broken, PATIENT_S)  # type: ignore[attr-defined]
+        wait_for(lambda: arguments[0].rank_group.broken, PATIENT_S)  # type: ignore[attr-defined]
         matmul(*arguments, **options)  # type: ignore[arg-type]
 
     check_scatter(64, 48, 32, torch.float32, name, 0)
@@ -204,12 +204,12 @@ def test_a_rank_that_leaves_is_named(fresh: Ranks) -> None:
 
 def _slow_to_map() -> str:
     """Rank 1 dies once its segment can be found; rank 0 sees that, and takes its own back; rank 2 is late to look for it."""
+    from weft.comm.rank_group import RankGroup
     from weft.comm.shared_memory import Segment
-    from weft.comm.team import Team
 
     check_gather(6, 4, 4, torch.float32, "sequential", 0)
     if dist.get_rank() == 1:
-        Team.await_mapped = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        RankGroup.await_mapped = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     if dist.get_rank() == 2:
         plain = Segment.open
         Segment.open = lambda name: (time.sleep(0.5), plain(name))[1]  # type: ignore[method-assign, assignment]
@@ -228,7 +228,7 @@ def test_a_rank_that_is_late_to_map_hears_who_was_lost(fresh: Ranks) -> None:
 
 
 def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own: in /dev/shm teams of another run of tests reap, too, and leave what there is to reap."""
+    """In a folder of its own: in /dev/shm groups of another run of tests reap, too, and leave what there is to reap."""
     from weft.comm import shared_memory
     from weft.comm.processes import process_namespace
 

@@ -19,7 +19,7 @@ import faults
 from calls import Work
 from faults import FAULTS, Told, Trial, _wrong, drawn, judged, suffer
 
-from weft.comm import team
+from weft.comm import rank_group
 from weft.core.schedule import Flag
 from weft.runtime.bound import Where
 from weft.runtime.groups import GROUPS
@@ -37,7 +37,7 @@ def _suffers(trial: Trial, folder: str) -> Told:
     os.environ["WEFT_TIMEOUT_S"] = str(PATIENT_S)
 
     def struck(fault: str) -> None:
-        waits = GROUPS.state(world.group_name).team
+        waits = GROUPS.state(world.group_name).rank_group
         if fault != "late":
             strike(fault)
         else:
@@ -45,10 +45,10 @@ def _suffers(trial: Trial, folder: str) -> Told:
 
     def followed(*arguments: Any) -> Work:
         if trial.fault in ("stop", "late"):
-            GROUPS.state(world.group_name).team.timeout_s = IN_VAIN_S
+            GROUPS.state(world.group_name).rank_group.timeout_s = IN_VAIN_S
         return following(*arguments)
 
-    with mock.patch.multiple(faults, _strike=struck, _next=followed), mock.patch.object(team, "_SAYS_S", SAYS_S):
+    with mock.patch.multiple(faults, _strike=struck, _next=followed), mock.patch.object(rank_group, "_SAYS_S", SAYS_S):
         return suffer(trial, folder)
 
 

@@ -52,7 +52,7 @@ def test_kinds_of_links() -> None:
     assert versions.links_between(numbers(0, 1, 2, 3)) == "none x 1, rank 0 x 2, rank 1 x 3"
 
 
-class TeamOf:
+class RankGroupOf:
     """Rank 0 of two, on these GPUs."""
 
     def __init__(self, *indices: int) -> None:
@@ -77,8 +77,8 @@ def test_a_plan_of_linked_gpus_is_not_taken_for_others(tmp_path: Path, monkeypat
     )
 
     def plans(*indices: int) -> KeptPlans:
-        team: Any = TeamOf(*indices)
-        return KeptPlans(team)
+        rank_group: Any = RankGroupOf(*indices)
+        return KeptPlans(rank_group)
 
     first = plans(0, 1)
     assert first.find(PROBLEM, device) is None

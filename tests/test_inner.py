@@ -133,7 +133,7 @@ def _late_slice() -> str:
     signal, play = HostProgram.signal, HostProgram.play
 
     def hasty(self: HostProgram, *given: Any) -> None:
-        self.team.timeout_s = 3.0  # of what is waited for in vain alone
+        self.rank_group.timeout_s = 3.0  # of what is waited for in vain alone
         play(self, *given)
 
     if dist.get_rank() == 1:

@@ -26,8 +26,8 @@ from test_all_to_all import check_both as check_exchanges
 import weft
 from weft import collectives
 from weft.comm.nodes import nodes_of, ranks_per_node
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import rendezvous_of
-from weft.comm.team import Team
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import RankFailed, Ranks
@@ -59,7 +59,7 @@ def test_every_operator_on_two_nodes(two_nodes: Ranks) -> None:
 
 
 def _uneven_nodes() -> None:
-    """Three ranks on one node, one on another: a team that begins anew asks how ranks are cut."""
+    """Three ranks on one node, one on another: a group that begins anew asks how ranks are cut."""
     weft.close()
     os.environ["WEFT_RANKS_PER_NODE"] = "3"
     try:
@@ -162,16 +162,16 @@ def test_calls_in_a_row_with_a_slow_rank(two_nodes: Ranks, late: str) -> None:
 
 
 def _out_of_reach() -> tuple[tuple[int, ...], bool, list[int]]:
-    """What a team knows of nodes, and whose memory a new allocation maps."""
+    """What a group knows of nodes, and whose memory a new allocation maps."""
     group = dist.group.WORLD
     assert group is not None
-    team = Team(group)
+    rank_group = RankGroup(group)
     try:
-        piece = team.heap(torch.device("cpu")).allocate(64)
-        assert len(piece.addresses) == len(team.near)
-        return team.nodes, team.one_host, list(piece.ranks)
+        piece = rank_group.heap(torch.device("cpu")).allocate(64)
+        assert len(piece.addresses) == len(rank_group.near)
+        return rank_group.nodes, rank_group.one_host, list(piece.ranks)
     finally:
-        team.close()
+        rank_group.close()
 
 
 @pytest.mark.ranks
@@ -181,7 +181,7 @@ def test_memory_of_another_node_is_not_mapped(two_nodes: Ranks) -> None:
 
 def _near() -> list[list[int]]:
     """Twice, as after a close: whom ranks meet, that GPUs of a node share memory with."""
-    from meeting_work import meet, told
+    from rendezvous_work import meet, told
 
     found = []
     group = dist.group.WORLD
@@ -189,10 +189,10 @@ def _near() -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
         for _ in range(2):
-            team = Team(group)
-            rendezvous = rendezvous_of(team)
+            rank_group = RankGroup(group)
+            rendezvous = rendezvous_of(rank_group)
             found += [meet(rendezvous), meet(rendezvous)]
-            team.close()
+            rank_group.close()
     return found
 
 
@@ -306,14 +306,14 @@ def _call_until_lost(victim: int, how: int, told: Path, bound_s: float) -> tuple
     check_exchanges(16, 8, 4, torch.float32, "node_slices:2", "node_slices:2", 0)
     dist.barrier()
     rank = dist.get_rank()
-    team = GROUPS.state(dist.group.WORLD.group_name).team  # type: ignore[union-attr]
-    team.timeout_s = bound_s
+    rank_group = GROUPS.state(dist.group.WORLD.group_name).rank_group  # type: ignore[union-attr]
+    rank_group.timeout_s = bound_s
     if rank == victim:
         os.kill(os.getpid(), how)
     struck = time.monotonic()
     if how == signal.SIGSTOP:
-        assert wait_for(lambda: _stopped(team.pids[victim]))
-        team._refresh()
+        assert wait_for(lambda: _stopped(rank_group.pids[victim]))
+        rank_group._refresh()
     if rank == victim - 1 and dist.get_world_size() > 2:
         assert wait_for(told.exists)
     try:

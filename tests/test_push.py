@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation
-from weft.comm.team import Team
 from weft.core.schedule import Flag, Region
 from weft.runtime.interpret import Bindings
 from weft.runtime.ranks import Ranks
@@ -218,11 +218,11 @@ class _Exchange:
     """Each rank's matrix in chunks of rows to all peers. A rank's memory: words, then a place for each sender's matrix."""
 
     def __init__(self, rows: int, cols: int, gap: int) -> None:
-        self.team = Team(dist.group.WORLD)  # type: ignore[arg-type]
-        self.rank, self.size = self.team.rank, self.team.world_size
+        self.rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
+        self.rank, self.size = self.rank_group.rank, self.rank_group.world_size
         self.rows, self.cols, self.lead = rows, cols, cols + gap
         place = rows * self.lead * 2
-        piece = self.team.heap(CPU).allocate(_WORDS_BYTES + self.size * place)
+        piece = self.rank_group.heap(CPU).allocate(_WORDS_BYTES + self.size * place)
         assert isinstance(piece, HostAllocation)
         self.words, self.addresses = piece.words(self.rank, self.size * CHUNKS), piece.addresses
         self.src = torch.zeros(rows, cols, dtype=torch.float16)
@@ -263,7 +263,7 @@ class _Exchange:
             for sender in (peer for peer in range(self.size) if peer != self.rank):
                 region, slot = self.landing(sender, self.rank, index), sender * CHUNKS + index
                 need = (call + 1) * tiles_of_copy(region, itemsize=2, device=CPU)
-                self.team.until(lambda s=slot, n=need: self.words.load(s) >= n, lambda r=region: f"no {r}")  # type: ignore[misc]
+                self.rank_group.until(lambda s=slot, n=need: self.words.load(s) >= n, lambda r=region: f"no {r}")  # type: ignore[misc]
                 want = _random(self.rows, self.cols, torch.float16, 100 * call + sender)[slice(*rows)]
                 assert torch.equal(self.bindings.view(region).view(torch.int16), want.view(torch.int16)), (call, region)
                 assert self.words.load(slot) == need, (call, region)
@@ -276,18 +276,18 @@ def _exchange(rows: int, cols: int, gap: int) -> None:
     exchange = _Exchange(rows, cols, gap)
     try:
         plan = exchange.plan()
-        exchange.team.enter("rehearsal")
+        exchange.rank_group.enter("rehearsal")
         push(plan, sms=2, silent=True)
         for call in range(5):
             exchange.src.copy_(_random(rows, cols, torch.float16, 100 * call + exchange.rank))
-            exchange.team.enter(f"call {call}")
+            exchange.rank_group.enter(f"call {call}")
             time.sleep(0.2 * (call == 1 and exchange.rank == 0))
             push(plan, sms=2)
             time.sleep(0.2 * (call == 3 and exchange.rank == 1))
             exchange.check_arrivals(call)
-        exchange.team.enter("end")
+        exchange.rank_group.enter("end")
     finally:
-        exchange.team.close()
+        exchange.rank_group.close()
 
 
 @pytest.mark.parametrize(("rows", "cols", "gap"), [(96, 64, 0), (70, 80, 16), (253, 77, 0)])

@@ -417,7 +417,7 @@ def test_mistakes_are_told(ranks: RankFixture) -> None:
 
 def _lost() -> str:
     """Rank 1 stays away: the wait ends at its bound, of a second here, and a later call raises."""
-    from weft.triton.host import _LOOKS_PER_S
+    from weft.triton.peers import _LOOKS_PER_S
 
     weft.close()
     a, b = torch.ones(8, 8, dtype=torch.float16), torch.eye(8, dtype=torch.float16)

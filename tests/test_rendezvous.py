@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import RankFixture
-from meeting_work import as_torch_meets, groups_that_overlap, one_stays_away, the_same_names_again, two_threads
+from rendezvous_work import as_torch_meets, groups_that_overlap, one_stays_away, the_same_names_again, two_threads
 
 pytestmark = pytest.mark.ranks
 

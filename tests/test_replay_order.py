@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lone_ranks import FakeSpace, space_of, teams
+from lone_ranks import FakeSpace, rank_groups, space_of
 
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Push, Reduce
@@ -25,8 +25,8 @@ FIRST, SECOND = 3, 4
 
 @pytest.fixture
 def spaces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeSpace]]:
-    """Of two teams on one GPU."""
-    found = [space_of(teams()[0], monkeypatch) for _ in range(2)]
+    """Of two groups on one GPU."""
+    found = [space_of(rank_groups()[0], monkeypatch) for _ in range(2)]
     yield found
     for space in found:
         space.close()

@@ -69,15 +69,15 @@ def test_the_kernel(interpreted: Callable[[int], Ranks], world_size: int, name: 
 def _ahead() -> None:
     """Calls of the bare kernel, one row on four ranks, one block each: only the kernel holds a rank back, and rank 0, which
     alone has a row, is late."""
-    from weft.comm.team import Team
+    from weft.comm.rank_group import RankGroup
     from weft.kernels import all_reduce as kernel
 
     rank, size = dist.get_rank(), dist.get_world_size()
     problem = Problem(op="matmul_reduce_scatter", m=1, n=8, k=8 * size, world_size=size, dtype="float16")
     layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
-    team = Team(dist.group.WORLD)  # type: ignore[arg-type]
+    rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
     device = torch.device("cpu")
-    memory = kernel.mailbox(team.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    memory = kernel.mailbox(rank_group.heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
     received = kernel.received
 
     def late(*arguments: Any) -> Any:
@@ -96,7 +96,7 @@ def _ahead() -> None:
     finally:
         kernel.received = received
         dist.barrier()
-        team.close()
+        rank_group.close()
 
 
 @pytest.mark.ranks

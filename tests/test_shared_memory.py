@@ -12,7 +12,7 @@ from typing import Any
 
 import atomicshm
 import pytest
-from lone_ranks import teams, wait_for
+from lone_ranks import rank_groups, wait_for
 
 from weft.comm import shared_memory
 from weft.comm.processes import died, process_namespace, process_start
@@ -72,7 +72,7 @@ def test_a_process_of_the_same_number_is_another_one() -> None:
 
 
 def test_a_rank_without_file_descriptors_takes_nobody_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, team = process_start(os.getpid()), teams()[0]
+    start, rank_group = process_start(os.getpid()), rank_groups()[0]
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
 
     def full(self: Path, *_: object, **__: object) -> str:
@@ -81,7 +81,7 @@ def test_a_rank_without_file_descriptors_takes_nobody_for_dead(monkeypatch: pyte
     monkeypatch.setattr(Path, "read_text", full)
     assert not died(os.getpid(), start)
     assert died(int(gone.stdout), 1)
-    team.check_peers()
+    rank_group.check_peers()
 
 
 def test_what_a_dead_creator_left_is_removed_also_where_its_number_is_used_again(shm: Path) -> None:
@@ -147,8 +147,8 @@ def test_why_there_is_no_segment_is_said(
 
 
 def test_the_dead_rank_is_named_before_those_that_failed_of_it() -> None:
-    team = teams(3)[0]
-    team._control[1].fail("rank 2 is lost")
-    team._starts[2] = 1
+    rank_group = rank_groups(3)[0]
+    rank_group._control[1].fail("rank 2 is lost")
+    rank_group._starts[2] = 1
     with pytest.raises(PeerLost, match=r"rank 2 \(process \d+\) died"):
-        team.check_peers()
+        rank_group.check_peers()

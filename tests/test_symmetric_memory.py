@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric
-from lone_ranks import teams
+from lone_ranks import rank_groups
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap
-from weft.comm.team import Team
 from weft.compat import symmetric_memory as memory
 from weft.core.errors import PeerLost
 from weft.runtime.cuda import CudaProgram
@@ -125,11 +125,11 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def heap_of(torchs: list[str]) -> Callable[[Team], DeviceHeap]:
-    """A team's heap. Where ranks wait for each other is noted in `torchs`; nobody else comes."""
+def heap_of(torchs: list[str]) -> Callable[[RankGroup], DeviceHeap]:
+    """A group's heap. Where ranks wait for each other is noted in `torchs`; nobody else comes."""
 
-    def made(team: Team) -> DeviceHeap:
-        heap: Any = DeviceHeap(team, torch.device("cpu"))
+    def made(rank_group: RankGroup) -> DeviceHeap:
+        heap: Any = DeviceHeap(rank_group, torch.device("cpu"))
         heap.settle = lambda: torchs.append("settle")
 
         def exchange(area: torch.Tensor) -> Buffers:
@@ -142,22 +142,22 @@ def heap_of(torchs: list[str]) -> Callable[[Team], DeviceHeap]:
     return made
 
 
-def test_ranks_settle_once_each_has_its_memory(torchs: list[str], heap_of: Callable[[Team], DeviceHeap]) -> None:
+def test_ranks_settle_once_each_has_its_memory(torchs: list[str], heap_of: Callable[[RankGroup], DeviceHeap]) -> None:
     """In torch's rendezvous a rank waits for the others and watches nobody."""
-    piece = heap_of(teams(1)[0]).allocate(2048)
+    piece = heap_of(rank_groups(1)[0]).allocate(2048)
     assert torchs[:4] == ["2048 bytes", "settle", "rendezvous", "settle"]
     assert torchs[-1] == "settle", "nobody writes before all memory is zeroed"
     assert piece.local.sum() == 0
     torchs.append("full")
     with pytest.raises(torch.OutOfMemoryError):
-        heap_of(teams(1)[0]).allocate(2048)
+        heap_of(rank_groups(1)[0]).allocate(2048)
     assert torchs[-1] == "full"
 
 
 def test_what_was_freed_is_allocated_again_zeroed_once_all_ranks_are_done(
-    torchs: list[str], heap_of: Callable[[Team], DeviceHeap]
+    torchs: list[str], heap_of: Callable[[RankGroup], DeviceHeap]
 ) -> None:
-    heap = heap_of(teams(1)[0])
+    heap = heap_of(rank_groups(1)[0])
     first, other = heap.allocate(5000, reusable=True), heap.allocate(5000)
     first.local.fill_(7)
     address = first.local.data_ptr()
@@ -171,8 +171,8 @@ def test_what_was_freed_is_allocated_again_zeroed_once_all_ranks_are_done(
     assert heap.allocate(4900).local.data_ptr() != address, "what a caller may still have is not handed out again"
 
 
-def test_memory_goes_with_what_was_freed(heap_of: Callable[[Team], DeviceHeap]) -> None:
-    heap = heap_of(teams(1)[0])
+def test_memory_goes_with_what_was_freed(heap_of: Callable[[RankGroup], DeviceHeap]) -> None:
+    heap = heap_of(rank_groups(1)[0])
     pieces = [heap.allocate(2048, reusable=reusable) for reusable in (False, True)]
     handles = [weakref.ref(piece._handle) for piece in pieces]
     while pieces:
@@ -184,18 +184,20 @@ def test_memory_goes_with_what_was_freed(heap_of: Callable[[Team], DeviceHeap]) 
     assert handles[1]() is None
 
 
-def test_a_peer_that_cannot_be_reached_is_named(heap_of: Callable[[Team], DeviceHeap], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_cannot_be_reached_is_named(
+    heap_of: Callable[[RankGroup], DeviceHeap], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the driver says of it."""
     monkeypatch.setattr(Buffers, "get_buffer", lambda self, place, shape, dtype, offset: torch.zeros(shape, dtype=dtype))
-    mine, other = teams()
+    mine, other = rank_groups()
     with pytest.raises(ValueError, match="the GPUs of ranks 0 and 1 do not reach each other's memory"):
         heap_of(mine).allocate(2048)
     with pytest.raises(PeerLost, match="do not reach"):
         other.check_peers()
 
 
-def test_a_tensor_is_found_in_its_piece_alone(heap_of: Callable[[Team], DeviceHeap]) -> None:
-    heap = heap_of(teams(1)[0])
+def test_a_tensor_is_found_in_its_piece_alone(heap_of: Callable[[RankGroup], DeviceHeap]) -> None:
+    heap = heap_of(rank_groups(1)[0])
     one, two = heap.allocate(2048), heap.allocate(2048)
     part = two.local[64:96]
     assert one.find(part) is None
@@ -209,21 +211,21 @@ def test_a_tensor_is_found_in_its_piece_alone(heap_of: Callable[[Team], DeviceHe
 
 
 def test_a_rank_that_is_interrupted_on_the_way_ends_them_too(
-    heap_of: Callable[[Team], DeviceHeap], monkeypatch: pytest.MonkeyPatch
+    heap_of: Callable[[RankGroup], DeviceHeap], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(nbytes: int, **_: object) -> torch.Tensor:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(symmetric, "empty", interrupted)
-    mine, other = teams()
+    mine, other = rank_groups()
     with pytest.raises(KeyboardInterrupt):
         heap_of(mine).allocate(2048)
     with pytest.raises(PeerLost, match=r"rank 0.*KeyboardInterrupt"):
         other.check_peers()
 
 
-def test_a_rank_without_memory_ends_the_calls_of_all(torchs: list[str], heap_of: Callable[[Team], DeviceHeap]) -> None:
-    full, other = teams()
+def test_a_rank_without_memory_ends_the_calls_of_all(torchs: list[str], heap_of: Callable[[RankGroup], DeviceHeap]) -> None:
+    full, other = rank_groups()
     torchs.append("full")
     with pytest.raises(torch.OutOfMemoryError):
         heap_of(full).allocate(2048)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from lone_ranks import teams
+from lone_ranks import rank_groups
 
 from weft.comm.timeouts import timeout_from_environment
 from weft.core.errors import WaitTimeout
@@ -25,7 +25,7 @@ def test_what_is_one_is_taken(monkeypatch: pytest.MonkeyPatch, text: str, second
 
 
 def test_what_came_while_this_process_was_stopped_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    team, _ = teams(timeout_s=0.05)
+    rank_group, _ = rank_groups(timeout_s=0.05)
     sleep, came = time.sleep, []
 
     def stopped(seconds: float) -> None:
@@ -33,6 +33,6 @@ def test_what_came_while_this_process_was_stopped_has_come(monkeypatch: pytest.M
         came.append(seconds)
 
     monkeypatch.setattr(time, "sleep", stopped)
-    team.until(lambda: bool(came), lambda: "nothing")
+    rank_group.until(lambda: bool(came), lambda: "nothing")
     with pytest.raises(WaitTimeout, match="nothing after"):
-        team.until(lambda: False, lambda: "nothing")
+        rank_group.until(lambda: False, lambda: "nothing")

@@ -78,7 +78,7 @@ def test_a_wait_that_ends_while_the_host_waits_is_told(monkeypatch: pytest.Monke
     """On whatever stream its kernel runs."""
     peers = object.__new__(Peers)
     peers.device, peers.status, peers.rank, peers.tries = torch.device("cuda", 0), torch.zeros(3, dtype=torch.int64), 0, 5
-    peers._tensors, peers._team = [], SimpleNamespace(fail=lambda error: error)  # type: ignore[assignment]
+    peers._tensors, peers._rank_group = [], SimpleNamespace(fail=lambda error: error)  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: peers.status.copy_(torch.tensor([4096, 1, 0])))
     with pytest.raises(WaitTimeout, match="rank 0, kernel, flag at address 0x1000"):
         peers.check()

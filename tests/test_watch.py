@@ -1,6 +1,6 @@
 """How failures end on GPUs, without one: what is logged, raised, released, made invalid and given back, whatever goes wrong.
 
-The team is that of two ranks in one process; the device is one that a test drives (tests/lone_ranks.py).
+The group is that of two ranks in one process; the device is one that a test drives (tests/lone_ranks.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lone_ranks import FakeSpace, FakeStream, space_of, teams, wait_for
+from lone_ranks import FakeSpace, FakeStream, rank_groups, space_of, wait_for
 
 from weft.comm import symmetric_heap
 from weft.comm.control import NOTIFIED
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
 from weft.overlap.collectives import work
@@ -43,8 +43,8 @@ STREAM, LONG_S = 3, 60.0  # nobody waits for so long, unless something is wrong
 class Ranks:
     """Rank 0, with a space, and its peer."""
 
-    def __init__(self, space: FakeSpace, peer: Team) -> None:
-        self.space, self.team, self.peer = space, space.team, peer
+    def __init__(self, space: FakeSpace, peer: RankGroup) -> None:
+        self.space, self.rank_group, self.peer = space, space.rank_group, peer
 
     def call(
         self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
@@ -62,13 +62,17 @@ class Ranks:
 
     def failed(self) -> bool:
         """Whether the watch has ended what it does at a failure."""
-        return wait_for(lambda: self.team.broken is not None and not self.space.watchdog.watching)
+        return wait_for(lambda: self.rank_group.broken is not None and not self.space.watchdog.watching)
 
     def raised_after(self, strike: Callable[[], object], kind: type[BaseException], match: str) -> None:
         """After something has happened, the next call, and weft.synchronize, raise this."""
         strike()
         assert self.failed()
-        for call in (self.team.check_usable, self.space.watchdog.synchronize, lambda: self.team.check_peers(may_leave=True)):
+        for call in (
+            self.rank_group.check_usable,
+            self.space.watchdog.synchronize,
+            lambda: self.rank_group.check_peers(may_leave=True),
+        ):
             with pytest.raises(kind, match=match):
                 call()
 
@@ -77,7 +81,7 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(watchdog, "_NOTIFIED_S", 0.05)
     monkeypatch.setattr(watchdog, "_ASK_S", LONG_S)
-    mine, peer = teams()
+    mine, peer = rank_groups()
     space = space_of(mine, monkeypatch)
     yield Ranks(space, peer)
     space.close()
@@ -132,7 +136,7 @@ def test_no_thread_is_interrupted(ranks: Ranks) -> None:
 
 def test_a_process_that_is_to_end_does_so_once_peers_know(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    monkeypatch.setattr(watchdog, "end_process", lambda: ends.append(ranks.team._control[0].state))
+    monkeypatch.setattr(watchdog, "end_process", lambda: ends.append(ranks.rank_group._control[0].state))
     ranks.space.watchdog._on_failure = "abort"
     ranks.call()
     ranks.peer_fails()
@@ -161,7 +165,7 @@ def test_a_call_that_has_ended_is_right(ranks: Ranks, monkeypatch: pytest.Monkey
     ranks.peer_fails()
     ranks.peer.await_notified(0.0)
     assert ranks.failed()
-    assert ranks.team.unraised is None, "weft.close has nothing to raise"
+    assert ranks.rank_group.unraised is None, "weft.close has nothing to raise"
 
 
 def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,20 +187,20 @@ def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks,
 
 def test_a_call_that_is_enqueued_after_the_watch_has_looked_raises_by_itself(ranks: Ranks) -> None:
     """Also where no peer says that it has failed: it may be dead, or merely late."""
-    ranks.team.pids[1] = 0
+    ranks.rank_group.pids[1] = 0
     assert ranks.failed()
-    assert not ranks.team.peer_failed()
+    assert not ranks.rank_group.peer_failed()
     with pytest.raises(PeerLost, match="died"):
         ranks.call()
 
 
 def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> None:
-    ranks.team.timeout_s = 0.05
+    ranks.rank_group.timeout_s = 0.05
     ranks.raised_after(lambda: ranks.call(stuck="arrived[1]@0"), WaitTimeout, r"arrived\[1\]@0 after 0.05 s")
 
 
 def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks.team.timeout_s = 0.05
+    ranks.rank_group.timeout_s = 0.05
     call = PendingCall(ticket=ranks.call(rehearses=True), describe=lambda: "a collective", rehearses=True)
     ranks.space.watchdog._hold_to_bound(call)
     assert 500 < call.deadline - time.monotonic() <= watchdog.FIRST_S
@@ -211,7 +215,7 @@ def test_ranks_settle_within_a_bound_and_watch_each_other(ranks: Ranks, monkeypa
     ranks.space.settle()
     other.join()
     monkeypatch.setattr(symmetric_heap, "_SETTLE_S", 0.1)
-    ranks.team.timeout_s = 0.05
+    ranks.rank_group.timeout_s = 0.05
     with pytest.raises(WaitTimeout, match=r"entered\[1\]@1.* after 0.1 s"):
         ranks.space.settle()
 
@@ -223,7 +227,7 @@ def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, mo
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(release, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
     ranks.space.current_stream = lambda: STREAM  # type: ignore[method-assign]
-    state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
+    state = _state(ranks.rank_group, _spaces={torch.device("cuda", 0): ranks.space})
     assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7
     ranks.space.begun(1)
     ranks.raised_after(ranks.peer_fails, PeerLost, "meanwhile rank 0: a gradient: perhaps not all ranks have begun it")
@@ -236,7 +240,7 @@ def test_the_vendors_collectives_of_no_schedule_are_watched_too(ranks: Ranks, mo
 
 def test_a_bound_that_kernels_do_not_wait_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="WEFT_TIMEOUT_S is 1800; on GPUs it can be 1000 at most"):
-        space_of(teams(timeout_s=1800.0)[0], monkeypatch)
+        space_of(rank_groups(timeout_s=1800.0)[0], monkeypatch)
 
 
 def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +266,7 @@ def test_what_waits_is_released_after_an_error_of_ones_own(ranks: Ranks) -> None
     released = threading.Event()
     ranks.space.releaser.add(0, released.set)
     with pytest.raises(MemoryError, match="planted"):
-        raise ranks.team.fail(MemoryError("planted"))
+        raise ranks.rank_group.fail(MemoryError("planted"))
     assert wait_for(released.is_set)
 
 
@@ -283,7 +287,7 @@ def test_all_programs_are_released_at_once_and_again_when_that_is_done(ranks: Ra
 
     for number in range(2):
         ranks.space.releaser.add(number, lambda n=number: release(n))  # type: ignore[misc]
-    ranks.team.fail(MemoryError("planted"))
+    ranks.rank_group.fail(MemoryError("planted"))
     assert wait_for(lambda: passes[1])
     _nothing_for(0.1)
     assert passes == [[0], [1]]
@@ -322,10 +326,10 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     (partial(setattr, ranks.space.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
     with pytest.raises(WeftError, match="the device is lost" if lost else "cannot be told: AttributeError"):
-        ranks.team.check_usable()
+        ranks.rank_group.check_usable()
     ranks.space.driver.lost = False
     assert wait_for(released.is_set)
-    assert ranks.team.broken
+    assert ranks.rank_group.broken
 
 
 def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +358,7 @@ def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monke
 
 
 def _lost_with(ranks: Ranks) -> None:
-    ranks.team.pids[1] = 0
+    ranks.rank_group.pids[1] = 0
     ranks.space.driver.lost = True
 
 
@@ -364,7 +368,7 @@ def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
     _lost_with(ranks)
     assert ranks.failed()
     with pytest.raises(PeerLost, match=r"rank 1 \(process 0\) died"):
-        ranks.team.check_usable()
+        ranks.rank_group.check_usable()
     ranks.space.driver.lost = False
 
 
@@ -374,7 +378,7 @@ def _program(space: FakeSpace, **attributes: Any) -> Any:
     empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(space, (), frozenset())}
     empty |= {"_rehearsing": False, "_loading": False, "times_products": True, "schedule": SimpleNamespace(problem=None)}
-    for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "team": space.team}.items():
+    for name, value in {**empty, **attributes, "space": space, "driver": space.driver, "rank_group": space.rank_group}.items():
         setattr(program, name, value)
     return program
 
@@ -389,7 +393,7 @@ def test_a_program_that_closes_is_released_until_its_streams_have_drained(
     program = _program(ranks.space, _replays=SimpleNamespace(close=lambda: None), _pieces=["words", "area"])
     ranks.space.releaser.add(id(program), released.set)
     with pytest.raises(MemoryError):
-        raise ranks.team.fail(MemoryError("planted"))
+        raise ranks.rank_group.fail(MemoryError("planted"))
     program.close()
     assert sorted(given) == ["area", "words"]
     assert ranks.space.releaser._programs == {}
@@ -471,11 +475,11 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
     assert ranks.space.tickets.done(1)
 
 
-def _state(team: Team, **attributes: Any) -> GroupState:
+def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
     empty: dict[str, Any] = {"_attached": {}, "_programs": {}, "_spaces": {}, "_side": {}, "_sites": {}, "_handed_out": []}
     empty |= {"lock": threading.Lock()} | {"_ragged": SimpleNamespace(close=lambda: None)}
-    for name, value in {**empty, **attributes, "team": team}.items():
+    for name, value in {**empty, **attributes, "rank_group": rank_group}.items():
         setattr(state, name, value)
     return state
 
@@ -493,11 +497,11 @@ class Closes:
 def test_a_group_gives_back_all_it_has_whatever_is_raised(ranks: Ranks) -> None:
     closed: list[Any] = []
     attached, program, other = (Closes(closed, raises=raises) for raises in (False, True, False))
-    state = _state(ranks.team, _attached={int: attached}, _programs={program: None, other: None})
+    state = _state(ranks.rank_group, _attached={int: attached}, _programs={program: None, other: None})
     with pytest.raises(RuntimeError, match="the device is lost"):
         state.close()
     assert closed == [attached, program, other]
-    assert ranks.team.broken is not None, "the team is closed, too"
+    assert ranks.rank_group.broken is not None, "the group is closed, too"
 
 
 @pytest.mark.parametrize("raised_before", ["", "by the call", "by the next call"])
@@ -505,36 +509,36 @@ def test_a_group_that_closes_raises_what_no_call_has(ranks: Ranks, raised_before
     closed: list[Any] = []
     ranks.call()
     if raised_before == "by the call":
-        with pytest.raises(MemoryError), ranks.team.failing():
+        with pytest.raises(MemoryError), ranks.rank_group.failing():
             raise MemoryError("planted")
     ranks.peer_fails()
     assert ranks.failed()
     if raised_before == "by the next call":
         with pytest.raises(PeerLost):
-            ranks.team.check_usable()
+            ranks.rank_group.check_usable()
     ranks.space.close = lambda: closed.append(1)  # type: ignore[method-assign]
-    state = _state(ranks.team, _spaces={torch.device("cuda", 0): ranks.space})
+    state = _state(ranks.rank_group, _spaces={torch.device("cuda", 0): ranks.space})
     with nullcontext() if raised_before else pytest.raises(PeerLost, match="planted; meanwhile a flag"):
         state.close()
     del ranks.space.close
     assert closed == [1]
 
 
-def test_nothing_is_captured_in_a_team_that_has_failed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_captured_in_a_group_that_has_failed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replays would find all flags raised, and nobody would be told."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(MatmulCall, "key", "known")
     monkeypatch.setattr(MatmulCall, "device", torch.device("cuda", 0))
     call = MatmulCall(op="all_gather_matmul", a=torch.ones(1, 1), bs=[], rows=1, row_multiple=1, schedule="auto")
-    state = _state(ranks.team, _sites={"known": Site(number=2, program=cast(Any, None))})
-    ranks.team.fail(PeerLost("rank 1 died"))
+    state = _state(ranks.rank_group, _sites={"known": Site(number=2, program=cast(Any, None))})
+    ranks.rank_group.fail(PeerLost("rank 1 died"))
     with pytest.raises(WeftError, match=r"has failed \(rank 1 died\)"):
         state.run(call, {})
 
 
 def test_a_rank_of_another_node_is_waited_for_too() -> None:
     """What is sent to it counts as much. Its process cannot be looked at: the same number is another one here."""
-    mine, far = teams()
+    mine, far = rank_groups()
     mine.near, mine._starts[1], heard = range(1), 0, []
     mine._relay = cast(Any, SimpleNamespace(publish=lambda: None, refresh=lambda: heard.append(1), silent_s=lambda peer: 0.0))
     mine.fail(MemoryError("planted"))
@@ -567,12 +571,12 @@ def test_modes_are_put_back_whatever_is_raised() -> None:
     assert modes() == (False, False, True)
 
 
-def test_a_team_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -> None:
+def test_a_group_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -> None:
     ranks.peer_fails()
     began = time.monotonic()
     ranks.peer.close()
-    assert ranks.team._control[1].state == NOTIFIED
-    ranks.team.await_notified(LONG_S)
+    assert ranks.rank_group._control[1].state == NOTIFIED
+    ranks.rank_group.await_notified(LONG_S)
     assert time.monotonic() - began < LONG_S / 2
 
 

@@ -17,7 +17,7 @@ from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
 from timed_trials import trials_by_a_clock
 
 import weft
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.errors import WeftError
 from weft.core.problem import COLUMN_OPS, ColumnProblem, Op, Problem
 from weft.runtime import groups, widened
@@ -315,9 +315,9 @@ def _meetings(op: Op) -> list[int]:
     """Of ranks, in calls of row counts that are new, each given by a shard's rows."""
     size = dist.get_world_size()
     met: list[str] = []
-    enter = Team.enter
+    enter = RankGroup.enter
 
-    def noted(self: Team, text: str, *given: Any, **named: Any) -> tuple[int, ...]:
+    def noted(self: RankGroup, text: str, *given: Any, **named: Any) -> tuple[int, ...]:
         met.append(text)
         return enter(self, text, *given, **named)
 
@@ -325,7 +325,7 @@ def _meetings(op: Op) -> list[int]:
     with fake_gpu(), clocked("shard_p2p"), pytest.MonkeyPatch.context() as patch:
         for seed, shard in enumerate((64, 192)):
             _call(op, shard * size, seed)
-        patch.setattr(Team, "enter", noted)
+        patch.setattr(RankGroup, "enter", noted)
         for seed, shard in enumerate((97, 98, 104, 100, 98, 90, 99, 101, 103)):
             dist.barrier()  # programs of CPUs share their buffers
             before = len(met)

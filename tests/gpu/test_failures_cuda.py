@@ -278,7 +278,7 @@ def _queued() -> tuple[str, float]:
         time.sleep(0.5)
         group = dist.group.WORLD
         assert group is not None
-        raise GROUPS.state(group.group_name).team.fail(MemoryError("planted"))
+        raise GROUPS.state(group.group_name).rank_group.fail(MemoryError("planted"))
 
     told = _told(fails if dist.get_rank() == 1 else queued)
     _all_go_on()

@@ -1,7 +1,7 @@
 """Relay: what ranks of other nodes see of this rank's control segment, carried by the process group's store.
 
-Ranks of one node map each other's control segments (weft.comm.team). Of a rank on another node there is a copy, in memory of
-this process alone: `publish` puts what this rank's segment says into the store, `refresh` brings the copies up to date. So
+Ranks of one node map each other's control segments (weft.comm.rank_group). Of a rank on another node there is a copy, in memory
+of this process alone: `publish` puts what this rank's segment says into the store, `refresh` brings the copies up to date. So
 whoever looks at a control segment need not know where its rank is.
 
     rank 0, node 0                    store                 rank 2, node 1
@@ -35,7 +35,7 @@ _LAST_BEAT = 2**63
 class Relay:
     """The copies of one rank. Collective.
 
-    store: the team's own part of it, and connection. own: this rank's segment. copies: by rank of another node, where its
+    store: the group's own part of it, and connection. own: this rank's segment. copies: by rank of another node, where its
     segment is copied to. neighbours: by rank of this node, what gives a segment that says so once its process has died.
     timeout_s: bound of the start, and of any question to the store.
     """

@@ -36,7 +36,7 @@ from weft.comm.shared_memory import AtomicWords, Segment, unlink
 from weft.compat.symmetric_memory import HandleExchange, empty, held
 
 if TYPE_CHECKING:
-    from weft.comm.team import Team
+    from weft.comm.rank_group import RankGroup
 
 _LEAST_BYTES = 1024
 _STEPS = 8
@@ -156,7 +156,7 @@ class SymmetricHeap(ABC):
     """The memory that the ranks of a node share on one kind of device. What fails in an allocation ends the group's calls on
     all ranks: a peer may have found memory, and waits."""
 
-    def __init__(self, group: Team) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self.group, self._made = group, 0
         self._live: dict[int, Allocation] = {}
 
@@ -216,7 +216,7 @@ class HostHeap(SymmetricHeap):
 class DeviceHeap(SymmetricHeap):
     """Of ranks on GPUs, in torch's symmetric memory. device: this rank's."""
 
-    def __init__(self, group: Team, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
         super().__init__(group)
         self.device = device
         self._kept: dict[int, list[DeviceAllocation]] = {}
@@ -297,12 +297,12 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def rendezvous_of(group: Team) -> HandleExchange:
+def rendezvous_of(group: RankGroup) -> HandleExchange:
     """Torch's rendezvous of the ranks of this one's node."""
     store = group.store(f"symmetric memory {group.near.start}")
     return HandleExchange(store, rank=group.near.index(group.rank), size=len(group.near))
 
 
-def heap_of(group: Team, device: torch.device) -> SymmetricHeap:
+def heap_of(group: RankGroup, device: torch.device) -> SymmetricHeap:
     """The heap of a group's ranks on a kind of device."""
     return HostHeap(group) if device.type == "cpu" else DeviceHeap(group, device)

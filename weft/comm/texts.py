@@ -1,4 +1,4 @@
-"""What ranks say of their calls and of their ends, in words that they compare, and that users read (weft.comm.team)."""
+"""What ranks say of their calls and of their ends, in words that they compare, and that users read (weft.comm.rank_group)."""
 
 from __future__ import annotations
 

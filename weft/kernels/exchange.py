@@ -26,7 +26,7 @@ from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
 from weft.kernels.shapes import INTERPRETED, Blocks, push_sms, shapes_for
 from weft.triton.flags import asynchronous
-from weft.triton.host import SymmetricTensor
+from weft.triton.peers import SymmetricTensor
 
 MOST_SEGMENTS = 256
 """World size times experts: the layout compares each of a rank's segments with each."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.segments import move_of, tile_of
-from weft.triton.device import get, peer_pointer, put, signal, wait
+from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 
 @triton.jit

@@ -46,7 +46,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.triton.device import get, peer_pointer, put, signal, wait
+from weft.triton.functions import get, peer_pointer, put, signal, wait
 
 MOVE_FIELDS, GROUP_FIELDS, PART_FIELDS = 6, 4, 3
 NOTES = 8

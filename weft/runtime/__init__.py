@@ -4,7 +4,7 @@ From a call to a program:
 
     calls.py  collective_calls.py  ragged.py     one rank's call: an operator's, a collective's, of rows that only devices count
     gradients.py                                 the backward of lookups
-    groups.py  plain.py                          what is kept for a process group: its team, programs, choices; their mode
+    groups.py  plain.py                          what is kept for a process group: its ranks, programs, choices; their mode
     environment.py                               what the environment says, looked at before ranks start
     ragged_programs.py  widened.py               programs with splits; calls by the program of a few rows more
     choose.py  trial.py  kept.py                 from `schedule=` to a schedule: by name or plan, by measuring, from before

@@ -1,4 +1,4 @@
-"""A checked schedule bound to one rank of a team: where its buffers and flags lie, and the tensors of a call.
+"""A checked schedule bound to one rank of a group: where its buffers and flags lie, and the tensors of a call.
 
 What a device adds (memory, flags, lanes) is in host.py and cuda.py; the steps' arithmetic is in interpret.py.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem, LookupProblem
 from weft.core.schedule import (
@@ -85,9 +85,9 @@ def layout(schedule: Schedule) -> Layout:
 
 
 class Space(Protocol):
-    """What the schedules of one team share on this rank."""
+    """What the schedules of one group share on this rank."""
 
-    team: Team
+    rank_group: RankGroup
     device: torch.device
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
@@ -114,8 +114,8 @@ class BoundProgram(ABC):
     """One rank's side of a schedule. Collective: every rank constructs it for the same schedule."""
 
     def __init__(self, space: Space, schedule: Schedule) -> None:
-        self.team, self.schedule = space.team, schedule
-        self.rank = self.team.rank
+        self.rank_group, self.schedule = space.rank_group, schedule
+        self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]
         self.fused_collectives: dict[tuple[str, int], FusedCollectiveKernel] = {}
         if any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
@@ -300,7 +300,7 @@ class BoundProgram(ABC):
                 matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
                 bindings.bind(buffer.name, self.rank, matrix)
             elif shared:
-                for rank in self.team.near:
+                for rank in self.rank_group.near:
                     offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]
                     bindings.bind(buffer.name, rank, self.symmetric(rank, offset, rows, cols, self.dtype))
         return bindings

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost, WeftError
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _GRACE_S = 0.5
 """So much later than the bound this rank gives up: the rank that it waits for may say first what it waits for itself."""
 
 
-def bounded(team: Team, explain: Callable[[], str], work: Callable[[], T]) -> T:
+def bounded(rank_group: RankGroup, explain: Callable[[], str], work: Callable[[], T]) -> T:
     """What `work` returns, which may block. Raises PeerLost with the rank that was lost, or WaitTimeout with `explain()`."""
     done, found, raised = threading.Event(), list[T](), list[Exception]()
 
@@ -34,16 +34,16 @@ def bounded(team: Team, explain: Callable[[], str], work: Callable[[], T]) -> T:
             raised.append(error)
         done.set()
 
-    threading.Thread(target=run, name=f"weft-waits-{team.rank}", daemon=True).start()
-    team.until(done.is_set, lambda: explain() + suspended(team), grace_s=_GRACE_S)
-    with named(team, explain):
+    threading.Thread(target=run, name=f"weft-waits-{rank_group.rank}", daemon=True).start()
+    rank_group.until(done.is_set, lambda: explain() + suspended(rank_group), grace_s=_GRACE_S)
+    with named(rank_group, explain):
         if raised:
             raise raised[0]
     return found[0]
 
 
 @contextmanager
-def named(team: Team, explain: Callable[[], str]) -> Iterator[None]:
+def named(rank_group: RankGroup, explain: Callable[[], str]) -> Iterator[None]:
     """What a library raises when a connection has broken becomes a PeerLost that names the rank which was lost, if a reason
     comes soon."""
     try:
@@ -53,16 +53,16 @@ def named(team: Team, explain: Callable[[], str]) -> Iterator[None]:
             raise
         deadline = time.monotonic() + _NAMED_S
         while time.monotonic() < deadline:
-            team.check_peers()
+            rank_group.check_peers()
             time.sleep(0.02)
-        raise team.fail(PeerLost(f"{explain()}{suspended(team)}: {error}")) from error
+        raise rank_group.fail(PeerLost(f"{explain()}{suspended(rank_group)}: {error}")) from error
 
 
-def suspended(team: Team) -> str:
+def suspended(rank_group: RankGroup) -> str:
     """Which ranks of this host are stopped, as by SIGSTOP or a debugger, in words; nothing if none is."""
     stopped = []
-    for peer in team.near:
+    for peer in rank_group.near:
         with suppress(OSError):
-            if Path(f"/proc/{team.pids[peer]}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
-                stopped.append(f"rank {peer} (process {team.pids[peer]}) is suspended")
+            if Path(f"/proc/{rank_group.pids[peer]}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t"):
+                stopped.append(f"rank {peer} (process {rank_group.pids[peer]}) is suspended")
     return "".join(f"; {one}" for one in stopped)

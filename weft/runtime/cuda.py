@@ -111,7 +111,7 @@ class CudaProgram(BoundProgram):
         space = self.space
         mine = [(lane, position, step) for rank, lane, position, step in schedule if rank == self.rank]
         self.collectives = {
-            id(step): NcclCollective(self.team.group, step, schedule.problem)
+            id(step): NcclCollective(self.rank_group.group, step, schedule.problem)
             for _, _, step in mine
             if isinstance(step, Collective)
         }
@@ -122,7 +122,9 @@ class CudaProgram(BoundProgram):
         self.products = {lane: Products(space.device) for lane in multiplies}
         gemms = [kernel.step for kernel in self.kernels.values() if isinstance(kernel.step, Gemm)]
         self.sms_for_pushes = push_sms(space.capabilities, alone=not gemms)
-        self.sms_for_kernels = space.sms - (self.sms_for_pushes if self.pushes else 0) - (sms_for(self.team) if sends else 0)
+        self.sms_for_kernels = (
+            space.sms - (self.sms_for_pushes if self.pushes else 0) - (sms_for(self.rank_group) if sends else 0)
+        )
         self._waits_on_sms = bool(self.fused_collectives) or any(wait.at_least for step in gemms for wait in waits(step))
 
     def _raise_what_no_call_left(self) -> None:
@@ -185,7 +187,7 @@ class CudaProgram(BoundProgram):
 
     def _address_on(self, rank: int) -> int:
         """Where the words of a rank of this node begin."""
-        return self._addresses[rank - self.team.near.start]
+        return self._addresses[rank - self.rank_group.near.start]
 
     def gate_address(self, flag: Flag, where: Where) -> int:
         return self._address_on(self.rank) + 4 * self.flags.slot[flag, where.lane, where.position]
@@ -351,7 +353,7 @@ class CudaProgram(BoundProgram):
 
     def _read_spans(self, timer: CallTimer, ticket: int) -> None:
         """Wait for the end of the call, and read when each step ran."""
-        self.team.until(lambda: self.space.tickets.done(ticket), self._stuck)
+        self.rank_group.until(lambda: self.space.tickets.done(ticket), self._stuck)
         torch.cuda.synchronize(self.space.device)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap
-from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.device import capabilities
 from weft.compat.streams import Driver, Word, raw_stream
@@ -50,19 +50,19 @@ class CudaSpace:
     up. Raises ValueError for a bound of calls above _LONGEST_S.
     """
 
-    def __init__(self, team: Team, device: torch.device, turn: Turn | None = None) -> None:
+    def __init__(self, rank_group: RankGroup, device: torch.device, turn: Turn | None = None) -> None:
         self.turn = turn or Turn()
-        if (bound_s := team.timeout_s) > _LONGEST_S:
+        if (bound_s := rank_group.timeout_s) > _LONGEST_S:
             raise ValueError(
                 f"WEFT_TIMEOUT_S is {bound_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
             )
-        self.team, self.device = team, device
+        self.rank_group, self.device = rank_group, device
         _warn_of_few_queues()
         self.driver = Driver()
-        heap = team.heap(device)
+        heap = rank_group.heap(device)
         assert isinstance(heap, DeviceHeap)
         self.heap = heap
-        self.wire = CudaWire(team, device) if team.nodes else None
+        self.wire = CudaWire(rank_group, device) if rank_group.nodes else None
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self.capabilities = capabilities(device)
         self.sms = self.capabilities.sms
@@ -78,17 +78,17 @@ class CudaSpace:
         """For reading what a call waits for. That is a copy, which may not end while another thread loads a kernel; the release
         must not wait behind it."""
         self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
-        self.tries = min(int(team.timeout_s * _LOOKS_PER_S), 2**31 - 1)
+        self.tries = min(int(rank_group.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._words_launcher: Launcher | None = None
         self.captures = take_captures(device)
         self._replayed: tuple[int | None, int] = (None, 0)
         """Stream and ticket of the last replay that multiplies by cuBLAS: all use one workspace, that of `captures`."""
         self.tickets = Tickets(self.driver)
         self.releaser = Releaser(
-            team, device, driver=self.driver, tickets=self.tickets, rescue=self.rescue, invalidating=self._invalidating
+            rank_group, device, driver=self.driver, tickets=self.tickets, rescue=self.rescue, invalidating=self._invalidating
         )
         self.watchdog = Watchdog(
-            team, self._index, driver=self.driver, tickets=self.tickets, releaser=self.releaser, wire=self.wire
+            rank_group, self._index, driver=self.driver, tickets=self.tickets, releaser=self.releaser, wire=self.wire
         )
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""What weft keeps for each process group: its team, its programs by problem, and the schedules chosen.
+"""What weft keeps for each process group: its ranks, its programs by problem, and the schedules chosen.
 
 State of a group lives from its first call to `close`. GROUPS is the one registry: torch's custom operators name a group by
 a string, so the way from that string to the state has to be global.
@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft import schedules
 from weft.checker import check
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace
-from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
@@ -58,7 +58,7 @@ _SIDE_PRIORITY = -2
 PROGRAMS_PER_GROUP = 128
 """Kept beside those in graphs; the least recently used goes first. Each holds some KiB of flags; on GPUs data, too."""
 SITES_PER_GROUP = 2048
-"""Calls that are known without a meeting. Fewer than the texts that a team remembers, so that each can be told of."""
+"""Calls that are known without a meeting. Fewer than the texts that a group remembers, so that each can be told of."""
 _TOLD_AT_ONCE = 48  # programs that a rank tells the others of in one number
 
 
@@ -67,20 +67,20 @@ Key = tuple[Problem, str, torch.device]
 
 
 class GroupState:
-    """One group's team, space and programs on this rank, and what "auto" stands for."""
+    """One group's ranks, space and programs on this rank, and what "auto" stands for."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
-        self.team = Team.of(group)
+        self.rank_group = RankGroup.of(group)
         self._spaces: dict[torch.device, HostSpace | CudaSpace] = {}
-        self.lock = self.team.lock
+        self.lock = self.rank_group.lock
         self._sites: dict[Hashable, Site] = {}
         self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
         self._choices: dict[tuple[Problem, torch.device], Choice] = {}
-        self._earlier = KeptPlans(self.team)
+        self._earlier = KeptPlans(self.rank_group)
         self._unproved, self._widened = Unproved(), Widened(self._choices, self._earlier.around)
         self._attached: dict[type, Any] = {}
-        self._ragged = RaggedPrograms(self.team, self._in_graphs, lambda device: GROUPS.turn(device), self.wire)
+        self._ragged = RaggedPrograms(self.rank_group, self._in_graphs, lambda device: GROUPS.turn(device), self.wire)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
 
@@ -96,9 +96,9 @@ class GroupState:
             if site is None or stays:
                 site = self._meet(call, kept)
             elif capturing:
-                self.team.check_usable()
+                self.rank_group.check_usable()
             else:
-                self.team.repeat(site.number)
+                self.rank_group.repeat(site.number)
             asked, call = call, self._as_bound(call, site)
             if site.wide and not capturing:
                 assert isinstance(asked, MatmulCall)
@@ -108,23 +108,23 @@ class GroupState:
             if not capturing:
                 # What one rank captures, others may not: the order must stay that of all.
                 self._programs.move_to_end(site.program)
-            with self.team.failing():
+            with self.rank_group.failing():
                 found = site.program.run(
                     call.inputs, outputs=call.outputs, reached=call.reached, invalidated=call.invalidated, spans=call.spans
                 )
             if site.wide:
                 assert isinstance(asked, MatmulCall)
-                found = narrowed(found, asked, self.team.rank, self.team.world_size)
+                found = narrowed(found, asked, self.rank_group.rank, self.rank_group.world_size)
             return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if site.empty else found
 
     def _as_bound(self, call: Call, site: Site) -> Call:
         """The call as the site's program is for it. Peers are in the call: what is raised on the way ends theirs."""
-        with self.team.failing():
-            call = call.filled(self.team.world_size) if site.empty else call
+        with self.rank_group.failing():
+            call = call.filled(self.rank_group.world_size) if site.empty else call
             if not site.wide:
                 return call
             assert isinstance(call, MatmulCall)
-            return widened(call, site.wide, self.team.rank, self.team.world_size)
+            return widened(call, site.wide, self.rank_group.rank, self.rank_group.world_size)
 
     def run_ragged(self, call: RaggedCall) -> Arrived:
         """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
@@ -137,12 +137,12 @@ class GroupState:
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
         if (found := self._widened.served(call)) is not None:  # ranks have nothing to tell each other
             text, site = found
-            return self._known_by(call.key, replace(site, number=self.team.begin(text)))
-        sizes = self.team.enter(call.describe(), call.share)
+            return self._known_by(call.key, replace(site, number=self.rank_group.begin(text)))
+        sizes = self.rank_group.enter(call.describe(), call.share)
         empty = call.sums_nothing(sizes)
         as_bound = call.filled(len(sizes)) if empty else call
         problem = as_bound.problem(sizes)
-        problem = replace(problem, nodes=self.team.nodes) if self.team.nodes else problem
+        problem = replace(problem, nodes=self.rank_group.nodes) if self.rank_group.nodes else problem
         key = (problem, call.schedule, call.device)
         program, wide = self._bound(key), 0
         if program is None and self._widened.may(call.key) and (more := self._widened.wider(call, problem)):
@@ -151,13 +151,13 @@ class GroupState:
         try:
             program = program or self._made(as_bound, key, kept)
         except Exception:
-            raise  # of what ranks have agreed on, and so on all; what is one rank's alone has ended the team
+            raise  # of what ranks have agreed on, and so on all; what is one rank's alone has ended the group
         except BaseException as interrupt:
-            raise self.team.fail(interrupt) from interrupt.__cause__
+            raise self.rank_group.fail(interrupt) from interrupt.__cause__
         program.refuse_several_results(call.results)
         site = Site(number=0, program=program, empty=empty, wide=wide)
         if call.device.type == "cuda":
-            site = self._known_by(call.key, replace(site, number=self.team.remember(call.agreed(sizes))))
+            site = self._known_by(call.key, replace(site, number=self.rank_group.remember(call.agreed(sizes))))
             if self._widened.met(call, sizes) and wide:
                 self._widened.learn(call, problem, sizes, site)
         return site
@@ -179,14 +179,16 @@ class GroupState:
         """A program for a call. What was not measured here, and is no sequential program, is to be proved in use."""
         problem, spec, device = key
         if spec in MODES:
-            agree(self.team, device)
-        # Of agreed values: an error is the same on all ranks, and leaves the team whole. Profiles may differ.
+            agree(self.rank_group, device)
+        # Of agreed values: an error is the same on all ranks, and leaves the group whole. Profiles may differ.
         timer = timer_for(device) if spec == "auto" and call.tried else None
         specs = self._specs(key, timer)
         schedule = _checked(problem, specs[0], device, kept)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(device).blocks
         lanes = "one for each peer" if fans_out(device) else "one"
-        self.team.enter(f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}")
+        self.rank_group.enter(
+            f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
+        )
         trials: tuple[Trial, ...] = ()
         try:
             if timer is None or len(specs) == 1:
@@ -197,7 +199,7 @@ class GroupState:
                 program, trials = self._contest(call, key, timer).fastest(specs)
             self._drop_oldest()
         except BaseException as error:
-            raise self.team.fail(error) from error.__cause__
+            raise self.rank_group.fail(error) from error.__cause__
         if spec == "auto" and (problem, device) not in self._choices:
             chosen = program.schedule
             choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials)
@@ -219,7 +221,7 @@ class GroupState:
         try:
             program, trials = self._contest(call, key, timer).fastest((BASE, spec))
         except BaseException as error:
-            raise self.team.fail(error) from error.__cause__
+            raise self.rank_group.fail(error) from error.__cause__
         self._unproved.proved.add(key)
         if program.schedule.name != BASE:
             self._drop(program)
@@ -255,7 +257,7 @@ class GroupState:
             call=lambda program: program.run(call.inputs),
             timer=timer,
             queued=queued_timer_for(device),
-            meet=self.team.enter,
+            meet=self.rank_group.enter,
         )
 
     def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
@@ -287,7 +289,7 @@ class GroupState:
         for first in range(0, len(programs), _TOLD_AT_ONCE):
             some = programs[first : first + _TOLD_AT_ONCE]
             mine = sum(1 << at for at, program in enumerate(some) if program.captured)
-            told = self.team.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            told = self.rank_group.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
             held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in told)}
         return held
 
@@ -314,19 +316,19 @@ class GroupState:
     def _space(self, device: torch.device) -> HostSpace | CudaSpace:
         if device not in self._spaces:
             self._spaces[device] = (
-                HostSpace(self.team) if device.type == "cpu" else CudaSpace(self.team, device, GROUPS.turn(device))
+                HostSpace(self.rank_group) if device.type == "cpu" else CudaSpace(self.rank_group, device, GROUPS.turn(device))
             )
         return self._spaces[device]
 
     def symmetric(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
-        if self.team.nodes:
+        if self.rank_group.nodes:
             raise ValueError(
-                f"group is on nodes of {self.team.nodes} ranks; peers write memory within one node alone: "
+                f"group is on nodes of {self.rank_group.nodes} ranks; peers write memory within one node alone: "
                 "use torch.empty, or pass a group within one"
             )
         with self.lock, PLAIN:
-            self.team.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
+            self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             space = self._space(device)
             if isinstance(space, CudaSpace):
                 space.watchdog.raise_if_failed()
@@ -340,12 +342,12 @@ class GroupState:
     def numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """What each rank gives, by rank. Collective: hosts meet."""
         with self.lock:
-            return self.team.enter(what, mine)
+            return self.rank_group.enter(what, mine)
 
     def watched(self, what: str, alike: str, device: torch.device, work: Callable[[], T]) -> T:
         """As weft.runtime.unscheduled.watched."""
         with self.lock:
-            return unscheduled.watched(self.team, self._spaces.get(device), what, alike, work)
+            return unscheduled.watched(self.rank_group, self._spaces.get(device), what, alike, work)
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
         """Begin a collective of gloo's on CPUs, once ranks have met; a function that waits for it. It is given a group of the
@@ -356,23 +358,25 @@ class GroupState:
     def await_work(self, what: str, work: dist.Work | None) -> None:
         """Wait for a collective of gloo's on CPUs, within the bound. Raises PeerLost or WaitTimeout."""
         if work is not None:
-            with self.team.failing():
-                bounded(self.team, lambda: f"rank {self.team.rank}: {what}: not all ranks have taken part", work.wait)
+            with self.rank_group.failing():
+                bounded(
+                    self.rank_group, lambda: f"rank {self.rank_group.rank}: {what}: not all ranks have taken part", work.wait
+                )
 
     def wire(self) -> HostWire:
-        """Messages between the hosts of this team's ranks. Collective at its first use."""
+        """Messages between the hosts of this group's ranks. Collective at its first use."""
         space = self._space(torch.device("cpu"))
         assert isinstance(space, HostSpace)
         return space.wire
 
     def synchronize(self) -> None:
         """Wait until all calls of this rank have ended, and raise what has failed. Bounded, and not collective."""
-        with self.team.failing():
+        with self.rank_group.failing():
             for space in list(self._spaces.values()):
                 if isinstance(space, CudaSpace):
                     space.watchdog.synchronize()
             self._ragged.synchronize()
-            self.team.check_peers(may_leave=True)
+            self.rank_group.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Where calls run that the caller's stream does not wait for: of another priority than the lanes, and than streams
@@ -426,20 +430,20 @@ class GroupState:
                 (*first, *spaces, self._close_side_streams, self._free_handed_out, self._ragged.close, self._leave)
             ):
                 rest.callback(close)
-        if self.team.unraised is not None:
-            raise self.team.unraised
+        if self.rank_group.unraised is not None:
+            raise self.rank_group.unraised
 
     def _free_handed_out(self) -> None:
         while self._handed_out:
             piece = self._handed_out.pop()
-            self.team.heap(piece.local.device).free(piece)
+            self.rank_group.heap(piece.local.device).free(piece)
 
     def _leave(self) -> None:
         """What has failed is closed for all who use it, Peers too, so that the group can be used anew."""
-        if self.team.broken is None:
-            self.team.release()
+        if self.rank_group.broken is None:
+            self.rank_group.release()
         else:
-            self.team.close()
+            self.rank_group.close()
 
     def _close_side_streams(self) -> None:
         while self._side:
@@ -501,7 +505,7 @@ class Groups:
 
     def failing(self, name: str) -> AbstractContextManager[None]:
         """A context in which the group's other ranks may wait for this one: what is raised in it ends their waits."""
-        return known.team.failing() if (known := self.known(name)) else nullcontext()
+        return known.rank_group.failing() if (known := self.known(name)) else nullcontext()
 
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
         """Where a tensor lies in a group's symmetric memory; None if nowhere."""
@@ -525,7 +529,7 @@ class Groups:
 
     def close(self, name: str) -> None:
         known = self.known(name)
-        if known and not known.team.forked:  # else to close it is the rank's, which has its threads and its peers
+        if known and not known.rank_group.forked:  # else to close it is the rank's, which has its threads and its peers
             self._states.pop(name, None)
             known.close()
 

@@ -12,8 +12,8 @@ every other lane is a thread, so that a copy lane really runs beside the matmuls
 On several nodes, shared memory is that of a rank's own node; messages and collectives go through the process group's backend
 for CPUs (weft.runtime.host_wire).
 
-Memory (weft.comm.symmetric_heap): one piece of data for all schedules of the team, grown when one needs more; one piece of
-flags for each schedule. Schedules share the piece of data: `Team.enter` of a call shows that every peer has ended the call
+Memory (weft.comm.symmetric_heap): one piece of data for all schedules of the group, grown when one needs more; one piece of
+flags for each schedule. Schedules share the piece of data: `RankGroup.enter` of a call shows that every peer has ended the call
 before, so no peer still reads what another schedule put there.
 """
 
@@ -28,8 +28,8 @@ from functools import cache
 
 import torch
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation, HostHeap
-from weft.comm.team import Team
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, advances, waits
 from weft.core.span import Span
@@ -85,13 +85,13 @@ class LaneThread:
 
 
 class HostSpace:
-    """What the schedules of one team share on this rank: the piece of data, scratch, and lane threads."""
+    """What the schedules of one group share on this rank: the piece of data, scratch, and lane threads."""
 
     device = torch.device("cpu")
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
-        heap = team.heap(self.device)
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.rank_group = rank_group
+        heap = rank_group.heap(self.device)
         assert isinstance(heap, HostHeap)
         self.heap = heap
         self.data: HostAllocation | None = None
@@ -130,14 +130,14 @@ class HostSpace:
 
     @property
     def wire(self) -> HostWire:
-        """The team's messages. Collective at its first use."""
+        """The group's messages. Collective at its first use."""
         if self._wire is None:
-            self._wire = HostWire(self.team)
+            self._wire = HostWire(self.rank_group)
         return self._wire
 
     def thread(self, lane: str) -> LaneThread:
         if lane not in self._threads:
-            self._threads[lane] = LaneThread(f"{lane}-{self.team.rank}")
+            self._threads[lane] = LaneThread(f"{lane}-{self.rank_group.rank}")
         return self._threads[lane]
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class HostProgram(BoundProgram, Device):
         self._flag_addresses = dict(zip(self._flags.ranks, self._flags.addresses, strict=True))
         self._meetings = 0
         self._waiting: dict[str, Callable[[], str]] = {}
-        self._wire = space.wire if self.team.nodes else None
+        self._wire = space.wire if self.rank_group.nodes else None
 
     def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
         """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
@@ -178,7 +178,7 @@ class HostProgram(BoundProgram, Device):
         self.pushes = {key: push for key, push in self.pushes.items() if key[0] not in late}
 
     def prepare(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != "b" and (self.pushes or self.fused_collectives or self.team.nodes):
+        if name != "b" and (self.pushes or self.fused_collectives or self.rank_group.nodes):
             return tensor.contiguous()
         if name == "b" and not (multiplies(tensor.dtype) or self.space.runs_kernels(tensor.dtype)):
             return tensor.float()
@@ -205,7 +205,7 @@ class HostProgram(BoundProgram, Device):
 
         self._waiting[where.lane] = missing
         try:
-            self.team.until(lambda: words.load(slot) >= value, explain)
+            self.rank_group.until(lambda: words.load(slot) >= value, explain)
         finally:
             del self._waiting[where.lane]
 
@@ -271,13 +271,13 @@ class HostProgram(BoundProgram, Device):
         try:
             kernel.raise_if_late(str(where), self.raiser)
         except WaitTimeout:
-            self.team.check_peers()
+            self.rank_group.check_peers()
             raise
         return True
 
     @property
     def _tries(self) -> int:
-        return int(self.team.timeout_s * _LOOKS_PER_S)
+        return int(self.rank_group.timeout_s * _LOOKS_PER_S)
 
     def pushed(self, where: Where, bindings: Bindings) -> bool:
         push = self.pushes.get((where.lane, where.position))
@@ -288,7 +288,7 @@ class HostProgram(BoundProgram, Device):
     def fused_collective(self, where: Where, bindings: Bindings) -> None:
         kernel = self.fused_collectives[where.lane, where.position]
         kernel.launch(bindings, silent=False, tries=self._tries)
-        kernel.raise_if_late(self.team.check_peers)
+        kernel.raise_if_late(self.rank_group.check_peers)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         # What is kept in float32 is not rounded to the operands' dtype on the way.
@@ -306,10 +306,12 @@ class HostProgram(BoundProgram, Device):
         it sends its source to all."""
         wire = self._wire
         if wire:
-            staged = [torch.empty(self._staged_shape(step, rank), dtype=self.dtype) for rank in range(self.team.world_size)]
+            staged = [
+                torch.empty(self._staged_shape(step, rank), dtype=self.dtype) for rank in range(self.rank_group.world_size)
+            ]
             wire.share(src, staged, where)
         else:
-            staged = [self._staged(step, rank) for rank in range(self.team.world_size)]
+            staged = [self._staged(step, rank) for rank in range(self.rank_group.world_size)]
             staged[self.rank].copy_(src)
             self._meet(where)
         mine = self.schedule.problem.shards
@@ -355,7 +357,7 @@ class HostProgram(BoundProgram, Device):
         last = self._words[self.rank].count - 1
         self._words[self.rank].store(last, self._meetings)
         for rank, words in self._words.items():
-            self.team.until(
+            self.rank_group.until(
                 lambda w=words: w.load(last) >= self._meetings,  # type: ignore[misc]
                 lambda r=rank, w=words: (  # type: ignore[misc]
                     f"{where}: meet[0]@{r}: expected {self._meetings}, seen {w.load(last)}; rank {r} raises it"
@@ -385,7 +387,7 @@ class HostProgram(BoundProgram, Device):
         raised = [error for error in errors if error is not None]
         if raised:
             # A lane that stopped because another one failed only repeats the reason: raise the reason itself.
-            raise next((e for e in raised if e is self.team.broken), raised[0])
+            raise next((e for e in raised if e is self.rank_group.broken), raised[0])
 
     def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -394,7 +396,7 @@ class HostProgram(BoundProgram, Device):
             except PeerLost:
                 raise
             except BaseException as error:
-                raise self.team.fail(error) from None
+                raise self.rank_group.fail(error) from None
 
         return run
 

@@ -1,4 +1,4 @@
-"""What was measured before, in an earlier process or of other row counts, agreed on by all ranks of a team.
+"""What was measured before, in an earlier process or of other row counts, agreed on by all ranks of a group.
 
     find    each rank reads the entry for a problem; ranks meet, and what rank 0 has counts     collective
             else what was measured with fewer and with more rows (weft.planner.between)
@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.problem import Problem
 from weft.planner.between import Between
 from weft.planner.cache import Entry, Key, decode, encode, from_environment, space
@@ -31,16 +31,16 @@ _AS_GOOD = 3
 """Specs beside the chosen one that an entry speaks for."""
 
 
-def agree(team: Team, device: torch.device) -> None:
+def agree(rank_group: RankGroup, device: torch.device) -> None:
     """See that every rank can read its machine profile, and that all profiles have as many copy lanes. Raises ValueError on all
-    ranks where one cannot, or where they differ; the team goes on. Collective."""
+    ranks where one cannot, or where they differ; the group goes on. Collective."""
     wrong: ValueError | None = None
     mine = 0
     try:
         mine = 2 if profile_for(device).fans_out else 1
     except ValueError as error:
         wrong = error
-    found = team.enter("the machine profile can be read", mine)
+    found = rank_group.enter("the machine profile can be read", mine)
     if wrong is not None:
         raise wrong
     if 0 in found:
@@ -54,10 +54,10 @@ def agree(team: Team, device: torch.device) -> None:
 
 
 class KeptPlans:
-    """What a team knows of earlier processes, by the user's folder of kept plans."""
+    """What a group knows of earlier processes, by the user's folder of kept plans."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
         self._cache = from_environment()
         self._between = Between()
         self._links: dict[torch.device, str] = {}
@@ -66,12 +66,12 @@ class KeptPlans:
         """What an earlier process chose by measuring, or this one for row counts around; None if it must be measured.
         Collective."""
         if device.type == "cuda":
-            numbers = self._team.enter("GPUs of the group", gpu_number(device))
-            self._links[device] = links_between([numbers[rank] for rank in self._team.near])
-        with self._team.failing():
+            numbers = self._rank_group.enter("GPUs of the group", gpu_number(device))
+            self._links[device] = links_between([numbers[rank] for rank in self._rank_group.near])
+        with self._rank_group.failing():
             entry = self._cache.read(self._key(problem, device)) if self._cache else None
         mine = encode(entry.spec) if entry else 0
-        chosen = decode(self._team.enter(f"kept plan of {problem}", mine)[0])
+        chosen = decode(self._rank_group.enter(f"kept plan of {problem}", mine)[0])
         if chosen is None:
             return self.around(problem)
         self._between.add(problem, chosen, self._as_good(problem, entry))
@@ -84,7 +84,7 @@ class KeptPlans:
         found = []
         for at in range(_AS_GOOD):
             number = encode(mine[at]) if at < len(mine) else 0
-            if (spec := decode(self._team.enter(f"as good for {problem}: {at}", number)[0])) is None:
+            if (spec := decode(self._rank_group.enter(f"as good for {problem}: {at}", number)[0])) is None:
                 break
             found.append(spec)
         return found
@@ -103,13 +103,13 @@ class KeptPlans:
             return
         good = as_good(choice.trials, choice.spec)
         self._between.add(choice.problem, choice.spec, good)
-        if self._cache and self._team.rank == 0:
-            with self._team.failing():
+        if self._cache and self._rank_group.rank == 0:
+            with self._rank_group.failing():
                 key = self._key(choice.problem, device)
                 self._cache.write(Entry(key=key, spec=choice.spec, us=choice.us, as_good=good))
 
     def _key(self, problem: Problem, device: torch.device) -> Key:
-        machine, known = _here(device, self._team.world_size)
+        machine, known = _here(device, self._rank_group.world_size)
         if device in self._links:
             machine = machine | {"links": self._links[device]}
         machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring

@@ -1,13 +1,13 @@
 """What GPUs of different nodes exchange: NCCL's sends and receives, on a communicator of their own.
 
-The communicator is not the caller's: its kernels take at most `sms_for(team)` SMs, which kernels of the same schedule leave
-free, so that a slice leaves while the rest is computed. They are not launched in clusters: the SMs that a kernel leaves free
-are spread over the GPU, and a cluster of several blocks finds no room among them until that kernel ends. Its stream shares no
-hardware queue with the caller's; and it can be aborted without taking the caller's group along, which is how a message that
+The communicator is not the caller's: its kernels take at most `sms_for(rank_group)` SMs, which kernels of the same schedule
+leave free, so that a slice leaves while the rest is computed. They are not launched in clusters: the SMs that a kernel leaves
+free are spread over the GPU, and a cluster of several blocks finds no room among them until that kernel ends. Its stream shares
+no hardware queue with the caller's; and it can be aborted without taking the caller's group along, which is how a message that
 never comes ends.
 
-It is made with a store of the team's own and is in none of torch's lists: torch names groups that only some ranks make by their
-ranks and by how many groups a rank has, so that ranks could differ in a name, of such a group or of the caller's next.
+It is made with a store of the group's own and is in none of torch's lists: torch names groups that only some ranks make by
+their ranks and by how many groups a rank has, so that ranks could differ in a name, of such a group or of the caller's next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import exchange_messages, nccl_connections
 from weft.runtime.aborts import Abort
 
@@ -31,22 +31,22 @@ Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank at its other end."""
 
 
-def sms_for(team: Team) -> int:
-    """SMs that messages between this team's nodes get."""
-    return _SMS_OF_LINKS if team.one_host else _SMS_OF_ADAPTERS
+def sms_for(rank_group: RankGroup) -> int:
+    """SMs that messages between this group's nodes get."""
+    return _SMS_OF_LINKS if rank_group.one_host else _SMS_OF_ADAPTERS
 
 
 class CudaWire:
-    """Messages between the ranks of a team. Collective."""
+    """Messages between the ranks of a group. Collective."""
 
-    def __init__(self, team: Team, device: torch.device) -> None:
-        team.enter("messages between nodes: nccl")
+    def __init__(self, rank_group: RankGroup, device: torch.device) -> None:
+        rank_group.enter("messages between nodes: nccl")
         self._backend: Any = nccl_connections(
-            team.store("wire"),
-            team.rank,
-            dist.get_process_group_ranks(team.group),
-            name=f"weft-{team.topic}",
-            max_ctas=sms_for(team),
+            rank_group.store("wire"),
+            rank_group.rank,
+            dist.get_process_group_ranks(rank_group.group),
+            name=f"weft-{rank_group.topic}",
+            max_ctas=sms_for(rank_group),
             device=device,
         )
         self._abort: Abort | None = None
@@ -56,7 +56,7 @@ class CudaWire:
         exchange_messages(self._backend, sends, receives)
 
     def abort(self) -> None:
-        """End what waits for messages that will not come. For the end of a team: nothing can be exchanged after it."""
+        """End what waits for messages that will not come. For the end of a group: nothing can be exchanged after it."""
         self._abort = self._abort or Abort(self._backend.abort, "wire")
 
     def close(self) -> None:

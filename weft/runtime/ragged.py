@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout
 from weft.core.version import __version__
@@ -25,7 +25,7 @@ from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shap
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.runtime.host_wire import HostWire
 from weft.runtime.replay import Branches
-from weft.triton.host import Peers
+from weft.triton.peers import Peers
 
 _ENDED_S = 600.0
 """Bound of the wait for all calls so far. Each of them has a bound of its own."""
@@ -161,14 +161,14 @@ class RaggedProgram:
         """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout)."""
         self._raise(self.exchange.host_notes.tolist())
 
-    def raise_all_noted(self, team: Team) -> None:
+    def raise_all_noted(self, rank_group: RankGroup) -> None:
         """The same, once the device has ended the calls so far."""
         device = self.shape.device
         if device.type != "cuda":
             return self._raise(self.exchange.notes.tolist())
         stream = self._last or torch.cuda.current_stream(device)
         ended = stream.record_event()
-        team.until(ended.query, lambda: f"rank {self.peers.rank}: calls with splits are under way", _ENDED_S)
+        rank_group.until(ended.query, lambda: f"rank {self.peers.rank}: calls with splits are under way", _ENDED_S)
         with torch.cuda.stream(stream):
             return self._raise(self.exchange.notes.tolist())
 
@@ -241,10 +241,10 @@ def _unit_stride(b: torch.Tensor) -> torch.Tensor:
 def on_host(wire: HostWire, call: RaggedCall) -> Arrived:
     """The same by torch and messages. Raises ValueError, before any row moves and the same on every rank, where rows do not
     fit."""
-    with wire.team.failing():  # the others wait for this rank's counts
+    with wire.rank_group.failing():  # the others wait for this rank's counts
         everyone = _shared(wire, call)
     _check_fits(everyone, call.dispatch, call.max_rows)
-    with wire.team.failing():
+    with wire.rank_group.failing():
         result, landed, counts = _moved_on_host(wire, call, [sizes for sizes, _ in everyone])
     received = _filled(landed, call.max_rows) if call.return_received else None
     return Arrived(out=_filled(result, call.max_rows), counts=counts.to(torch.int32).contiguous(), rows=received)
@@ -253,8 +253,8 @@ def on_host(wire: HostWire, call: RaggedCall) -> Arrived:
 def _shared(wire: HostWire, call: RaggedCall) -> list[tuple[torch.Tensor, int]]:
     """By rank, its splits, and how many rows its a has."""
     mine = torch.cat([call.splits.long().flatten(), torch.tensor([call.a.shape[0]])])
-    everyone = [torch.empty_like(mine) for _ in range(wire.team.world_size)]
-    wire.share(mine, everyone, f"rank {wire.team.rank}, counts of rows")
+    everyone = [torch.empty_like(mine) for _ in range(wire.rank_group.world_size)]
+    wire.share(mine, everyone, f"rank {wire.rank_group.rank}, counts of rows")
     return [(one[:-1].view(call.splits.shape), int(one[-1])) for one in everyone]
 
 
@@ -277,9 +277,11 @@ def _moved_on_host(
     wire: HostWire, call: RaggedCall, everyone: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The products here, the rows that a dispatch has brought here, and the counts of what came. everyone: splits, by rank."""
-    sizes = everyone[wire.team.rank]
+    sizes = everyone[wire.rank_group.rank]
     sent = sizes if call.dispatch else sizes.t()  # by dst_rank, expert
-    arriving = torch.stack([(each if call.dispatch else each.t())[wire.team.rank] for each in everyone])  # by src_rank, expert
+    arriving = torch.stack(
+        [(each if call.dispatch else each.t())[wire.rank_group.rank] for each in everyone]
+    )  # by src_rank, expert
     pieces = call.a[: int(sizes.sum())]
     if not call.dispatch:
         product = _by_other(_grouped(pieces, call.b, sizes.sum(1).tolist()), sizes)
@@ -296,7 +298,7 @@ def _exchanged(wire: HostWire, rows: torch.Tensor, sent: torch.Tensor, arriving:
     """All-to-all of rows, by the sums of counts."""
     received = rows.new_empty(int(arriving.sum()), rows.shape[1])
     given = torch.split(rows.contiguous(), sent.sum(1).tolist())
-    wire.all_to_all(given, torch.split(received, arriving.sum(1).tolist()), f"rank {wire.team.rank}, rows")()
+    wire.all_to_all(given, torch.split(received, arriving.sum(1).tolist()), f"rank {wire.rank_group.rank}, rows")()
     return received
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import backend_of
 from weft.compat.streams import Driver
 from weft.core.logs import LOGGER
@@ -48,7 +48,7 @@ class Releaser:
 
     def __init__(
         self,
-        team: Team,
+        rank_group: RankGroup,
         device: torch.device,
         *,
         driver: Driver,
@@ -56,7 +56,7 @@ class Releaser:
         rescue: torch.cuda.Stream,
         invalidating: torch.cuda.Stream,
     ) -> None:
-        self._team, self._device, self._driver, self._tickets = team, device, driver, tickets
+        self._rank_group, self._device, self._driver, self._tickets = rank_group, device, driver, tickets
         self._rescue, self._invalidating = rescue, invalidating
         self.has_collectives = False
         self._alive: list[Any] = []
@@ -105,7 +105,7 @@ class Releaser:
         if self.has_collectives:
             self.has_collectives = False
             LOGGER.error("aborts the process group, in whose collective a call waits: destroy it")
-            self._abort = Abort(backend_of(self._team.group, self._device).abort, str(self._team.rank))
+            self._abort = Abort(backend_of(self._rank_group.group, self._device).abort, str(self._rank_group.rank))
 
     def close(self) -> None:
         """Wait, bounded, until a communicator has been aborted and results are NaN."""

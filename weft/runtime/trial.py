@@ -237,7 +237,7 @@ class Contest(Generic[P]):
         program, reason = None, "another rank could not bind it"
         try:
             program = self.bind(spec)
-        except WeftError:  # some are ValueErrors, too, but the team is broken
+        except WeftError:  # some are ValueErrors, too, but the group is broken
             raise
         except ValueError as error:
             reason = str(error)

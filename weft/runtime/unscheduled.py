@@ -1,7 +1,7 @@
 """Work of all ranks that no schedule describes: what moves in it, and what goes along with it.
 
 On GPUs it is a collective of NCCL's, watched as a first call is. On CPUs ranks meet first, as in calls, so that a rank that
-does not come is named; and what moves are messages of the team's own (weft.runtime.host_wire).
+does not come is named; and what moves are messages of the group's own (weft.runtime.host_wire).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host_wire import HostWire
 
@@ -22,12 +22,12 @@ AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], 
 flat, to each; returns a function that waits."""
 
 
-def watched(team: Team, space: Any, what: str, alike: str, work: Callable[[], T]) -> T:
+def watched(rank_group: RankGroup, space: Any, what: str, alike: str, work: Callable[[], T]) -> T:
     """Run it. what: in an error's words; alike: what ranks must have in common, a line each. What it raises ends all ranks'."""
-    with team.failing():
+    with rank_group.failing():
         if isinstance(space, CudaSpace):
             return space.watchdog.watch(what, space.current_stream(), work)
-        team.enter(f"op: {what}\n{alike}")
+        rank_group.enter(f"op: {what}\n{alike}")
         return work()
 
 
@@ -42,7 +42,7 @@ def by_group(group: dist.ProcessGroup) -> AllToAll:
 
 
 def by_messages(wire: Callable[[], HostWire], what: str) -> AllToAll:
-    """By messages of the team's own, on CPUs. wire: collective at its first use."""
+    """By messages of the group's own, on CPUs. wire: collective at its first use."""
 
     def begin(taken: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> Callable[[], None]:
         return wire().all_to_all(torch.split(given, list(gives)), torch.split(taken, list(takes)), what)

@@ -11,8 +11,8 @@ capture of another thread.
 The watchdog raises nothing in the threads of others. The next call of the group raises the error, or `weft.synchronize` does.
 
 A rank releases its own streams only when no peer can take for a result what those streams send then (weft.runtime.release):
-when the peers' watchdogs know of the failure (Team.await_notified), or after a second. A rank that was stopped, or slow, for
-longer finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
+when the peers' watchdogs know of the failure (RankGroup.await_notified), or after a second. A rank that was stopped, or slow,
+for longer finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout, WeftError
 from weft.core.logs import LOGGER
@@ -66,16 +66,16 @@ class Watchdog:
     finish what it does at one."""
 
     def __init__(
-        self, team: Team, index: int, *, driver: Driver, tickets: Tickets, releaser: Releaser, wire: CudaWire | None
+        self, rank_group: RankGroup, index: int, *, driver: Driver, tickets: Tickets, releaser: Releaser, wire: CudaWire | None
     ) -> None:
-        self.team, self.tickets, self.releaser = team, tickets, releaser
+        self.rank_group, self.tickets, self.releaser = rank_group, tickets, releaser
         self._index, self._driver, self._wire = index, driver, wire
         self._looked = time.monotonic()
         self._captures = False
         self._on_failure = on_failure_from_environment()
         self._stop = threading.Event()
         self.watching = True
-        self._thread = threading.Thread(target=self._run, name=f"weft-watch-{team.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"weft-watch-{rank_group.rank}", daemon=True)
         self._thread.start()
 
     def begin(self, stream: int, describe: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()) -> int:
@@ -87,7 +87,7 @@ class Watchdog:
         ticket = self.tickets.take()
         if not self.tickets.is_free(ticket):
             # The watchdog bounds each call. All of them, with what else the stream has, may take longer.
-            self.team.until(lambda: self.tickets.is_free(ticket), describe, max(self.team.timeout_s, FIRST_S))
+            self.rank_group.until(lambda: self.tickets.is_free(ticket), describe, max(self.rank_group.timeout_s, FIRST_S))
         self.tickets.begin(stream, PendingCall(ticket=ticket, results=tuple(results), describe=describe, rehearses=rehearses))
         return ticket
 
@@ -98,26 +98,26 @@ class Watchdog:
 
     def raise_if_failed(self) -> None:
         """Raise if this rank or a peer has failed by now, which the watchdog may not have seen yet."""
-        if self.team.broken is not None or self.team.peer_failed():
-            self.team.check_peers()
+        if self.rank_group.broken is not None or self.rank_group.peer_failed():
+            self.rank_group.check_peers()
 
     def synchronize(self) -> None:
         """Wait until all calls so far have ended on this rank's device. Bounded: the watchdog bounds each, and all of them
         together have the bound of first calls. Raises what has failed."""
         last = self.tickets.newest
-        pending = f"rank {self.team.rank}: calls are under way"
-        self.team.until(lambda: self.tickets.done(last), lambda: pending, max(self.team.timeout_s, FIRST_S))
+        pending = f"rank {self.rank_group.rank}: calls are under way"
+        self.rank_group.until(lambda: self.tickets.done(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S))
         self.raise_if_failed()
 
     def watch(self, what: str, stream: int, work: Callable[[], T]) -> T:
         """Run work that enqueues collectives of NCCL on `stream`, torch's current one, watched as a first call is: it may
         compile."""
         self.releaser.has_collectives = True
-        self.team.check_usable()
+        self.rank_group.check_usable()
         if torch.cuda.is_current_stream_capturing():
             self.captured()
             return work()
-        rank = self.team.rank
+        rank = self.rank_group.rank
         ticket = self.begin(stream, lambda: f"rank {rank}: {what}: perhaps not all ranks have begun it", rehearses=True)
         call = self.tickets.pending[-1]
         try:
@@ -171,7 +171,7 @@ class Watchdog:
                 self.tickets.drop_done()
             first = next((call for call in tuple(self.tickets.pending) if self.tickets.running(call.ticket)), None)
             ended = partial(self._ended_rightly, first, doubtful)
-            self.team.check_peers(ended, may_leave=first is None)
+            self.rank_group.check_peers(ended, may_leave=first is None)
             if first is not None:
                 self._hold_to_bound(first)
         except Exception as error:
@@ -182,9 +182,9 @@ class Watchdog:
 
     def _reason(self, error: Exception) -> WeftError:
         """Why the watchdog has ended. A device that is lost may be lost together with a peer, whose memory it had mapped."""
-        if self.team.broken is None:
+        if self.rank_group.broken is None:
             try:
-                self.team.check_peers()
+                self.rank_group.check_peers()
             except WeftError as lost:
                 return lost
         return error if isinstance(error, WeftError) else WeftError(f"the watch failed: {error!r}")
@@ -197,23 +197,23 @@ class Watchdog:
         """Calls that may have ended by what a failed peer sent. A peer waits only _NOTIFIED_S for this rank's watchdog; this
         returns calls if the watchdog has been held up for longer than that."""
         looked, self._looked = self._looked, time.monotonic()
-        return tuple(self.tickets.pending) if self._looked - looked > _NOTIFIED_S and self.team.peer_failed() else ()
+        return tuple(self.tickets.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.peer_failed() else ()
 
     def _hold_to_bound(self, call: PendingCall) -> None:
-        bound_s = max(self.team.timeout_s, FIRST_S) if call.rehearses else self.team.timeout_s
+        bound_s = max(self.rank_group.timeout_s, FIRST_S) if call.rehearses else self.rank_group.timeout_s
         call.deadline = min(call.deadline, time.monotonic() + bound_s)
         if time.monotonic() > call.deadline and not self.tickets.done(call.ticket):
-            raise self.team.fail(WaitTimeout(f"{self._described(call)} after {bound_s:g} s"))
+            raise self.rank_group.fail(WaitTimeout(f"{self._described(call)} after {bound_s:g} s"))
 
     def _fail(self, error: WeftError, first: PendingCall | None, doubtful: Sequence[PendingCall] = ()) -> None:
         """Log the error, keep it for the next call, and make what unfinished calls return invalid once it is written."""
-        self.team.fail(error)
+        self.rank_group.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {self._described(first)}")
         invalid = [*doubtful, *self.tickets.unfinished()]
-        self.team.fail_later(error, unraised=bool(invalid))
+        self.rank_group.fail_later(error, unraised=bool(invalid))
         LOGGER.error(str(error))
-        self.team.await_notified(_NOTIFIED_S)
+        self.rank_group.await_notified(_NOTIFIED_S)
         if self._on_failure == "abort":
             end_process()
         with suppress(RuntimeError):  # a device that is lost has no results
@@ -232,7 +232,7 @@ class Watchdog:
             except Exception as error:
                 said.append(f"what a call waits for cannot be told: {error!r}")
 
-        asking = threading.Thread(target=ask, name=f"weft-asks-{self.team.rank}", daemon=True)
+        asking = threading.Thread(target=ask, name=f"weft-asks-{self.rank_group.rank}", daemon=True)
         asking.start()
         asking.join(_ASK_S)
         return said[0] if said else "what a call waits for cannot be told: the driver does not answer"

@@ -189,7 +189,7 @@ def _asked(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) 
     if fan_out in (None, fans_out(on)):
         return spec, None
     name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    here = replace(problem, nodes=GROUPS.state(name).team.nodes)
+    here = replace(problem, nodes=GROUPS.state(name).rank_group.nodes)
     plain, built = (schedules.build(here, *schedules.parse(spec), fan_out=fan) for fan in (not fan_out, bool(fan_out)))
     return (spec, None) if built == plain else (GROUPS.keep(built), built)
 

@@ -5,7 +5,7 @@ docs/triton.md documents each with an example; examples/triton/ goes from one fl
 
 from __future__ import annotations
 
-from weft.triton.device import (
+from weft.triton.functions import (
     call_number,
     end_call,
     get,
@@ -18,7 +18,7 @@ from weft.triton.device import (
     signal,
     wait,
 )
-from weft.triton.host import Peers, SymmetricTensor
+from weft.triton.peers import Peers, SymmetricTensor
 
 __all__ = [
     "Peers",

@@ -181,7 +181,7 @@ def _ended(end: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup)
 
 def _on_one_node(group: dist.ProcessGroup) -> bool:
     """Whether copy engines reach all of a group's memory. Collective where weft has not used the group yet."""
-    return not GROUPS.state(group.group_name).team.nodes
+    return not GROUPS.state(group.group_name).rank_group.nodes
 
 
 def _can_be_made_anew(group: dist.ProcessGroup) -> bool:

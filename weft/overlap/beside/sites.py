@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.overlap.beside.collectives import Collective
 from weft.overlap.beside.device import Device
 from weft.overlap.beside.host import HostDevice
@@ -52,7 +52,7 @@ class Site:
 
     def contest(self, run: Callable[[Way], object], compute: Callable[[], object], collectives: Sequence[Collective]) -> None:
         """Choose now. Whatever ends it on this rank ends it on all."""
-        with self.judge.team.failing():
+        with self.judge.rank_group.failing():
             self._settle(self.judge.contest(run, compute, collectives))
 
     @contextmanager
@@ -82,8 +82,8 @@ class Site:
 
     def _advance(self, collectives: Sequence[Collective]) -> Way:
         """The way of the next use; the choice, where the trial ends. Ranks meet at a few of these."""
-        self.judge.team.check_usable()
-        with self.judge.team.failing():
+        self.judge.rank_group.check_usable()
+        with self.judge.rank_group.failing():
             try:
                 if self._steps is None:
                     self._steps = self.judge.rotation()
@@ -101,8 +101,8 @@ class Sites:
     """All sites of one group, and the devices that they run on. `close` is collective where ways have made groups. meet: ranks
     agree on a text, and exchange a number, while no other call of the group is under way on this rank."""
 
-    def __init__(self, team: Team, meet: Callable[[str, int], tuple[int, ...]]) -> None:
-        self.team, self.meet = team, meet
+    def __init__(self, rank_group: RankGroup, meet: Callable[[str, int], tuple[int, ...]]) -> None:
+        self.rank_group, self.meet = rank_group, meet
         self._lock = threading.RLock()
         self._sites: dict[tuple[object, ...], Site] = {}
         self._kernels: dict[tuple[object, ...], Kernels] = {}
@@ -123,7 +123,7 @@ class Sites:
     def _judge(self, key: str, device: torch.device, kernels: Kernels, fixed: bool) -> Judge:
         return Judge(
             key=key,
-            team=self.team,
+            rank_group=self.rank_group,
             meet=self.meet,
             device=self.device(device),
             residents=kernels.residents,
@@ -155,7 +155,7 @@ class Sites:
         for kernels in self._kernels.values():
             kernels.close()
         for device in self._devices.values():
-            device.close(broken=self.team.broken is not None)
+            device.close(broken=self.rank_group.broken is not None)
         for kept in (self._sites, self._kernels, self._devices, self._recorded):
             kept.clear()
 
@@ -171,4 +171,4 @@ def _device(device: torch.device) -> Device:
 
 def sites_of(state: GroupState) -> Sites:
     """A group's sites."""
-    return state.attached(Sites, lambda: Sites(state.team, state.numbers))
+    return state.attached(Sites, lambda: Sites(state.rank_group, state.numbers))

@@ -70,7 +70,7 @@ class StepTrial:
             self.device.prepare(self.way, probe)
             return
         tried = [spec for spec in specs if possible(parse(spec), self.device.abilities(probe))]
-        judge = Judge(key=key, team=self.sites.team, meet=self.sites.meet, device=self.device)
+        judge = Judge(key=key, rank_group=self.sites.rank_group, meet=self.sites.meet, device=self.device)
         self._turns = in_blocks(judge, judge.ready(tried, probe))
 
     @property
@@ -85,8 +85,8 @@ class StepTrial:
         if self._left:
             self._left -= 1
             return
-        self.sites.team.check_usable()
-        with self.sites.team.failing():
+        self.sites.rank_group.check_usable()
+        with self.sites.rank_group.failing():
             try:
                 self.way = parse(self._turns.send(self.device.mark()) if self._begun else next(self._turns))
             except StopIteration as end:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.comm.team import Team
+from weft.comm.rank_group import RankGroup
 from weft.core.errors import WeftError
 from weft.core.logs import warn_once
 from weft.core.machine import Machine
@@ -103,12 +103,12 @@ Steps = Generator[str, Turn, Settled]
 class Judge:
     """What all trials of one key have in common.
 
-    team: the ranks that agree. meet: how they do. device: runs and times. residents: caps of the computation's kernels to try,
-    asked for once these have run. fixed: nothing of the computation can be changed any more: it is a graph.
+    rank_group: the ranks that agree. meet: how they do. device: runs and times. residents: caps of the computation's kernels to
+    try, asked for once these have run. fixed: nothing of the computation can be changed any more: it is a graph.
     """
 
     key: str
-    team: Team
+    rank_group: RankGroup
     meet: Callable[[str, int], tuple[int, ...]]
     device: Device
     residents: Callable[[], tuple[int, ...]] = tuple
@@ -216,7 +216,7 @@ class Judge:
         reason = ""
         try:
             step(parse(spec))
-        except WeftError:  # some are ValueErrors, too, but the team is broken
+        except WeftError:  # some are ValueErrors, too, but the group is broken
             raise
         except ValueError as error:
             reason = str(error)
@@ -240,7 +240,9 @@ class Judge:
         return statistics.median(runs) / 1e3
 
     def _ns(self, begin: Any, end: Any) -> int:
-        self.team.until(lambda: self.device.passed(end), lambda: f"concurrent {self.key}: the device did not come to its end")
+        self.rank_group.until(
+            lambda: self.device.passed(end), lambda: f"concurrent {self.key}: the device did not come to its end"
+        )
         return self.device.between_ns(begin, end)
 
 

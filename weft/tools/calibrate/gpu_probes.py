@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation
-from weft.comm.team import Team
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.streams import Driver, Word
 from weft.core.schedule import Region
@@ -35,12 +35,12 @@ def peers(clock: Clock, nbytes: int) -> Allocation:
     """Zeroed symmetric memory of the world. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    team = Team.of(group)
+    rank_group = RankGroup.of(group)
     try:
-        return team.heap(clock.device).allocate(nbytes)
+        return rank_group.heap(clock.device).allocate(nbytes)
     finally:
         clock.meet()
-        team.release()
+        rank_group.release()
 
 
 def stream() -> int:

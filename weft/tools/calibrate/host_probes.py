@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation
-from weft.comm.team import Team
 from weft.tools.calibrate.clock import Clock
 from weft.tools.calibrate.samples import Sample
 
@@ -25,19 +25,19 @@ def launches(device: str) -> list[Sample]:
     return [clock.sample("launch", (_MANY,), lambda: [torch.mm(one, one, out=out) for _ in range(_MANY)], per=_MANY)]
 
 
-def _with_team(probe: Callable[[Clock, Team], list[Sample]], device: str) -> list[Sample]:
+def _with_rank_group(probe: Callable[[Clock, RankGroup], list[Sample]], device: str) -> list[Sample]:
     group = dist.group.WORLD
     assert group is not None
-    team = Team.of(group)
+    rank_group = RankGroup.of(group)
     try:
-        return probe(Clock(device), team)
+        return probe(Clock(device), rank_group)
     finally:
         dist.barrier()
-        team.release()
+        rank_group.release()
 
 
-def _allocated(team: Team, nbytes: int) -> HostAllocation:
-    piece = team.heap(torch.device("cpu")).allocate(nbytes)
+def _allocated(rank_group: RankGroup, nbytes: int) -> HostAllocation:
+    piece = rank_group.heap(torch.device("cpu")).allocate(nbytes)
     assert isinstance(piece, HostAllocation)
     return piece
 
@@ -45,8 +45,8 @@ def _allocated(team: Team, nbytes: int) -> HostAllocation:
 def flags(device: str) -> list[Sample]:
     """A store and a load of a word; the time is of one."""
 
-    def probe(clock: Clock, team: Team) -> list[Sample]:
-        words = _allocated(team, 8 * _MANY).words(team.rank)
+    def probe(clock: Clock, rank_group: RankGroup) -> list[Sample]:
+        words = _allocated(rank_group, 8 * _MANY).words(rank_group.rank)
 
         def work() -> None:
             for index in range(_MANY):
@@ -55,33 +55,33 @@ def flags(device: str) -> list[Sample]:
 
         return [clock.sample("flag", (_MANY,), work, per=2 * _MANY)]
 
-    return _with_team(probe, device)
+    return _with_rank_group(probe, device)
 
 
 def hops(device: str) -> list[Sample]:
     """A word raised at the next rank, and the wait for the one before; the time is of one round."""
 
-    def probe(clock: Clock, team: Team) -> list[Sample]:
-        piece = _allocated(team, 8)
-        theirs, mine = piece.words((team.rank + 1) % team.world_size), piece.words(team.rank)
+    def probe(clock: Clock, rank_group: RankGroup) -> list[Sample]:
+        piece = _allocated(rank_group, 8)
+        theirs, mine = piece.words((rank_group.rank + 1) % rank_group.world_size), piece.words(rank_group.rank)
         rounds = [0]
 
         def work() -> None:
             for _ in range(_MANY):
                 rounds[0] += 1
                 theirs.store(0, rounds[0])
-                team.until(lambda: mine.load(0) >= rounds[0], lambda: f"round {rounds[0]} of the probe hop")
+                rank_group.until(lambda: mine.load(0) >= rounds[0], lambda: f"round {rounds[0]} of the probe hop")
 
         return [clock.sample("hop", (_MANY,), work, per=_MANY)]
 
-    return _with_team(probe, device)
+    return _with_rank_group(probe, device)
 
 
 def copies(device: str) -> list[Sample]:
     """Into the next rank's memory, all ranks at once; key: bytes, copies."""
 
-    def probe(clock: Clock, team: Team) -> list[Sample]:
-        piece, peer = _allocated(team, COPY_BYTES[-1]), (team.rank + 1) % team.world_size
+    def probe(clock: Clock, rank_group: RankGroup) -> list[Sample]:
+        piece, peer = _allocated(rank_group, COPY_BYTES[-1]), (rank_group.rank + 1) % rank_group.world_size
         found = []
         for nbytes in COPY_BYTES:
             src, dst = torch.ones(1, nbytes // 4), piece.view(peer, 0, 1, nbytes // 4, torch.float32)
@@ -89,7 +89,7 @@ def copies(device: str) -> list[Sample]:
             found.append(clock.sample("copy push", (nbytes, 1), work, repeat=4))
         return found
 
-    return _with_team(probe, device)
+    return _with_rank_group(probe, device)
 
 
 def beside(device: str) -> list[Sample]:

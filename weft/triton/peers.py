@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 import triton
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation
-from weft.comm.team import Team
 from weft.comm.texts import no_group
 from weft.comm.timeouts import timeout_from_environment
 from weft.core.errors import WaitTimeout, WeftError, require
@@ -76,14 +76,14 @@ class Peers:
         self.device = _device()
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
-        self._team = Team.of(_process_group(group))
-        if nodes := self._team.nodes:
-            self._team.release()
+        self._rank_group = RankGroup.of(_process_group(group))
+        if nodes := self._rank_group.nodes:
+            self._rank_group.release()
             raise ValueError(
                 f"group is on nodes of {nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
-        self._heap = self._team.heap(self.device)
-        self.rank, self.world_size = self._team.rank, self._team.world_size
+        self._heap = self._rank_group.heap(self.device)
+        self.rank, self.world_size = self._rank_group.rank, self._rank_group.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self._host_timeout_s = 4 * timeout_s
         self._tensors: list[SymmetricTensor] = []
@@ -93,7 +93,7 @@ class Peers:
     @property
     def broken(self) -> bool:
         """Whether these peers have failed, here or on another rank: nothing can be made with them any more."""
-        return self._team.broken is not None
+        return self._rank_group.broken is not None
 
     @property
     def resident_blocks(self) -> int:
@@ -122,7 +122,7 @@ class Peers:
         if math.prod(shape) * dtype.itemsize >= 1 << 63:
             raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
         name = name or f"tensor {self._made}"
-        with self._team.lock:
+        with self._rank_group.lock:
             self._enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
             made = self._allocate(name, shape, dtype)
             self._tensors.append(made)
@@ -134,9 +134,9 @@ class Peers:
         """Begin what every rank begins, and wait for all of them."""
         if self._ended_well:
             raise WeftError(_CLOSED)
-        self._team.check_usable(_REMEDIES)
-        with self._team.lock:
-            self._team.enter(text, within_s=self._host_timeout_s)
+        self._rank_group.check_usable(_REMEDIES)
+        with self._rank_group.lock:
+            self._rank_group.enter(text, within_s=self._host_timeout_s)
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -165,7 +165,7 @@ class Peers:
         status = self.status.tolist()
         if status[_FLAG]:
             flag = self._flag(status[_FLAG])
-            raise self._team.fail(
+            raise self._rank_group.fail(
                 WaitTimeout(
                     f"rank {self.rank}, kernel, flag {flag}: expected at least {status[_EXPECTED]}, seen {status[_SEEN]} "
                     f"after {self.tries} looks; no rank has signalled it so often"
@@ -200,7 +200,7 @@ class Peers:
         PeerLost, unless something else uses the group."""
         if not self._closed:
             self._closed, self._ended_well = True, not self.broken
-            self._team.release()
+            self._rank_group.release()
         for tensor in self._tensors:
             self._heap.free(tensor.backing)
         self._tensors = []
@@ -211,8 +211,8 @@ class Peers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if error is not None:
-                self._team.fail(error)
-            elif self._team.broken is None:
+                self._rank_group.fail(error)
+            elif self._rank_group.broken is None:
                 self.settle()
         finally:
             self.close()

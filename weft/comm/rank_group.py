@@ -68,7 +68,7 @@ _SILENT_S = 30.0
 """A rank of another node of which nothing new comes for so long is lost: a process publishes four times a second."""
 
 
-_SHARED: dict[dist.ProcessGroup, Team] = {}
+_SHARED: dict[dist.ProcessGroup, RankGroup] = {}
 """The object of each process group that somebody uses."""
 _SHARED_LOCK = threading.Lock()
 """Held while objects are looked up, counted and left."""
@@ -84,7 +84,7 @@ def _close_all() -> None:
             shared.close()
 
 
-class Team:
+class RankGroup:
     """The ranks of `group`. Collective: every rank of the group constructs it.
 
     A process has one of a process group: whoever uses it gets it by `of`, and ends with `release`.
@@ -99,7 +99,7 @@ class Team:
     _closed, _users = False, 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Team:
+    def of(cls, group: dist.ProcessGroup) -> RankGroup:
         """The group's object. Collective at its first use. Raises WeftError if it has failed and has not been released."""
         with _SHARED_LOCK:
             making = _MAKING.setdefault(group, threading.Lock())
@@ -112,7 +112,7 @@ class Team:
                 _SHARED[group] = made
                 return made._used()
 
-    def _used(self) -> Team:
+    def _used(self) -> RankGroup:
         """This object, with one use more."""
         self.check_usable((_IN_USE, _REMEDIES[1]))
         self._users += 1
@@ -169,7 +169,7 @@ class Team:
             raise PeerLost(f"rank {rank} failed in the group's first call; it says why") from None
 
     def store(self, name: str) -> Any:
-        """A part of the group's store that this team alone has, on a connection of its own."""
+        """A part of the group's store that this group alone has, on a connection of its own."""
         return store_of(self.group, f"weft/{self.topic}/{name}")
 
     def _relayed(self) -> Relay:
@@ -305,10 +305,10 @@ class Team:
                 raise self.fail(WaitTimeout(f"{explain()} after {bound_s:g} s"))
 
     def check_peers(self, ready: Callable[[], bool] = lambda: False, *, may_leave: bool = False) -> None:
-        """Raise if this team failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
+        """Raise if this group failed here (on another lane) or on a peer, if a peer is dead (not if `ready()` by now), or if
         the ranks' calls differ.
 
-        may_leave: nothing is awaited of the peers, so one that has closed its team is no error. Nor is one that closed after
+        may_leave: nothing is awaited of the peers, so one that has closed its group is no error. Nor is one that closed after
         all calls that this rank has begun: what it had to do in them is done, and another peer may merely be slow.
         """
         if self.broken:
@@ -367,7 +367,7 @@ class Team:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the team, so that it ends theirs."""
+        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the group, so that it ends theirs."""
         try:
             yield
         except BaseException as error:
@@ -376,12 +376,12 @@ class Team:
             raise
 
     def _is_raised(self) -> None:
-        """A call of this rank's raises why the team has failed: `weft.close` need not."""
+        """A call of this rank's raises why the group has failed: `weft.close` need not."""
         with self._failure_lock:
             self._raised, self.unraised = True, None
 
     def fail_later(self, error: WeftError, *, unraised: bool) -> None:
-        """The team has failed, and no call of this rank's can raise that now: the next one does, with this error's words.
+        """The group has failed, and no call of this rank's can raise that now: the next one does, with this error's words.
         unraised: calls that have returned were under way, so that `weft.close` raises it, too, if no other call has."""
         self.fail(error)
         with self._failure_lock:
@@ -389,7 +389,7 @@ class Team:
             self.unraised = error if unraised and not self._raised else None
 
     def _again(self, text: str) -> WeftError:
-        """The failure of this team, to be raised once more: of its own type, with this text."""
+        """The failure of this group, to be raised once more: of its own type, with this text."""
         return (type(self.broken) if isinstance(self.broken, WeftError) else WeftError)(text)
 
     def peer_failed(self) -> bool:
@@ -441,7 +441,7 @@ class Team:
         self.__dict__.pop("group", None)
 
     def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
-        """Raise WeftError if this team has failed here, or is another process's: with the reason, and of the failure's type.
+        """Raise WeftError if this group has failed here, or is another process's: with the reason, and of the failure's type.
         remedies: what helps after a failure, and after the group was closed."""
         if self.forked:
             raise WeftError(

@@ -12,138 +12,143 @@ from conftest import RankFixture
 from lone_ranks import wait_for
 
 from weft.comm.control import CLOSED, NOTIFIED, TEXT_BYTES
-from weft.comm.team import _PEER_CHECK_S, Team
+from weft.comm.rank_group import _PEER_CHECK_S, RankGroup
 from weft.comm.texts import Remembered, clipped, difference
 from weft.core.errors import PeerLost, RankMismatch
 
 
-def _alike(team: Team) -> int:
+def _alike(rank_group: RankGroup) -> int:
     """Many more calls than are kept in the log, one rank far ahead of the other."""
-    first = team.remember("op: gather") if team.enter("op: gather") else 0
-    team.enter("op: scatter")
-    second = team.remember("op: scatter")
+    first = rank_group.remember("op: gather") if rank_group.enter("op: gather") else 0
+    rank_group.enter("op: scatter")
+    second = rank_group.remember("op: scatter")
     assert first != second
     for call in range(3000):
-        team.repeat((first, second)[call % 2])
-        if team.rank and call % 500 == 0:
+        rank_group.repeat((first, second)[call % 2])
+        if rank_group.rank and call % 500 == 0:
             time.sleep(0.01)
-    team.check_peers()
-    team.enter("op: barrier")
-    team.check_peers(may_leave=True)
-    return team.calls
+    rank_group.check_peers()
+    rank_group.enter("op: barrier")
+    rank_group.check_peers(may_leave=True)
+    return rank_group.calls
 
 
-def _noticed(team: Team, *calls: Callable[[], object]) -> str:
+def _noticed(rank_group: RankGroup, *calls: Callable[[], object]) -> str:
     """What a rank is told that makes these calls, and then waits for nothing."""
     try:
         for call in calls:
             call()
-        team.until(lambda: False, lambda: "nothing")
+        rank_group.until(lambda: False, lambda: "nothing")
     except (RankMismatch, PeerLost) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing noticed"
 
 
-def _different(team: Team) -> str:
+def _different(rank_group: RankGroup) -> str:
     numbers = []
     for text in ("op: gather\nM: 64", "op: scatter\nM: 64"):
-        team.enter(text)
-        numbers.append(team.remember(text))
-    team.repeat(numbers[0])
-    return _noticed(team, partial(team.repeat, numbers[team.rank % 2]))
+        rank_group.enter(text)
+        numbers.append(rank_group.remember(text))
+    rank_group.repeat(numbers[0])
+    return _noticed(rank_group, partial(rank_group.repeat, numbers[rank_group.rank % 2]))
 
 
-def _known_and_new(team: Team) -> str:
+def _known_and_new(rank_group: RankGroup) -> str:
     """One rank repeats what all know, the other meets for something new."""
-    team.enter("op: gather\nM: 64")
-    number = team.remember("op: gather\nM: 64")
-    return _noticed(team, partial(team.repeat, number) if team.rank else partial(team.enter, "op: gather\nM: 128"))
+    rank_group.enter("op: gather\nM: 64")
+    number = rank_group.remember("op: gather\nM: 64")
+    return _noticed(
+        rank_group, partial(rank_group.repeat, number) if rank_group.rank else partial(rank_group.enter, "op: gather\nM: 128")
+    )
 
 
-def _unmet_alike(team: Team) -> tuple[int, list[int]]:
+def _unmet_alike(rank_group: RankGroup) -> tuple[int, list[int]]:
     """Calls that begin without a meeting, between others; in another order of remembering. One rank is far ahead."""
-    if team.rank:
-        team.remember("op: gather\nM: 3")
-    team.enter("op: gather\nM: 64")
-    numbers = [team.begin(f"op: gather\nM: {m}") for m in range(3000)]
-    team.repeat(numbers[7])
-    team.enter("op: barrier")
-    team.check_peers(may_leave=True)
-    return team.calls, numbers
+    if rank_group.rank:
+        rank_group.remember("op: gather\nM: 3")
+    rank_group.enter("op: gather\nM: 64")
+    numbers = [rank_group.begin(f"op: gather\nM: {m}") for m in range(3000)]
+    rank_group.repeat(numbers[7])
+    rank_group.enter("op: barrier")
+    rank_group.check_peers(may_leave=True)
+    return rank_group.calls, numbers
 
 
-def _unmet_and_different(team: Team) -> str:
-    team.enter("op: gather\nM: 64")
-    return _noticed(team, partial(team.begin, f"op: gather\nM: {128 + team.rank}"))
+def _unmet_and_different(rank_group: RankGroup) -> str:
+    rank_group.enter("op: gather\nM: 64")
+    return _noticed(rank_group, partial(rank_group.begin, f"op: gather\nM: {128 + rank_group.rank}"))
 
 
-def _unmet_and_new(team: Team) -> str:
+def _unmet_and_new(rank_group: RankGroup) -> str:
     """One rank begins without a meeting, the other meets."""
-    team.enter("op: gather\nM: 64")
-    return _noticed(team, partial(team.begin if team.rank else team.enter, f"op: gather\nM: {(128, 96)[team.rank]}"))
+    rank_group.enter("op: gather\nM: 64")
+    return _noticed(
+        rank_group,
+        partial(rank_group.begin if rank_group.rank else rank_group.enter, f"op: gather\nM: {(128, 96)[rank_group.rank]}"),
+    )
 
 
-def _late_to_look(team: Team) -> str:
+def _late_to_look(rank_group: RankGroup) -> str:
     """What the other rank began is noticed when it has begun others."""
-    team.enter("op: gather\nM: 64")
-    others = [f"op: gather\nM: {m}" for m in (0, 8 if team.rank else 1, 2)]
-    return _noticed(team, *(partial(team.begin, text) for text in others), partial(team.enter, "op: barrier"))
+    rank_group.enter("op: gather\nM: 64")
+    others = [f"op: gather\nM: {m}" for m in (0, 8 if rank_group.rank else 1, 2)]
+    return _noticed(rank_group, *(partial(rank_group.begin, text) for text in others), partial(rank_group.enter, "op: barrier"))
 
 
-def _last_call(team: Team) -> str:
+def _last_call(rank_group: RankGroup) -> str:
     """Rank 2 ends its last call, and leaves, while rank 1 still waits for rank 0 in it. Then rank 1 calls once more."""
-    team.enter("op: last")
-    if team.rank == 0:
-        while team._control[2].state != CLOSED:
+    rank_group.enter("op: last")
+    if rank_group.rank == 0:
+        while rank_group._control[2].state != CLOSED:
             time.sleep(1e-3)
         time.sleep(10 * _PEER_CHECK_S)
-    if team.rank != 1:
+    if rank_group.rank != 1:
         return ""
-    team.until(lambda: team._control[0].state == CLOSED, lambda: "rank 0 leaves")
+    rank_group.until(lambda: rank_group._control[0].state == CLOSED, lambda: "rank 0 leaves")
     try:
-        team.enter("op: one more")
+        rank_group.enter("op: one more")
     except PeerLost as error:
         return str(error)
     return "nothing noticed"
 
 
-def _told(team: Team) -> float:
+def _told(rank_group: RankGroup) -> float:
     """Rank 0 fails, and waits in vain. Then rank 1 tells its calls, and rank 2 not before it closes, which is later. When they
     did, by the host's clock, and when rank 0 knew."""
-    team.enter("op: last")
-    if team.rank == 0:
-        assert not team.peer_failed()
+    rank_group.enter("op: last")
+    if rank_group.rank == 0:
+        assert not rank_group.peer_failed()
         began = time.monotonic()
-        team.fail(PeerLost("planted"))
-        team.await_notified(0.2)
+        rank_group.fail(PeerLost("planted"))
+        rank_group.await_notified(0.2)
         assert time.monotonic() - began >= 0.2
         dist.barrier()
-        team.await_notified(60.0)
-        assert team.peer_failed()
+        rank_group.await_notified(60.0)
+        assert rank_group.peer_failed()
         return time.monotonic()
-    assert wait_for(team.peer_failed)
+    assert wait_for(rank_group.peer_failed)
     dist.barrier()
-    time.sleep(0.5 * team.rank)
+    time.sleep(0.5 * rank_group.rank)
     before = time.monotonic()
-    if team.rank == 1:
-        team.fail(PeerLost("rank 0 failed"))
-        team.await_notified(0.0)
-        assert team._control[1].state == NOTIFIED
+    if rank_group.rank == 1:
+        rank_group.fail(PeerLost("rank 0 failed"))
+        rank_group.await_notified(0.0)
+        assert rank_group._control[1].state == NOTIFIED
     return before
 
 
-def _with_team(function: str) -> object:
+def _with_rank_group(function: str) -> object:
     group = dist.group.WORLD
     assert group is not None
-    team = Team(group, timeout_s=20.0)
+    rank_group = RankGroup(group, timeout_s=20.0)
     try:
-        return globals()[function](team)
+        return globals()[function](rank_group)
     finally:
-        team.close()
+        rank_group.close()
 
 
 def test_calls_alike(ranks: RankFixture) -> None:
-    assert ranks(2).run(_with_team, "_alike") == [3003, 3003]
+    assert ranks(2).run(_with_rank_group, "_alike") == [3003, 3003]
 
 
 @pytest.mark.parametrize(
@@ -157,26 +162,26 @@ def test_calls_alike(ranks: RankFixture) -> None:
     ],
 )
 def test_calls_that_differ_are_noticed(ranks: RankFixture, function: str, words: tuple[str, ...]) -> None:
-    messages = ranks(2).run(_with_team, function)
+    messages = ranks(2).run(_with_rank_group, function)
     assert any(all(word in message for word in words) for message in messages), messages
     assert all("nothing noticed" not in message for message in messages)
 
 
 def test_calls_that_begin_without_a_meeting(ranks: RankFixture) -> None:
-    (calls, numbers), (others, theirs) = ranks(2).run(_with_team, "_unmet_alike")
+    (calls, numbers), (others, theirs) = ranks(2).run(_with_rank_group, "_unmet_alike")
     assert calls == others == 3003
     assert numbers == theirs
 
 
 def test_a_rank_that_failed_waits_until_its_peers_know(ranks: RankFixture) -> None:
     """Those that have told their calls, and those that have left; for so long as it is told to."""
-    knew, first, last = ranks(3).run(_with_team, "_told")
+    knew, first, last = ranks(3).run(_with_rank_group, "_told")
     assert max(first, last) < knew < max(first, last) + 40
 
 
 def test_a_rank_may_leave_while_others_end_their_last_call(ranks: RankFixture) -> None:
     """What it had to do is done; only a rank that is needed once more is missed."""
-    assert ranks(3).run(_with_team, "_last_call") == ["", "rank 2 has left the group", ""]
+    assert ranks(3).run(_with_rank_group, "_last_call") == ["", "rank 2 has left the group", ""]
 
 
 def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -> None:
@@ -187,14 +192,14 @@ def test_texts_that_differ_where_there_is_no_room_differ_in_what_is_compared() -
     assert clipped("short", TEXT_BYTES) == "short"
 
 
-def _long_and_alike(team: Team) -> int:
+def _long_and_alike(rank_group: RankGroup) -> int:
     for cut in range(4):  # wherever a character's bytes are cut
-        team.enter("key: " + "x" * cut + "\N{GREEK SMALL LETTER MU}\N{SNOWMAN}" * TEXT_BYTES)
-    return team.calls
+        rank_group.enter("key: " + "x" * cut + "\N{GREEK SMALL LETTER MU}\N{SNOWMAN}" * TEXT_BYTES)
+    return rank_group.calls
 
 
 def test_long_texts_that_are_alike_are_taken_for_it(ranks: RankFixture) -> None:
-    assert ranks(2).run(_with_team, "_long_and_alike") == [4, 4]
+    assert ranks(2).run(_with_rank_group, "_long_and_alike") == [4, 4]
 
 
 def test_texts_have_numbers_of_their_own_however_many_came_before() -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import rendezvous_of
-from weft.comm.team import Team
 from weft.compat import symmetric_memory
 from weft.compat.symmetric_memory import HandleExchange
 from weft.core.errors import WaitTimeout
@@ -52,15 +52,15 @@ def meet(rendezvous: HandleExchange) -> list[int]:
 def groups_that_overlap() -> list[list[int]]:
     """By group of this rank, of three, who was met: twice two of them, once all, once the other two, and all again."""
     groups = dist.new_group([0, 1]), dist.group.WORLD, dist.new_group([1, 2])
-    teams = [Team(group) if _member(group) else None for group in groups]  # type: ignore[arg-type]
-    some, everyone, others = ([rendezvous_of(team)] if team else [] for team in teams)
+    rank_groups = [RankGroup(group) if _member(group) else None for group in groups]  # type: ignore[arg-type]
+    some, everyone, others = ([rendezvous_of(rank_group)] if rank_group else [] for rank_group in rank_groups)
     found = list[list[int]]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
         for rendezvous in (*some, *some, *everyone, *others, *everyone):
             found.append(meet(rendezvous))
-    for team in filter(None, teams):
-        team.close()
+    for rank_group in filter(None, rank_groups):
+        rank_group.close()
     return found
 
 
@@ -75,12 +75,12 @@ def the_same_names_again() -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
         for turn in range(2):
-            team = Team(world)
+            rank_group = RankGroup(world)
             patch.setattr(dist, "get_rank", lambda *_, turn=turn: world.rank() + 10 * turn)
             if turn and world.rank():
                 time.sleep(0.5)  # what rank 0 finds until then is old
-            found.append(meet(rendezvous_of(team)))
-            team.close()
+            found.append(meet(rendezvous_of(rank_group)))
+            rank_group.close()
     return found
 
 
@@ -88,7 +88,7 @@ def two_threads(rounds: int) -> list[int]:
     """Two groups meet on two threads, which come to it in another order on each rank; how many were in it at once, at most, and
     how often ranks met."""
     world: Any = dist.group.WORLD
-    every = [rendezvous_of(Team(world)) for _ in range(2)]
+    every = [rendezvous_of(RankGroup(world)) for _ in range(2)]
     order = every if dist.get_rank() else every[::-1]
     inside, most, met = 0, 0, 0
 
@@ -136,7 +136,7 @@ def as_torch_meets() -> str:
 def one_stays_away() -> str:
     """What rank 0 is told where rank 1 has died on the way."""
     world: Any = dist.group.WORLD
-    rendezvous = rendezvous_of(Team(world))
+    rendezvous = rendezvous_of(RankGroup(world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", told)
         patch.setattr(symmetric_memory, "BOUND_S", 1.0)

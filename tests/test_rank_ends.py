@@ -18,8 +18,8 @@ from conftest import RankFixture
 
 import weft
 from weft import collectives
+from weft.comm.rank_group import RankGroup
 from weft.comm.shared_memory import PREFIX, SHM
-from weft.comm.team import Team
 from weft.core.errors import PeerLost, WeftError
 from weft.runtime.ranks import Ranks
 
@@ -36,9 +36,9 @@ def _interrupt(*_: Any) -> None:
 @contextmanager
 def _interrupted_in_a_wait() -> Iterator[None]:
     """This process gets a signal once it has looked after its peers, as it does only while it waits for them."""
-    looked, plain = threading.Event(), Team.check_peers
+    looked, plain = threading.Event(), RankGroup.check_peers
 
-    def looks(self: Team, *arguments: Any, **options: Any) -> None:
+    def looks(self: RankGroup, *arguments: Any, **options: Any) -> None:
         plain(self, *arguments, **options)
         looked.set()
 
@@ -47,12 +47,12 @@ def _interrupted_in_a_wait() -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGALRM)
 
     before = signal.signal(signal.SIGALRM, _interrupt)
-    Team.check_peers = looks  # type: ignore[method-assign]
+    RankGroup.check_peers = looks  # type: ignore[method-assign]
     threading.Thread(target=signals, daemon=True).start()
     try:
         yield
     finally:
-        Team.check_peers = plain  # type: ignore[method-assign]
+        RankGroup.check_peers = plain  # type: ignore[method-assign]
         signal.signal(signal.SIGALRM, before)
 
 
