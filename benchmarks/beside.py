@@ -33,8 +33,10 @@ import torch.distributed as dist
 from measure import Failed, Times, Work, WrongResult, append, geomean, parser, release, row, say, start, stop, together, trial
 
 import weft
-from weft.overlap.beside import Collective
-from weft.planner.ways import Load, candidates, share_of_ideal
+from weft.core.concurrent import ConcurrentProblem
+from weft.overlap.concurrent import Collective, ConcurrentChoice
+from weft.overlap.concurrent.tuning import share_of_ideal
+from weft.schedules.concurrent import candidates
 
 ROUNDS, REPEAT = 7, 3
 ALARM_S = 40
@@ -157,10 +159,10 @@ def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
     torch.manual_seed(dist.get_rank())
     pair = Pair(case)
     abilities = weft_device(pair).abilities((pair.collective,))
-    found = candidates(abilities, Load(compute_us=1.0, communication_us=1.0, reduces=pair.collective.reduces))
-    ways = (
-        list(dict.fromkeys([*map(str, found), *filter(None, arguments.ways.split(","))])) if every else ["sequential", "vendor"]
-    )
+    size = dist.get_world_size()
+    problem = ConcurrentProblem(collectives=(pair.collective.problem(size, ()),), world_size=size)
+    found = candidates(problem, abilities)
+    ways = list(dict.fromkeys([*found, *filter(None, arguments.ways.split(","))])) if every else ["sequential", "vendor"]
     missing = pair.verify(ways[1:])
     works = {name: work for name, work in pair.works(ways).items() if name not in missing}
     times, lost = trial(
@@ -177,13 +179,18 @@ def measured(case: Case, every: bool, arguments: Any) -> list[dict[str, Any]]:
 
 def weft_device(pair: Pair) -> Any:
     """What runs ways on this rank's GPU."""
-    from weft.overlap.beside.cuda import CudaDevice
+    from weft.overlap.concurrent.cuda import CudaExecutor
 
-    return CudaDevice(pair.a.device)
+    return CudaExecutor(pair.a.device)
 
 
 def line(
-    case: Case, mode: str, times: dict[str, Times], chosen: weft.overlap.beside.Settled, missing: dict[str, str], arguments: Any
+    case: Case,
+    mode: str,
+    times: dict[str, Times],
+    chosen: ConcurrentChoice,
+    missing: dict[str, str],
+    arguments: Any,
 ) -> dict[str, Any]:
     """A case's JSON line. candidates: every way's us. share: of the ideal speed-up, by way."""
     us = {name: time.us for name, time in times.items()}

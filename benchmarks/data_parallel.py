@@ -54,14 +54,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.overlap.beside.blocks import most_steps
-from weft.overlap.beside.steps import WARM_UP as BEFORE_TRIAL
-from weft.overlap.beside.steps import StepTrial
+from weft.overlap.concurrent.steps import WARM_UP as BEFORE_TRIAL
+from weft.overlap.concurrent.steps import StepTuner, most_steps
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.data_parallel import settings
 from weft.overlap.hooks.fully_sharded import KEPT
 from weft.overlap.hooks.fully_sharded import WAYS as FSDP_WAYS
-from weft.planner.ways import parse
+from weft.schedules.concurrent import parse
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import Gpt, replicated, sharded
@@ -151,8 +150,12 @@ class Kind:
 
     wraps: dict[str, Wrap]
     wrap: Wrap
-    hook: Callable[..., StepTrial]
+    hook: Callable[..., StepTuner]
     tried: tuple[str, ...]
+
+
+def ddp(model: Any, **options: Any) -> StepTuner:
+    return weft.hooks.ddp(model, **options).tuner
 
 
 ROOM = 1 << 40
@@ -165,10 +168,10 @@ KINDS = {
             "stock, 100 MB buckets": larger_buckets,
         },
         wrap=replicated,
-        hook=weft.hooks.ddp,
+        hook=ddp,
         tried=DDP_WAYS,
     ),
-    "replicate": Kind(wraps={"stock": replicated, "silent": silent_ddp}, wrap=set_by_weft, hook=weft.hooks.ddp, tried=DDP_WAYS),
+    "replicate": Kind(wraps={"stock": replicated, "silent": silent_ddp}, wrap=set_by_weft, hook=ddp, tried=DDP_WAYS),
     "fsdp": Kind(wraps={"stock, pairs of blocks": sharded_pairs}, wrap=sharded, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
     "units": Kind(wraps={"stock": sharded}, wrap=sharded_units, hook=weft.hooks.fsdp, tried=FSDP_WAYS),
     "room": Kind(
@@ -180,7 +183,7 @@ KINDS = {
 class Training:
     """One model, and its step. trial: of weft's hook, once it has one; stock: the collectives that it found."""
 
-    trial: StepTrial
+    trial: StepTuner
     stock: Comms
 
     def __init__(self, wrap: Wrap, arguments: Namespace) -> None:
@@ -208,7 +211,7 @@ class Training:
             self.step()
             alarm()
 
-    def hooked(self, hook: Callable[..., StepTrial]) -> None:
+    def hooked(self, hook: Callable[..., StepTuner]) -> None:
         """weft's hook, and what it replaces."""
         self.stock = comms_of(self.model)
         self.trial = hook(self.model)
@@ -220,7 +223,7 @@ class Training:
             put(self.stock)
             self._silent = False
         probe = (weft.AllReduce(torch.zeros(1024, device="cuda")),)
-        self.trial.device.prepare(parse(way), probe)
+        self.trial.executor.prepare(parse(way), probe)
         self.trial.way = parse(way)
 
     def silence(self) -> None:

@@ -4,7 +4,7 @@ Only times inside CUDA graphs: the host, which eager calls may wait for, is not 
 
     ragged cases (all_to_all)     the sizes are known to the device alone: there is no Schedule of them
     nodes                         NVLink stood in for the network: no profile has such adapters
-    concurrent                    a caller's own computation has no Schedule; weft.planner.ways predicts it
+    concurrent                    the caller's own computation is measured there, not simulated
     mlp                           several operators in a row
     stores (transports)           a kernel alone, in no Schedule
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.overlap.beside import Collective
+from weft.overlap.concurrent import Collective
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weft.overlap.beside.cuda import CudaDevice
+from weft.overlap.concurrent.cuda import CudaExecutor
 from weft.runtime import aborts
 from weft.runtime.network import CudaWire
 
@@ -47,8 +47,8 @@ def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.Monk
         wire.abort()
         wire.close()
         assert graphs.shut == graphs.dropped.is_set() == graphs.done.is_set()
-    monkeypatch.setattr("weft.overlap.beside.cuda._abort_process_group", lambda group: group.abort())
-    device = CudaDevice(torch.device("cuda", 0))
+    monkeypatch.setattr("weft.overlap.concurrent.cuda._abort_process_group", lambda group: group.abort())
+    device = CudaExecutor(torch.device("cuda", 0))
     device._groups = {("world", 8): (cast(Any, None), cast(Any, held))}
     device.close(broken=True)
     assert not held.done.is_set()

@@ -55,7 +55,7 @@ def test_small_shared_memory_takes_stages_first_and_shapes_then() -> None:
 @pytest.mark.parametrize(("found", "runs"), [(devices.H200, True), (devices.MI300X, True), (devices.V100, False)])
 def test_kernels_run_where_a_tile_fits(found: Any, runs: bool) -> None:
     """A V100 has no matrix units for bfloat16: there steps run part by part, and no kernel is tried."""
-    space: Any = SimpleNamespace(capabilities=of(found))
+    space: Any = SimpleNamespace(capabilities=of(found), device=GPU)
     assert CudaSpace.runs_kernels(space, torch.bfloat16) is runs
     assert CudaSpace.fuses(space, torch.bfloat16) is runs
     assert not CudaSpace.runs_kernels(space, torch.float32)

@@ -15,10 +15,11 @@ from conftest import RankFixture
 from logged import logged
 
 import weft
-from weft.overlap.beside import Settled
-from weft.overlap.beside.host import HostDevice
-from weft.planner.ways import Abilities, Load, Way
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.overlap.concurrent import ConcurrentChoice, calls
+from weft.overlap.concurrent.executor import HostExecutor
 from weft.runtime.trial import Trial
+from weft.schedules.concurrent import SEQUENTIAL, Abilities, Method
 
 CPU = torch.device("cpu")
 WAYS = ("sequential", "vendor", "vendor+late", "copy_engine", "copy_engine+late+ctas=2")
@@ -57,10 +58,12 @@ Told = list[tuple[str, str, dict[str, float]]]
 
 
 def _told() -> Told:
-    return [(choice.key, choice.way, choice.us) for choice in weft.concurrent_choices()]
+    """Times to a nanosecond: those in use are ratios to one of them."""
+    choices = weft.concurrent_choices()
+    return [(each.key, each.way, {way: round(us, 3) for way, us in each.us.items()}) for each in choices]
 
 
-class Scripted(HostDevice):
+class Scripted(HostExecutor):
     """A CPU on which each way takes what the script says; marks are in ns. script: (way, rank, use) -> us."""
 
     def __init__(self, script: Callable[[str, int, int], float], abilities: Abilities) -> None:
@@ -71,14 +74,14 @@ class Scripted(HostDevice):
     def abilities(self, collectives: Sequence[Any]) -> Abilities:
         return self.found
 
-    def prepare(self, way: Way, collectives: Sequence[Any]) -> None:
-        if self.script(str(way), dist.get_rank(), 0) < 0:
-            raise ValueError(f"this rank has no {way}")
+    def prepare(self, method: Method, collectives: Sequence[Any]) -> None:
+        if self.script(str(method), dist.get_rank(), 0) < 0:
+            raise ValueError(f"this rank has no {method}")
 
-    def running(self, way: Way, collectives: Sequence[Any]) -> Any:
-        self.last = str(way)
+    def running(self, method: Method, collectives: Sequence[Any]) -> Any:
+        self.last = str(method)
         self.uses += 1
-        return super().running(Way(transport="none"), collectives)
+        return super().running(SEQUENTIAL, collectives)
 
     def mark(self) -> int:
         self.now += round(500 * self.script(self.last or "sequential", dist.get_rank(), self.uses))
@@ -92,12 +95,10 @@ class Scripted(HostDevice):
 
 def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: bool) -> tuple[Told, list[str], int, list[str]]:
     """What is chosen on a scripted device; the ways of all uses; how often the computation ran; what was warned of."""
-    from weft.overlap.beside import sites
-
     weft.close()
-    plain = sites.HostDevice
+    plain = calls.HostExecutor
     abilities = Abilities(priority=True, ctas=True, left=True, copy_engine=True)
-    sites.HostDevice = lambda device: Scripted(script, abilities)  # type: ignore[assignment, misc, return-value]
+    calls.HostExecutor = lambda device: Scripted(script, abilities)  # type: ignore[assignment, misc, return-value]
     exchange, products, taken = Exchange("all_reduce", CPU), Products(CPU), []
     try:
         with logged() as seen:
@@ -113,10 +114,10 @@ def _scripted(script: Callable[[str, int, int], float], uses: int, repeatable: b
         return _told(), taken, products.calls, seen
     finally:
         weft.close()
-        sites.HostDevice = plain  # type: ignore[misc]
+        calls.HostExecutor = plain  # type: ignore[misc]
 
 
-FAIR, LACKING = "copy_engine+priority+ctas=32", "vendor+priority+ctas=8+left=8"
+FAIR, LACKING = "copy_engine+priority+ctas=32", "vendor+priority+ctas=16"
 
 
 def _contrary(way: str, rank: int, use: int) -> float:
@@ -168,19 +169,18 @@ def test_sequential_is_measured_again_beside_the_best(ranks: RankFixture) -> Non
 class Moving(Scripted):
     """The same, on which ways run as they are."""
 
-    def running(self, way: Way, collectives: Sequence[Any]) -> Any:
-        self.last = str(way)
-        return HostDevice.running(self, way, collectives)
+    def running(self, method: Method, collectives: Sequence[Any]) -> Any:
+        self.last = str(method)
+        return HostExecutor.running(self, method, collectives)
 
 
 def _left_bound(fastest: str) -> list[str]:
     """The schedules that are bound after a trial which a way has won; one of them had been bound before."""
-    from weft.overlap.beside import sites
     from weft.runtime.groups import GROUPS
 
     weft.close()
-    plain, abilities = sites.HostDevice, Abilities(copy_engine=True, pull=True)
-    sites.HostDevice = lambda device: Moving(lambda way, *_: 100.0 if way == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
+    plain, abilities = calls.HostExecutor, Abilities(copy_engine=True, pull=True)
+    calls.HostExecutor = lambda device: Moving(lambda way, *_: 100.0 if way == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
     try:
         weft.concurrent(products, weft.AllReduce(torch.zeros(8)), way="copy_engine")
@@ -193,7 +193,7 @@ def _left_bound(fastest: str) -> list[str]:
         return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.programs.schedules()]
     finally:
         weft.close()
-        sites.HostDevice = plain  # type: ignore[misc]
+        calls.HostExecutor = plain  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -466,8 +466,8 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "send and receive are None",
         "send and to belong together; to is None",
         "to is ",
-        "way has copy_engine, which does not run send_receive",
-        "way has pull, which does not run reduce_scatter",
+        "way is 'copy_engine'; copy engines do not run send_receive",
+        "way is 'copy_engine+pull'; reduce_scatter is not pulled",
     ]
     for told in ranks(2).run(_refused):
         assert len(told) == len(expected)
@@ -476,17 +476,18 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
 
 
 def test_a_choice_says_why() -> None:
-    load = Load(compute_us=100.0, communication_us=50.0, reduces=True)
+    opaque = (OpaqueCollective(name="sends"),)
+    load = ConcurrentProblem(collectives=opaque, world_size=2, compute_us=100.0, communication_us=50.0)
     trials = (Trial(spec="sequential", us=150.0), Trial(spec="vendor", us=120.0))
-    assert Settled(key="k", way="vendor", load=load, trials=trials).why == (
+    assert ConcurrentChoice(key="k", way="vendor", problem=load, trials=trials).why == (
         "120 us is the least of 2 ways; sequential takes 150, 0.50 of the ideal speed-up"
     )
     slow = (trials[0], Trial(spec="vendor", us=149.0))
-    assert Settled(key="k", way="sequential", load=load, trials=slow).why == (
+    assert ConcurrentChoice(key="k", way="sequential", problem=load, trials=slow).why == (
         "nothing is faster by more than 1%: vendor takes 149 us, sequential 150"
     )
-    assert Settled(key="k", way="sequential", trials=trials).why == (
+    assert ConcurrentChoice(key="k", way="sequential", trials=trials).why == (
         "nothing is faster by more than 1% each time it is measured: vendor takes 120 us, sequential 150"
     )
-    assert "nothing to hide" in Settled(key="k", way="sequential", load=load).why
-    assert str(Settled(key="k", way="vendor")) == "k: vendor, because it is the only way here (not measured)"
+    assert "nothing to hide" in ConcurrentChoice(key="k", way="sequential", problem=load).why
+    assert str(ConcurrentChoice(key="k", way="vendor")) == "k: vendor, because it is the only way here (not measured)"

@@ -12,11 +12,11 @@ from conftest import RankFixture
 
 import weft
 from weft.core.errors import PeerLost
-from weft.overlap.beside.collectives import SendReceive, rehearsed
-from weft.overlap.beside.host import HostDevice
-from weft.overlap.beside.sites import Site
-from weft.overlap.beside.steps import StepTrial
-from weft.planner.ways import PLAIN
+from weft.overlap.concurrent.calls import KeyedCall
+from weft.overlap.concurrent.collectives import SendReceive, rehearsed
+from weft.overlap.concurrent.executor import HostExecutor
+from weft.overlap.concurrent.steps import StepTuner
+from weft.schedules.concurrent import PLAIN
 
 
 def _averaged_in_two_steps(repeatable: bool) -> list[float]:
@@ -57,20 +57,20 @@ def test_what_a_use_reads_is_kept_while_it_is_rehearsed(monkeypatch: pytest.Monk
 def _stages() -> bool:
     peer = 1 - dist.get_rank()
     whole, less = torch.ones(4), torch.ones(2)
-    return SendReceive(send=whole, to=peer).alike == SendReceive(send=less, to=peer, receive=whole, source=peer).alike
+    return SendReceive(send=whole, to=peer).signature == SendReceive(send=less, to=peer, receive=whole, source=peer).signature
 
 
 @pytest.mark.ranks
-def test_a_smaller_microbatch_is_no_site_of_its_own(ranks: RankFixture) -> None:
-    """Ranks meet at a new site, and the microbatch reaches stages at different uses."""
+def test_a_smaller_microbatch_is_no_key_of_its_own(ranks: RankFixture) -> None:
+    """Ranks meet at a new key, and the microbatch reaches stages at different uses."""
     assert ranks(2).run(_stages) == [True] * 2
 
 
 def test_gradients_that_could_not_be_averaged_raise() -> None:
     under_way: torch.futures.Future[object] = torch.futures.Future()
-    device = HostDevice(torch.device("cpu"))
+    executor = HostExecutor(torch.device("cpu"))
     fake: Any = SimpleNamespace(ranks=None, enqueue=lambda group, async_op: SimpleNamespace(get_future=lambda: under_way))
-    given = device.future(PLAIN, fake, torch.ones(2))
+    given = executor.future(PLAIN, fake, torch.ones(2))
     under_way.set_exception(RuntimeError("Connection closed by peer"))
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         given.wait()
@@ -82,11 +82,11 @@ def _broken() -> None:
 
 def test_uses_and_steps_after_a_trial_that_failed_say_why() -> None:
     rank_group: Any = SimpleNamespace(check_usable=_broken)
-    site = Site(SimpleNamespace(rank_group=rank_group), None)  # type: ignore[arg-type]
+    call = KeyedCall(SimpleNamespace(rank_group=rank_group), lambda spec: PLAIN)  # type: ignore[arg-type]
     with pytest.raises(PeerLost, match="has failed"):
-        site._advance([])
-    trial = StepTrial.__new__(StepTrial)
-    trial.sites, trial.device = SimpleNamespace(rank_group=rank_group), SimpleNamespace(capturing=False)  # type: ignore[assignment]
-    trial._turns, trial._left = iter(()), 0  # type: ignore[assignment]
+        call._advance([])
+    tuner = StepTuner.__new__(StepTuner)
+    tuner.calls, tuner.executor = SimpleNamespace(rank_group=rank_group), SimpleNamespace(capturing=False)  # type: ignore[assignment]
+    tuner._turns, tuner._taken = iter(()), 2  # type: ignore[assignment]
     with pytest.raises(PeerLost, match="has failed"):
-        trial.turn()
+        tuner.turn()

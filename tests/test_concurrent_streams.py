@@ -11,11 +11,11 @@ import torch
 from logged import warned
 
 from weft.overlap import controls
-from weft.overlap.beside import cuda
-from weft.overlap.beside.collectives import Collective
-from weft.overlap.beside.cuda import CudaDevice
-from weft.overlap.beside.kernels import Kernels
-from weft.planner.ways import parse
+from weft.overlap.concurrent import cuda
+from weft.overlap.concurrent.collectives import Collective
+from weft.overlap.concurrent.cuda import CudaExecutor
+from weft.overlap.concurrent.kernels import Kernels
+from weft.schedules.concurrent import parse
 
 GPU = torch.device("cuda", 0)
 
@@ -93,11 +93,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(controls, "launch_order", lambda first, then: log.append(f"{first.name} before {then.name}"))
     monkeypatch.setattr(controls, "nccl_group", lambda group, max_ctas: f"{max_ctas} blocks")
     monkeypatch.setattr(cuda, "_can_be_made_anew", lambda group: True)
-    monkeypatch.setattr(CudaDevice, "_sms", 132)
+    monkeypatch.setattr(CudaExecutor, "_sms", 132)
     return log
 
 
-def run(log: Log, device: CudaDevice, way: str, *, fails: bool = False) -> list[str]:
+def run(log: Log, device: CudaExecutor, way: str, *, fails: bool = False) -> list[str]:
     """What one use does, and forget it."""
     fake = cast(Collective, Fake(log, fails=fails))
     device.prepare(parse(way), [fake])
@@ -113,19 +113,19 @@ def run(log: Log, device: CudaDevice, way: str, *, fails: bool = False) -> list[
 
 
 def test_sequential_is_on_the_callers_stream(log: Log) -> None:
-    assert run(log, CudaDevice(GPU), "sequential") == ["collective on main", "computation"]
+    assert run(log, CudaExecutor(GPU), "sequential") == ["collective on main", "computation"]
     assert log.made == 0
 
 
 def test_a_side_stream_forks_and_joins(log: Log) -> None:
-    device = CudaDevice(GPU)
+    device = CudaExecutor(GPU)
     expected = ["{0} waits for main", "{0} before main", "collective on {0}", "computation", "main waits for {0}"]
     for way, stream in (("vendor", "normal 1"), ("vendor+priority", "high 2"), ("vendor", "normal 1")):
         assert run(log, device, way) == [text.format(stream) for text in expected]
 
 
 def test_late_collectives_fork_early(log: Log) -> None:
-    assert run(log, CudaDevice(GPU), "vendor+late") == [
+    assert run(log, CudaExecutor(GPU), "vendor+late") == [
         "normal 1 waits for main",
         "computation",
         "collective on normal 1",
@@ -134,7 +134,7 @@ def test_late_collectives_fork_early(log: Log) -> None:
 
 
 def test_budgets_and_blocks(log: Log) -> None:
-    device = CudaDevice(GPU)
+    device = CudaExecutor(GPU)
     found = run(log, device, "vendor+priority+ctas=16+left=24")
     assert found[0] == "108 SMs"
     assert found[-2:] == ["main waits for high 1", "all SMs"]
@@ -147,7 +147,7 @@ def test_budgets_and_blocks(log: Log) -> None:
 
 @pytest.mark.parametrize("way", ["vendor+left=24", "vendor+late+left=24"])
 def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
-    device = CudaDevice(GPU)
+    device = CudaExecutor(GPU)
     found: list[str] = []
     with pytest.raises(KeyError), device.running(parse(way), [cast(Collective, Fake(log))]):
         raise KeyError
@@ -162,7 +162,7 @@ def test_an_exception_restores_and_joins(log: Log, way: str) -> None:
 
 
 def test_uses_within_uses_have_streams_of_their_own(log: Log) -> None:
-    device, fake = CudaDevice(GPU), cast(Collective, Fake(log))
+    device, fake = CudaExecutor(GPU), cast(Collective, Fake(log))
     with device.running(parse("vendor"), [fake]), device.running(parse("vendor"), [fake]):
         log.append("computation")
     joins = [text for text in log if text.startswith("main waits")]
@@ -173,7 +173,7 @@ def test_streams_go_back_at_the_end_once_each(log: Log, monkeypatch: pytest.Monk
     returned: list[str] = []
     monkeypatch.setattr(controls, "give_back", lambda stream: returned.append(stream.name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: returned.append("idle"))
-    device, fake = CudaDevice(GPU), cast(Collective, Fake(log))
+    device, fake = CudaExecutor(GPU), cast(Collective, Fake(log))
     for way in ("vendor", "vendor+priority", "vendor"):
         with device.running(parse(way), [fake]), device.running(parse(way), [fake]):
             pass
@@ -192,7 +192,7 @@ def test_communicators_of_lost_peers_are_aborted(log: Log, monkeypatch: pytest.M
     monkeypatch.setattr(controls, "give_back", lambda stream: None)
     monkeypatch.setattr(cuda, "_abort_process_group", lambda group: log.append(f"{group} aborted"))
     monkeypatch.setattr(cuda.dist, "destroy_process_group", lambda group: log.append(f"{group} destroyed"))
-    device = CudaDevice(GPU)
+    device = CudaExecutor(GPU)
     run(log, device, "vendor+priority+ctas=16")
     device.close(broken=broken)
     assert log == ["16 blocks aborted" if broken else "16 blocks destroyed"]
@@ -207,7 +207,7 @@ def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest
             log.append(f"{result} on {log.current}")
 
     monkeypatch.setattr(torch.futures, "Future", Future)
-    device = CudaDevice(GPU)
+    device = CudaExecutor(GPU)
     for way, stream in (("sequential", "main"), ("vendor+priority+ctas=8", "high 1")):
         device.future(parse(way), cast(Collective, Fake(log)), cast(torch.Tensor, "gradients"))
         assert log[-1] == f"gradients on {stream}"
@@ -215,7 +215,7 @@ def test_a_future_is_set_where_the_collective_runs(log: Log, monkeypatch: pytest
 
 
 def test_a_communicator_is_made_once_and_not_in_a_capture(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, made = CudaDevice(GPU), []
+    device, made = CudaExecutor(GPU), []
     monkeypatch.setattr(controls, "nccl_group", lambda group, max_ctas: made.append(max_ctas) or group)
     for _ in range(2):
         run(log, device, "vendor+ctas=8")

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
+from weft.core.concurrent import ConcurrentProblem
+from weft.core.problem import CollectiveProblem
 
 pytestmark = pytest.mark.ranks
 
@@ -120,3 +122,28 @@ def _of_a_parameter() -> list[float]:
 
 def test_a_parameter_may_be_reduced(ranks: RankFixture) -> None:
     assert ranks(2).run(_of_a_parameter) == [[0.5], [0.5]]
+
+
+def _as_a_schedule() -> list[str]:
+    """A schedule that was built for these collectives runs them; of others it is refused."""
+    tensor = torch.full((64,), float(dist.get_rank()))
+    mean = weft.AllReduce(tensor, reduction="avg")
+    size = dist.get_world_size()
+    told = []
+    for numbers in (tensor.numel(), 2 * tensor.numel()):
+        one = CollectiveProblem(op="all_reduce", m=numbers, world_size=size, dtype="float32", reduce_op="avg")
+        schedule = weft.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine+late")
+        try:
+            with weft.concurrent(collectives=mean, key="schedule", way=schedule) as context:
+                told.append(context.way)
+            told.append(str(float(tensor[0])))
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_schedule_is_a_way(ranks: RankFixture) -> None:
+    for way, mean, refused in ranks(2).run(_as_a_schedule):
+        assert (way, mean) == ("copy_engine+late", "0.5")
+        assert refused.startswith("way is a schedule for a computation and all_reduce M=128")
+        assert "these are all_reduce M=64" in refused

@@ -10,7 +10,7 @@ import pytest
 from brute import verdict
 
 import weft
-from weft.checker import ScheduleError, check
+from weft.checker import ScheduleError, check, fused_collective
 from weft.core import codec
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem
@@ -126,9 +126,10 @@ def test_a_rank_without_the_kernel_is_refused() -> None:
         check(mixed)
 
 
-@pytest.mark.parametrize(("name", "copies", "right"), [("one_shot", 2, False), ("one_shot", 3, True), ("two_shot", 1, False)])
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(("copies", "right"), [(1, False), (2, False), (3, True)])
 def test_a_mailbox_is_empty_before_it_is_written(name: str, copies: int, right: bool) -> None:
-    """With one hop, a peer may be a call ahead of what it waits for: two copies are too few."""
+    """With two copies a peer, a call ahead, may write what its owner still empties; a second hop's words do not say it has."""
     schedule = changed(build(REDUCE, name), lambda step: dataclasses.replace(step, copies=copies))
     if right:
         check(schedule)
@@ -143,34 +144,45 @@ def test_copies_that_are_too_few_lose_words_in_some_order() -> None:
         (step,) = {step for rank, _, _, step in build(REDUCE, name) if rank == 0}
         assert isinstance(step, FusedCollective)
         for copies in (1, 2, 3):
-            from weft.checker.fused_collective import written_too_early
-
-            proved = not written_too_early(dataclasses.replace(step, copies=copies), 2)
+            proved = not fused_collective.written_too_early(dataclasses.replace(step, copies=copies), 2)
             assert proved == (not _can_overwrite(step.hops, copies))
 
 
 def _can_overwrite(hops: int, copies: int, calls: int = 5) -> bool:
-    """Whether two ranks can come to write a place that is full, in all states of their programs that messages allow."""
-    program = ["send 1", "empty", "wait 1", *(["send 2", "wait 2"] if hops == 2 else [])]
-    seen, open_ = set(), [(0, 0)]
+    """Whether two ranks can come to write a place that is full, in all states of their programs that messages allow. A rank
+    empties places beside all else that it does in a call, at any time before the call ends."""
+    program = ["send 1", "wait 1", *(["send 2", "wait 2"] if hops == 2 else [])]
+    seen, open_ = set(), [((0, 0), (0, 0))]
     while open_:
         state = open_.pop()
         if state in seen:
             continue
         seen.add(state)
         for rank in (0, 1):
-            at, other = state[rank], state[1 - rank]
+            (at, emptied), (other, others) = state[rank], state[1 - rank]
             call, what = at // len(program), program[at % len(program)]
-            if call == calls:
-                continue
-            if what.startswith("wait") and other <= call * len(program) + program.index(what.replace("wait", "send")):
-                continue
-            if what.startswith("send") and call >= copies:
-                emptied = (call - copies + 1) * len(program) + program.index("empty")
-                if other <= emptied:
-                    return True
-            open_.append((at + 1, other) if rank == 0 else (other, at + 1))
+            after = []
+            if emptied <= min(call, calls - 1):
+                after.append((at, emptied + 1))
+            sent = call * len(program) + program.index(what.replace("wait", "send"))
+            goes_on = call < calls and emptied >= call and not (what.startswith("wait") and other <= sent)
+            if goes_on and what.startswith("send") and call >= copies and others < call - copies + 2:
+                return True
+            if goes_on:
+                after.append((at + 1, emptied))
+            open_ += [(one, state[1]) if rank == 0 else (state[0], one) for one in after]
     return False
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(("gone", "says"), [("empty", "no rank empties"), ("wait 1", "no rank waits for send 1")])
+def test_a_kernel_that_neither_empties_nor_waits_is_refused(
+    name: str, gone: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fused_collective.protocol
+    monkeypatch.setattr(fused_collective, "protocol", lambda step: tuple(entry for entry in whole(step) if entry != gone))
+    with pytest.raises(ScheduleError, match=says):
+        check(build(REDUCE, name))
 
 
 def test_two_kernels_have_mailboxes_of_their_own() -> None:

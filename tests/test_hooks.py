@@ -18,14 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.overlap.beside.blocks import COUNTED, ROUNDS, in_blocks, most_steps
-from weft.overlap.beside.steps import StepTrial
-from weft.overlap.beside.trials import Settled
+from weft.overlap.concurrent import ConcurrentChoice
+from weft.overlap.concurrent.steps import most_steps
+from weft.overlap.concurrent.tuning import STEPS, Sample, Turn, in_blocks
 from weft.overlap.hooks import data_parallel
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.fully_sharded import KEPT
 from weft.overlap.hooks.fully_sharded import WAYS as FSDP_WAYS
-from weft.planner.ways import Way, parse
+from weft.schedules.concurrent import Method, parse
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -41,7 +41,7 @@ def _model(kind: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _hooked(kind: str, model: nn.Module, **options: Any) -> StepTrial:
+def _hooked(kind: str, model: nn.Module, **options: Any) -> Any:
     return weft.hooks.ddp(model, **options) if kind == "ddp" else weft.hooks.fsdp(model, **options)  # type: ignore[arg-type]
 
 
@@ -89,13 +89,14 @@ def _first_steps() -> list[list[tuple[str, int]]]:
     trial = _hooked("ddp", model, way="copy_engine")
     steps: list[list[tuple[str, int]]] = []
     model.register_forward_hook(lambda *_: steps.append([]))
-    future = trial.device.future
+    executor = trial.tuner.executor
+    future = executor.future
 
     def noting(way: Any, collective: Any, result: torch.Tensor) -> Any:
         steps[-1].append((str(way), result.numel()))
         return future(way, collective, result)
 
-    trial.device.future = noting  # type: ignore[method-assign]
+    executor.future = noting
     _losses(model, 3)
     weft.close()
     return steps
@@ -114,14 +115,15 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def limits(way: Way) -> Iterator[None]:
-        events.append(f"leave {way.left}")
+    def limits(method: Method) -> Iterator[None]:
+        events.append(f"leave {method.left}")
         yield
         events.append("take back")
 
-    device = SimpleNamespace(limits=limits, future=lambda way, *_: events.append(f"bucket, ctas={way.ctas}"))
-    trial: Any = SimpleNamespace(way=parse("vendor+ctas=3+left=4"), turn=lambda: None, device=device)
-    steps = data_parallel._Steps(trial, cast(dist.ProcessGroup, dist.group.WORLD))
+    executor = SimpleNamespace(limits=limits, future=lambda way, *_: events.append(f"bucket, ctas={way.ctas}"))
+    calls = SimpleNamespace(method=lambda spec, _: parse(spec))
+    tuner: Any = SimpleNamespace(way=parse("vendor+ctas=3+left=4"), turn=lambda: None, executor=executor, calls=calls)
+    steps = data_parallel.Averaging(tuner, cast(dist.ProcessGroup, dist.group.WORLD))
     for whole in ends:
         for at in range(1 + whole):
             bucket = SimpleNamespace(index=lambda at=at: at, is_last=lambda at=at: at == 1, buffer=lambda: torch.zeros(2))  # type: ignore[misc]
@@ -148,10 +150,10 @@ def _tried(slow: str) -> tuple[list[str], list[tuple[str, str, dict[str, float]]
     now = [0]
 
     def mark() -> int:
-        now[0] += 2_000_000 if str(trial.way) == slow else 1_000_000
+        now[0] += 2_000_000 if str(trial.tuner.way) == slow else 1_000_000
         return now[0]
 
-    trial.device.mark = mark  # type: ignore[method-assign]
+    trial.tuner.executor.mark = mark
     taken = []
     model.register_forward_hook(lambda *_: taken.append(str(trial.way)))
     _losses(model, 6 + most_steps(2))
@@ -161,13 +163,46 @@ def _tried(slow: str) -> tuple[list[str], list[tuple[str, str, dict[str, float]]
     return taken, found
 
 
-_SCREENING = ["vendor"] * (2 + COUNTED) + ["sequential"] * (2 + COUNTED)
-_FINAL = ["sequential"] * (1 + COUNTED) + ["vendor"] * (1 + COUNTED)
+def _shown() -> tuple[list[str], list[str]]:
+    """What a hook prints, and what is listed of it: given a way; while ways are tried; once one is chosen."""
+    weft.close()
+    printed, listed = [], []
+    for way, counts in (("copy_engine", (3,)), ("auto", (5, most_steps(2)))):
+        model = _model("ddp")
+        hook = _hooked("ddp", model, way=way, key=way)
+        for count in counts:
+            _losses(model, count)
+            printed.append(repr(hook))
+            listed.append(str(weft.concurrent_choices()[-1]))
+    assert hook.settled
+    weft.close()
+    return printed, listed
+
+
+def test_a_hook_says_what_it_does_and_is_listed(ranks: RankFixture) -> None:
+    for printed, listed in ranks(2).run(_shown):
+        title = "weft.hooks.ddp: gradients are averaged bucket by bucket among 2 ranks; "
+        given, trying, chosen = printed
+        head, *buckets = given.splitlines()
+        assert head == f"{title}copy_engine: copy_engine (it was given)"
+        assert buckets
+        assert all(line.startswith(f"  bucket {i}: all_reduce of [") for i, line in enumerate(buckets))
+        assert all(line.endswith(" float32 among 2, copy_engine") for line in buckets)
+        assert trying.startswith(f"{title}auto: vendor (step 5 of at most {2 + most_steps(2)} in which 2 ways are tried)")
+        assert " us is the least of 2 ways" in chosen or "nothing is faster" in chosen
+        assert listed[0] == "copy_engine: copy_engine, because it was given (not measured)"
+        assert listed[1].startswith("auto: vendor, because step 5 of at most")
+        assert listed[2].startswith("auto: ")
+        assert "vendor" in listed[2].partition("(")[2]
+
+
+_SCREENING = ["vendor"] * (2 + STEPS.counted) + ["sequential"] * (2 + STEPS.counted)
+_FINAL = ["sequential"] * (1 + STEPS.counted) + ["vendor"] * (1 + STEPS.counted)
 
 
 @pytest.mark.parametrize(
     ("slow", "chosen", "blocks"),
-    [("sequential", "vendor", _SCREENING), ("vendor", "sequential", _SCREENING + ROUNDS * _FINAL)],
+    [("sequential", "vendor", _SCREENING), ("vendor", "sequential", _SCREENING + STEPS.rounds * _FINAL)],
 )
 def test_blocks_of_steps_take_ways_in_turn_and_keep_the_fastest(
     ranks: RankFixture, slow: str, chosen: str, blocks: list[str]
@@ -193,17 +228,17 @@ class _Clock:
     def slowest_us(self, text: str, spans: Sequence[tuple[float, float]]) -> float:
         return max(end - begin for begin, end in spans)
 
-    def settle(self, ways: list[str]) -> tuple[Settled, int]:
+    def settle(self, ways: list[str]) -> tuple[ConcurrentChoice, int]:
         """What is chosen, and after how many steps."""
-        turns, now, taken = in_blocks(cast(Any, self), ways), 0.0, list[str]()
+        turns, now, taken = in_blocks(cast(Any, self), STEPS, ways), 0.0, list[str]()
         way = next(turns)
         try:
             while True:
                 changes = sum(before != way == after for before, after in pairwise(["", *taken, way]))
                 fresh = taken.count(way) < 2 or taken[-1] != way
-                now += self._us(way, changes - 1) * (11 if fresh else 1)
+                begin, now = now, now + self._us(way, changes - 1) * (11 if fresh else 1)
                 taken.append(way)
-                way = turns.send(now)
+                way = turns.send(Turn(Sample(begin, begin, now), ()))
         except StopIteration as end:
             return end.value, len(taken)
 

@@ -17,12 +17,11 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.overlap.beside.blocks import most_steps
-from weft.overlap.beside.steps import StepTrial, ways_of, why_not_summed
+from weft.overlap.concurrent.steps import StepTuner, most_steps, specs_of, why_not_summed
 from weft.overlap.hooks import fully_sharded
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.gathered import Gathered
-from weft.planner.ways import parse
+from weft.schedules.concurrent import parse
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -165,7 +164,7 @@ def test_policies_of_fully_shard_are_kept(ranks: RankFixture) -> None:
 
 def test_what_copy_engines_cannot_sum_is_not_tried() -> None:
     with warned("copy_engine is not tried: gradients are torch.float64"):
-        ways = ways_of("auto", DDP_WAYS, without=(), no_copies=why_not_summed([torch.float64, torch.float32]))
+        ways = specs_of("auto", DDP_WAYS, without=(), no_copies=why_not_summed([torch.float64, torch.float32]))
     assert ways == tuple(way for way in DDP_WAYS if not way.startswith("copy_engine"))
     assert why_not_summed([torch.bfloat16, torch.float32]) == ""
 
@@ -214,7 +213,7 @@ def _entered(way: str) -> tuple[list[float], list[str]]:
             for holder, name, event in (
                 (stock, "__call__", "gather"),
                 (fully_sharded, "vendor_all_gather", "gather"),
-                (StepTrial, "turn", "turn"),
+                (StepTuner, "turn", "turn"),
             ):
                 patch.setattr(holder, name, _noting(getattr(holder, name), events, event))
             weft.hooks.fsdp(model, way=way)

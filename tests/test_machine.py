@@ -75,7 +75,7 @@ BAD = [
     ("collectives.all_gather", None, r"sources\.collectives\.all_gather\.also is about no number"),
     ("collectives.all_gather.points", [[1, -2.0]], r"collectives\.all_gather\.points is -2\.0"),
     ("collectives.all_gather.world_size", 4, r"all_gather: also is of \[2, 4\] ranks; give each number once, below the .*, 4"),
-    ("sources", {}, r"sources\.collectives\.all_gather\.also is missing; say where"),
+    ("sources", {}, r"sources\.collective_sms is missing; say where"),
     ("typo", 1, r"typo is not a field of Machine"),
 ]
 

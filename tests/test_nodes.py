@@ -258,7 +258,7 @@ def test_collectives_alone_are_the_vendors(two_nodes: Ranks) -> None:
 
 def _beside() -> list[bool]:
     """A sum beside a product; whether GPUs would try copy engines for it, among all ranks and among those of a node."""
-    from weft.overlap.beside.cuda import CudaDevice
+    from weft.overlap.concurrent.cuda import CudaExecutor
 
     rank, (a, b, _) = dist.get_rank(), whole(8, 6, 4, torch.float32, 5)
     grad = torch.full((16,), float(rank))
@@ -266,7 +266,7 @@ def _beside() -> list[bool]:
     assert torch.equal(out, a @ b)
     assert torch.equal(grad, torch.full((16,), 6.0))
     near = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-    device = CudaDevice(torch.device("cpu"))
+    device = CudaExecutor(torch.device("cpu"))
     found = [device.abilities((weft.AllReduce(grad, group),)).copy_engine for group in (None, near)]
     weft.close(near)
     dist.destroy_process_group(near)

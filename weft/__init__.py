@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from weft.overlap import collectives as collectives
     from weft.overlap import controls as controls
     from weft.overlap import hooks as hooks
-    from weft.overlap.beside import (
+    from weft.overlap.concurrent import (
         AllGather,
         AllReduce,
         AllToAll,
@@ -68,13 +68,13 @@ _MODULES = {
 }
 """Modules that users reach by a short name."""
 _HOMES = {
-    "AllGather": "overlap.beside",
-    "AllReduce": "overlap.beside",
-    "AllToAll": "overlap.beside",
-    "ReduceScatter": "overlap.beside",
-    "SendReceive": "overlap.beside",
-    "concurrent": "overlap.beside",
-    "concurrent_choices": "overlap.beside",
+    "AllGather": "overlap.concurrent",
+    "AllReduce": "overlap.concurrent",
+    "AllToAll": "overlap.concurrent",
+    "ReduceScatter": "overlap.concurrent",
+    "SendReceive": "overlap.concurrent",
+    "concurrent": "overlap.concurrent",
+    "concurrent_choices": "overlap.concurrent",
     "CollectiveProblem": "core.problem",
     "ColwiseParallel": "models.styles",
     "CompilePass": "models.inductor",

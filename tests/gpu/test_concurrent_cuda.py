@@ -20,9 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.overlap.beside.cuda import CudaDevice
-from weft.planner.ways import Load, candidates
+from weft.core.concurrent import ConcurrentProblem
+from weft.overlap.concurrent.cuda import CudaExecutor
 from weft.runtime.ranks import Ranks
+from weft.schedules.concurrent import candidates
 
 pytestmark = NEEDS_TWO
 SIZE = min(4, max(GPUS, 2))
@@ -42,13 +43,13 @@ def _device() -> torch.device:
 
 def _ways(op: str) -> list[str]:
     exchange = Exchange(op, _device())
-    abilities = CudaDevice(_device()).abilities((exchange.collective,))
+    abilities = CudaExecutor(_device()).abilities((exchange.collective,))
     assert abilities.priority
     assert abilities.ctas
     assert abilities.left
     assert abilities.copy_engine
-    load = Load(compute_us=1.0, communication_us=1.0, reduces=exchange.collective.reduces)
-    return [str(way) for way in candidates(abilities, load)]
+    problem = ConcurrentProblem(collectives=(exchange.collective.problem(exchange.size, ()),), world_size=exchange.size)
+    return list(candidates(problem, abilities))
 
 
 def _every_way(op: str) -> int:
@@ -340,7 +341,7 @@ def _offloaded(way: str | None) -> tuple[list[float], str]:
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
     trial = weft.hooks.fsdp(model, way=way, key=f"offloaded {way}") if way else None
-    return _descended(model, 6), trial.device.device.type if trial else "cuda"
+    return _descended(model, 6), trial.executor.device.type if trial else "cuda"
 
 
 def _all_offloaded() -> None:

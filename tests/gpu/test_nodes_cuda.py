@@ -21,7 +21,7 @@ import weft
 from weft import collectives
 from weft.core.errors import WeftError
 from weft.core.problem import split
-from weft.overlap.beside.cuda import CudaDevice
+from weft.overlap.concurrent.cuda import CudaExecutor
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import RankFailed, Ranks
 
@@ -84,7 +84,7 @@ def _collectives_alone() -> None:
             in_place(case, spec)
     assert {choice.spec for choice in weft.choices()} == {"sequential"}
     tensor = torch.ones(8, device=here())
-    assert not CudaDevice(here()).abilities((weft.AllReduce(tensor),)).copy_engine
+    assert not CudaExecutor(here()).abilities((weft.AllReduce(tensor),)).copy_engine
     with pytest.raises(ValueError, match=rf"on nodes of \({PER_NODE}, {PER_NODE}\) ranks, use sequential"):
         collectives.all_reduce(tensor, schedule="copy_engine")
     with pytest.raises(ValueError, match=rf"group is on nodes of \({PER_NODE}, {PER_NODE}\) ranks"):

@@ -25,12 +25,14 @@ every family whose chunks are free, both operators, best of five; with chunks=64
 
 from __future__ import annotations
 
+from weft.checker.concurrent import check_concurrent
 from weft.checker.fused_collective import check_mailboxes, check_room, check_shapes
 from weft.checker.program import ScheduleError
 from weft.checker.shapes import check_buffers
 from weft.checker.starvation import check_starvation, crowded_ranks
 from weft.checker.structure import compile_schedule
 from weft.checker.walk import Walk
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Schedule
@@ -41,6 +43,9 @@ __all__ = ["ScheduleError", "check"]
 def check(schedule: Schedule) -> None:
     """Prove the schedule right. Raises ScheduleError, a ValueError, that names rank, lane, step and region or flag."""
     require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
+    if isinstance(schedule.problem, ConcurrentProblem):
+        check_concurrent(schedule, schedule.problem, check)
+        return
     check_buffers(schedule)
     check_shapes(schedule)
     spelled = spelled_out(schedule)

@@ -13,7 +13,9 @@ ranks' tiles. A second hop sends and waits again. So a place that is written in 
     send, empty (what c has brought)  send  ~~~~~~~~~~~~~~~~>  send, empty, wait (for p)   send: p's place of call c is empty
 
 With two copies rank r sends in call c + 2 to the same place, and knows of p only that it has sent in call c + 1, not that it
-has emptied the place.
+has emptied the place. A second hop does not help: p sends its sums after it has emptied its places, but some threads of a block
+empty while others go on, and no fence orders what they store. So a rank knows that p has emptied only if it has the end of that
+call of p behind it.
 """
 
 from __future__ import annotations
@@ -101,29 +103,37 @@ def check_mailboxes(schedule: Schedule) -> None:
     for step in {step for rank, _, _, step in schedule if rank == 0 and isinstance(step, FusedCollective)}:
         late = written_too_early(step, schedule.problem.world_size)
         if late:
-            raise ScheduleError(f"mailbox {step.mailbox} of {schedule.name} has {step.copies} copies: {late}; use 3")
+            raise ScheduleError(f"mailbox {step.mailbox} of {schedule.name} has {step.copies} copies: {late}")
 
 
 def written_too_early(step: FusedCollective, world_size: int) -> str:
-    """A place that may be written before it has been emptied, in words; nothing if none may.
+    """A place that may be read before it has been written, or written before it has been emptied, in words; nothing if none
+    may.
 
     Calls are alike, so it is enough to look at what call 0 has brought. A place is safe if its emptying in call 1 comes before
     the next write to it, in call `copies`.
     """
+    order = protocol(step)
+    sends = [entry for entry in order if entry.startswith("send")]
+    unread = next((send for send in sends if _awaited(send) not in order), None)
+    if unread or "empty" not in order:
+        return f"no rank waits for {unread}" if unread else "no rank empties the places that it has read"
     for owner in range(world_size):
         known = _after((1, owner, "empty"), step, world_size, step.copies)
-        for send in (entry for entry in protocol(step) if entry.startswith("send")):
+        for send in sends:
             for sender in range(world_size):
                 if (step.copies, sender, send) not in known:
                     what = f"{send.replace('send', 'send hop')} of call {step.copies}"
-                    return f"rank {sender} may {what} while rank {owner} has not emptied the place that call 0 has filled"
+                    late = f"rank {sender} may {what} while rank {owner} has not emptied the place that call 0 has filled"
+                    return f"{late}; use 3"
     return ""
 
 
 def _after(event: Event, step: FusedCollective, world_size: int, last: int) -> set[Event]:
-    """All events up to call `last` that come after one: in the order of each rank, and as messages go."""
+    """All events up to call `last` that come after one: in the order of each rank, and as messages go. Of what a rank empties
+    in a call, only its next call comes after that."""
     order = protocol(step)
-    following = dict(pairwise(order))
+    following = dict(pairwise(entry for entry in order if entry != "empty"))
     found, open_ = {event}, [event]
     while open_:
         call, rank, what = open_.pop()
@@ -133,10 +143,15 @@ def _after(event: Event, step: FusedCollective, world_size: int, last: int) -> s
         elif call < last:
             then.append((call + 1, rank, order[0]))
         if what.startswith("send"):
-            then += [(call, peer, what.replace("send", "wait")) for peer in range(world_size)]
+            then += [(call, peer, _awaited(what)) for peer in range(world_size)]
         open_ += [one for one in then if one not in found]
         found.update(then)
     return found
+
+
+def _awaited(send: str) -> str:
+    """The entry of the protocol that waits for a send."""
+    return send.replace("send", "wait")
 
 
 def check_room(program: Program, spelled_out: SpelledOut) -> None:

@@ -39,6 +39,7 @@ from weft.core.schedule import (
     Step,
     Store,
     Sum,
+    UserCall,
     Wait,
 )
 
@@ -115,6 +116,8 @@ class _Compiler:
             return Op(_SIGNAL, self.advance(step.flag))  # type: ignore[union-attr]
         if kind is SendReceive:
             return self.messages(step)  # type: ignore[arg-type]
+        if kind is UserCall:
+            self.fail("a call of the user's own is for a ConcurrentProblem; this problem has none")
         if self.lane.kind == "network":
             self.fail("a network lane runs sends and receives, waits and signals; this step needs another lane")
         if kind is Copy:

@@ -16,6 +16,7 @@ MARKS: dict[Kind, tuple[str, str]] = {
     "copy": ("=", "cyan"),
     "reduce": ("+", "blue"),
     "gemm": ("#", "green"),
+    "call": ("$", "green"),
     "lookup": ("%", "green"),
 }
 """Mark and colour by kind; what stands later is drawn over what stands earlier."""

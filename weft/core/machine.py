@@ -255,8 +255,10 @@ class Machine:
     lane, and from a copy lane to come back, where that was measured. stages: whether vendors' matmuls and collectives are
     called through torch, with what that does around them (weft.perf.staging). collectives: vendor's, by name; all_to_all may be
     missing, and then costs what all_gather does; all_reduce, too, and then is a reduce_scatter and an all_gather.
+    collective_sms: SMs that a vendor's collective holds by itself; None for as many as stores.sms.
     contention: how many times as long the first takes beside the second ("gemm beside copy"), where that is known; the
-    simulator uses that of gemm and copy, of copies at the full rate. slow_lookups: whether lookups and the kernels that copy
+    simulator uses that of gemm and copy, of copies at the full rate, and of a user's computation and collectives
+    (weft.perf.concurrent). slow_lookups: whether lookups and the kernels that copy
     rows beside them slow each other, too (weft.perf.lookups). network: between several such hosts, if known. device:
     what its numbers were measured on, as its driver names it; empty where they are of several sources.
     sources: where each number is from, by the path that `numbers` gives it. spreads: of measured ones, by how much repeated
@@ -281,6 +283,7 @@ class Machine:
     device: str = ""
     stages: bool = False
     fork_us: float | None = None
+    collective_sms: int | None = None
     slow_lookups: bool = True
 
     def __post_init__(self) -> None:

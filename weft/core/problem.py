@@ -48,6 +48,7 @@ Op = Literal[
     "reduce_scatter",
     "all_reduce",
     "all_to_all",
+    "concurrent",
 ]
 DType = Literal["bfloat16", "float16", "float32", "uint8"]
 Ops = tuple[Op, ...]
@@ -165,6 +166,10 @@ class Problem:
     def itemsize(self) -> int:
         """Bytes of one element."""
         return ITEMSIZE[self.dtype]
+
+    def itemsize_of(self, buffer: str) -> int:
+        """Bytes of one element of a buffer that is not float32 in any case."""
+        return self.itemsize
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:

@@ -36,11 +36,13 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from weft.core import codec
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, Span1D
 
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
-their own (SM stores). network: the vendor's sends and receives."""
+their own (SM stores). network: the vendor's sends and receives; beside a computation of the user's own
+(UserCall) the vendor's collectives, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,16 +370,46 @@ class SendReceive:
         return tuple(dict.fromkeys([*(s.to for s in self.sends), *(r.source for r in self.receives)]))
 
 
-Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive
+@dataclass(frozen=True, slots=True)
+class UserCall:
+    """What the user's own program does; it reads and writes nothing of the schedule's buffers.
+
+    On a compute lane it is the user's computation. On any lane, with `collective`, it is the communication of that number among
+    the collectives of a ConcurrentProblem, whose tensors are not described (OpaqueCollective).
+    left: SMs that the vendor's GEMMs of the computation leave free. resident: blocks an SM that the kernels named by the user
+    keep to; 0 for as many as fit. Of sharded parameters, which the computation gathers itself (fully_shard): ahead, how many
+    groups are gathered before the one that computes, 0 for as fully_shard does; keep, gathered once a step, for both passes.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    name: str
+    collective: int | None = None
+    left: int = 0
+    resident: int = 0
+    ahead: int = 0
+    keep: bool = False
+
+    def __str__(self) -> str:
+        numbers = [f"{name}={value}" for name in ("left", "resident", "ahead") if (value := getattr(self, name))]
+        return ", ".join([f"call {self.name}", *numbers, *["keep"] * self.keep])
+
+
+Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive | UserCall
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps that run one after the other. kind says on what."""
+    """Steps that run one after the other. kind says on what.
+
+    Beside a UserCall, the lanes of a rank are enqueued in the order in which they are listed. priority: on streams of the
+    highest priority. ctas: the blocks of this lane's kernels, 0 for their own choice.
+    """
 
     name: str
     kind: LaneKind
     steps: tuple[Step, ...]
+    priority: bool = False
+    ctas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,7 +434,7 @@ class Schedule:
     A Schedule may be wrong; `weft.check` proves one right.
     """
 
-    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem
     name: str
     buffers: tuple[Buffer, ...]
     ranks: tuple[tuple[Lane, ...], ...]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["gemm", "lookup", "copy", "reduce", "collective", "message", "wait", "signal"]
+Kind = Literal["gemm", "lookup", "copy", "reduce", "collective", "message", "call", "wait", "signal"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from weft.core.schedule import (
     SendReceive,
     Signal,
     Step,
+    UserCall,
     Wait,
 )
 from weft.core.span import Kind, Span
@@ -34,6 +35,7 @@ KINDS: dict[type, Kind] = {
     Collective: "collective",
     FusedCollective: "collective",
     SendReceive: "message",
+    UserCall: "call",
 }
 
 
@@ -53,12 +55,12 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
 
 def region_bytes(schedule: Schedule, region: Region) -> int:
     """Bytes of a region: 4 an element in a float32 buffer, else the problem's itemsize."""
-    return region.size * (4 if schedule.buffer[region.buffer].float32 else schedule.problem.itemsize)
+    return region.size * (4 if schedule.buffer[region.buffer].float32 else schedule.problem.itemsize_of(region.buffer))
 
 
 def label(rank: int, step: Step) -> str:
     """A short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
-    if isinstance(step, (Gemm, Reduce, Lookup)):
+    if isinstance(step, (Gemm, Reduce, Lookup, UserCall)):
         return str(step)
     if isinstance(step, Push):
         return _push_label(step)

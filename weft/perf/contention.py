@@ -123,6 +123,8 @@ class Contention:
         self._slower_gemm = max(1.0, known.get(GEMM_BESIDE_COPY, 1.0))
         self._slower_copy = max(1.0, known.get(COPY_BESIDE_GEMM, 1.0))
         self._clocks: dict[Hashable, list[Clock]] = {rank: [] for rank in range(ranks)}
+        self._computations: dict[Hashable, list[Clock]] = {rank: [] for rank in range(ranks)}
+        self._held: dict[Hashable, list[float]] = {rank: [] for rank in range(ranks)}
         self._gbps: Mapping[Hashable, float] = {}
 
     def copies_slower(self, rank: Hashable) -> float:
@@ -143,12 +145,35 @@ class Contention:
         self._clocks[rank].remove(clock)
         self._changed()
 
+    @contextmanager
+    def computation(self, rank: Hashable) -> Iterator[Time]:
+        """While a user's computation runs, its time: a kernel that multiplies, and feels what is `held`, too."""
+        clock = Clock(self._env, (1.0, 0.0))
+        self._computations[rank].append(clock)
+        self._clocks[rank].append(clock)
+        self.moving(self._gbps)
+        self._changed()
+        yield clock
+        self._clocks[rank].remove(clock)
+        self._computations[rank].remove(clock)
+        self._changed()
+
+    @contextmanager
+    def held(self, rank: Hashable, speed: float) -> Iterator[None]:
+        """While others hold SMs of a rank, its computations run at that share of their speed; of several holders the least."""
+        self._held[rank].append(speed)
+        self.moving(self._gbps)
+        yield
+        self._held[rank].remove(speed)
+        self.moving(self._gbps)
+
     def moving(self, gbps: Mapping[Hashable, float]) -> None:
         """What copies move through each rank's memory from now on; nothing where a rank is left out."""
         self._gbps = gbps
         for rank, clocks in self._clocks.items():
             for clock in clocks:
-                clock.run_at(self._speed(clock, gbps.get(rank, 0.0)))
+                slowed = min(self._held[rank], default=1.0) if clock in self._computations[rank] else 1.0
+                clock.run_at(self._speed(clock, gbps.get(rank, 0.0)) * slowed)
 
     def _speed(self, clock: Clock, gbps: float) -> float:
         multiplying, traffic = clock.shares

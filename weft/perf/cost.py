@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import AlphaBeta, Machine, Table, Tile
 from weft.core.problem import ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
 from weft.perf import pieces
@@ -271,9 +272,12 @@ def _burst_share(problem: Problem) -> float:
 
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
-    """The slowest rank's computation alone: its matmul as one vendor GEMM, or its lookup; of a collective alone nothing."""
+    """The slowest rank's computation alone: its matmul as one vendor GEMM, its lookup, or what the problem says of a user's; of
+    a collective alone nothing."""
     if isinstance(problem, CollectiveProblem):
         return 0.0
+    if isinstance(problem, ConcurrentProblem):
+        return problem.compute_us or 0.0
     if isinstance(problem, LookupProblem):
         elements = problem.m * max(problem.b_sizes)
         busy = hbm_us(machine, gathered_bytes(problem, elements) + elements * problem.itemsize)
@@ -285,8 +289,24 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
     return max(gemm_us(machine, m, n, k, problem.dtype) for m, n, k in sizes)
 
 
+def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
+    """What each of the vendor's collectives takes alone: as the machine has it, all together as was measured if that was done.
+    Raises ValueError for one that is not described, where nothing was measured."""
+    found = [collective_us(machine, one.op, one.shard_bytes, one.world_size, one.nodes) for _, one in problem.known]
+    measured, count = problem.communication_us, len(problem.collectives)
+    if measured is None:
+        if len(found) < count:
+            raise ValueError(f"communication_us is None; {problem} has communication that only a measurement can tell")
+        return tuple(found)
+    if len(found) < count or not sum(found):
+        return (measured / count,) * count
+    return tuple(us * measured / sum(found) for us in found)
+
+
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
-    """The problem's collective alone, with the vendor's; where columns have come, they are not laid side by side yet."""
+    """The problem's collectives alone, with the vendor's; where columns have come, they are not laid side by side yet."""
+    if isinstance(problem, ConcurrentProblem):
+        return sum(alone_us(problem, machine))
     whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
     shard_bytes = whole if problem.op == "matmul_all_reduce" else problem.shard_bytes
     op = COLLECTIVES[problem.op].removesuffix("_columns")

@@ -47,7 +47,7 @@ from weft.core.schedule import (
 )
 from weft.core.span import Span
 from weft.core.work import continued, span
-from weft.perf import kernels, lookups, messages, transfers
+from weft.perf import concurrent, kernels, lookups, messages, transfers
 from weft.perf.network import Resource, Usage
 from weft.perf.room import taken_sms
 from weft.perf.world import Process, Ran, Recorder, World, ns
@@ -162,7 +162,9 @@ def _launched(lane: Lane, kernels: Mapping[Span1D, FusedCollective]) -> frozense
 
 
 def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
-    if isinstance(step, Wait):
+    if concurrent.differs(world.schedule, step):
+        yield from concurrent.step(world, rank, lane, step)  # type: ignore[arg-type]
+    elif isinstance(step, Wait):
         waited = yield from world.wait(step)
         wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
         yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
@@ -183,5 +185,5 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
     elif isinstance(step, SendReceive):
         yield from messages.send_receive(world, rank, step)
     else:
-        assert isinstance(step, Collective), "a FusedCollective is spelled out"
+        assert isinstance(step, Collective), step
         yield from transfers.collective(world, rank, step)

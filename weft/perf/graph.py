@@ -9,7 +9,7 @@ bring. Computing takes the time that it takes alone on the machine; what sending
     Copy, Push or store to a peer         a send there, and a receive of the peer
     Copy or load from a peer              a request, as a message, behind which the peer sends
     Copy within a rank                    one that computes
-    Collective                            one
+    Collective, UserCall                  one
     Signal or count at a peer             a message of FLAG_BYTES; a lane's receives at one rank are in the order of its sends
     Signal or count within a rank, Wait   none: what waits depends on what was before the signal
 
@@ -41,6 +41,7 @@ from weft.core.schedule import (
     SendReceive,
     Signal,
     Step,
+    UserCall,
     Wait,
 )
 from weft.core.work import label, region_bytes
@@ -173,9 +174,19 @@ class _Builder:
             self.lookup(at, step)
         elif isinstance(step, Collective):
             self.node(at, "collective", label(at.rank, step), op=step.op, bytes=region_bytes(self.schedule, step.src))
+        elif isinstance(step, UserCall):
+            self.call(at, step)
         else:
             assert isinstance(step, SendReceive), "a FusedCollective is spelled out"
             self.messages(at, step)
+
+    def call(self, at: _At, step: UserCall) -> None:
+        """The user's computation, or communication that is not described: a collective of no known size."""
+        if step.collective is None:
+            problem = self.schedule.problem
+            self.node(at, "compute", str(step), us=getattr(problem, "compute_us", None) or 0.0)
+        else:
+            self.node(at, "collective", str(step), op=step.name)
 
     def copy(self, at: _At, lane: Lane, step: Copy) -> None:
         name, size = label(at.rank, step), region_bytes(self.schedule, step.src)

@@ -7,6 +7,11 @@ for the SMs of the lookup or vendor's GEMM that runs on its rank; one to a peer 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Collective, Copy, LaneKind, Push, Region, Schedule
 from weft.core.work import collective_shard_bytes, region_bytes
@@ -79,6 +84,18 @@ def strided(schedule: Schedule, step: Copy) -> bool:
     return apart(step.src) or apart(step.dst)
 
 
+def meet(world: World, rank: int, shard_bytes: int) -> Generator[simpy.Event, Any, Rendezvous]:
+    """Wait until every rank has come to its n-th collective; what they have in common."""
+    number = world.met[rank] = world.met.get(rank, 0) + 1
+    meeting = world.meetings.setdefault(number, Rendezvous(world.env.event()))
+    meeting.here += 1
+    meeting.shard_bytes = max(meeting.shard_bytes, shard_bytes)
+    if meeting.here == len(world.schedule.ranks):
+        meeting.begun.succeed()
+    yield meeting.begun
+    return meeting
+
+
 def collective(world: World, rank: int, step: Collective) -> Process:
     """Wait for all ranks, then the vendor's time. The n-th collective of a rank meets the n-th of every other.
 
@@ -87,13 +104,7 @@ def collective(world: World, rank: int, step: Collective) -> Process:
     """
     if len(world.schedule.ranks[rank]) > 1 and world.machine.fork_us:
         yield world.env.timeout(ns(world.machine.fork_us))
-    number = world.met[rank] = world.met.get(rank, 0) + 1
-    meeting = world.meetings.setdefault(number, Rendezvous(world.env.event()))
-    meeting.here += 1
-    meeting.shard_bytes = max(meeting.shard_bytes, collective_shard_bytes(world.schedule, step))
-    if meeting.here == len(world.schedule.ranks):
-        meeting.begun.succeed()
-    yield meeting.begun
+    meeting = yield from meet(world, rank, collective_shard_bytes(world.schedule, step))
     world.transfers[rank].start(world.now)
     problem = world.schedule.problem
     busy_us = collective_us(world.machine, step.op, meeting.shard_bytes, problem.world_size, problem.nodes)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
 from weft.core.problem import CollectiveProblem, Problem
 from weft.core.schedule import Schedule
 from weft.perf import Outcome, run
+from weft.perf.concurrent import computation_us
 from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.planner.explain import Option, explain
 from weft.planner.values import Candidate, Plan
@@ -39,13 +41,13 @@ def plan(
         chunks: with only, this count alone.
 
     An empty result has the sequential program alone, unless others are asked for. Raises ValueError if the machine has fewer
-    GPUs than the problem, or no rate for its dtype, for chunks without only or of a family that has none, for a family that
-    weft or the operator lacks, and for a schedule of another problem.
+    GPUs than the problem, or no rate for its dtype, for a ConcurrentProblem without compute_us, for chunks without only or of a
+    family that has none, for a family that weft or the operator lacks, and for a schedule of another problem.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
     machine = as_machine(machine)
     machine.require_for(problem)
-    if not isinstance(problem, CollectiveProblem):
+    if not isinstance(problem, (CollectiveProblem, ConcurrentProblem)):
         machine.tflops(problem.dtype)
     considered = _considered(problem, machine, schedules, only, chunks)
     ideal_us = max(whole_gemm_us(machine, problem), whole_collective_us(machine, problem))
@@ -69,6 +71,8 @@ def _considered(
     problem: Problem, machine: Machine, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None
 ) -> list[Schedule]:
     _check_asked(problem, schedules, only, chunks)
+    if isinstance(problem, ConcurrentProblem):
+        computation_us(problem)
     if schedules is not None:
         found = [s for s in schedules if only in (None, s.name) and chunks in (None, s.chunks)]
     elif only is not None and (chunks is not None or not FAMILIES[only].chunked):
@@ -86,6 +90,8 @@ def _considered(
 def _check_asked(problem: Problem, schedules: Sequence[Schedule] | None, only: str | None, chunks: int | None) -> None:
     if only is None and chunks is not None:
         raise ValueError(f"chunks is {chunks}, but only is None; name the family that chunks are for")
+    if only is not None and isinstance(problem, ConcurrentProblem):
+        raise ValueError(f"only is {only!r}; of {problem} every schedule has a name of its own: give schedules instead")
     if only is not None and only not in FAMILIES:
         raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
     if only is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
@@ -64,6 +65,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
         return "The result has no elements: there is nothing to do."
     if problem.world_size == 1:
         return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {chosen.predicted_us:.0f} us."
+    if isinstance(problem, ConcurrentProblem):
+        return _beside(problem, machine, chosen, sequential_us)
     bound = _bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
     if asked and chosen.schedule.name == "sequential":
         return f"{bound} sequential was asked for and takes {chosen.predicted_us:.0f} us."
@@ -76,6 +79,14 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
     over = f"{chosen.candidate.over_ideal_us:.0f}" if chosen.candidate.over_ideal_us else "no"
     left = f" and {over} more than the longer of the two"
     return f"{bound} {hidden}{left}{_runner_up(chosen, rivals, machine)}."
+
+
+def _beside(problem: ConcurrentProblem, machine: Machine, chosen: Option, sequential_us: float) -> str:
+    parts = f"the computation alone takes {whole_gemm_us(machine, problem):.0f} us, the collectives alone "
+    parts += f"{whole_collective_us(machine, problem):.0f}"
+    if chosen.schedule.name == "sequential":
+        return f"It stays sequential, since no other schedule is predicted to be faster: {parts}."
+    return f"{chosen.schedule.name} {_against(chosen.predicted_us, sequential_us)}: {parts}."
 
 
 def _bound(computation_us: float, communication_us: float, problem: Problem) -> str:

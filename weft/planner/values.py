@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.span import Span
 from weft.schedules import spec
@@ -41,7 +42,7 @@ class Plan:
     GEMM alone and the whole collective alone. spans: the chosen schedule as predicted. why: one or two sentences.
     """
 
-    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem
     machine: str
     candidates: tuple[Candidate, ...]
     sequential_us: float

@@ -26,6 +26,7 @@ KIND_COLOURS: dict[str, str] = {
     "reduce": "#009e73",
     "collective": "#cc79a7",
     "message": "#f0e442",
+    "call": "#000000",
     "wait": "#8c8c8c",
     "signal": "#d55e00",
 }

@@ -34,8 +34,9 @@ import torch
 from weft.comm.symmetric_heap import Allocation
 from weft.compat.streams import Word
 from weft.core.fused_collective import spelled_out
+from weft.core.logs import warn_once
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Collective, Flag, Gemm, Region, Schedule, SendReceive, Wait, waits
+from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Region, Schedule, SendReceive, Wait, waits
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes
@@ -70,6 +71,10 @@ class CudaProgram(BoundProgram):
     def __init__(self, space: CudaSpace, schedule: Schedule) -> None:
         self.space, self.driver = space, space.driver
         if not space.fuses(DTYPES[schedule.problem.dtype]):
+            if any(isinstance(step, FusedCollective) for _, _, _, step in schedule):
+                warn_once(
+                    f"schedule {schedule.name}: this GPU runs no fused collective as one kernel: its steps run one by one"
+                )
             schedule = spelled_out(schedule).schedule  # the steps in place of a FusedCollective have flags of their own
         self.flags = WaiterWords(schedule)
         self._scratch: dict[str, torch.Tensor] = {}

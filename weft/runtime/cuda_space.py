@@ -18,7 +18,7 @@ from weft.comm.symmetric_heap import DeviceHeap
 from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.device import capabilities
 from weft.compat.streams import Driver, Word, raw_stream
-from weft.core.logs import LOGGER
+from weft.core.logs import LOGGER, warn_once
 from weft.perf.shapes import shapes_for
 from weft.runtime.network import CudaWire
 from weft.runtime.release import Releaser
@@ -52,9 +52,9 @@ class CudaSpace:
 
     def __init__(self, rank_group: RankGroup, device: torch.device, turn: Turn | None = None) -> None:
         self.turn = turn or Turn()
-        if rank_group.timeout_s > _LONGEST_S:
+        if (bound_s := rank_group.timeout_s) > _LONGEST_S:
             raise ValueError(
-                f"WEFT_TIMEOUT_S is {rank_group.timeout_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
+                f"WEFT_TIMEOUT_S is {bound_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
             )
         self.rank_group, self.device = rank_group, device
         _warn_of_few_queues()
@@ -92,7 +92,13 @@ class CudaSpace:
         )
 
     def runs_kernels(self, dtype: torch.dtype) -> bool:
-        return dtype in (torch.bfloat16, torch.float16) and bool(shapes_for(self.capabilities))
+        """Whether fused steps of this dtype run as kernels: of 16 bits, where a tile fits the GPU."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            return False
+        fits = bool(shapes_for(self.capabilities))
+        if not fits:
+            warn_once(f"no tile of weft's matmul kernels fits {self.device}: steps run part by part, by torch's operations")
+        return fits
 
     def fuses(self, dtype: torch.dtype) -> bool:
         return self.capabilities.matrix_16bit

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from weft.core.errors import WaitTimeout
+from weft.core.logs import warn_once
 from weft.core.schedule import Flag, Gemm, Lookup, Part, Reduce, Region, Schedule, Step, Wait, advances, waits
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
@@ -87,6 +88,7 @@ class FusedStep(ABC):
     def __init__(self, where: Where, device: torch.device, flags: FlagWords) -> None:
         self._where, self._device, self._flags = where, device, flags
         self.status = torch.zeros(2, dtype=torch.int32, device=device)
+        self._logged: set[str] = set()
 
     @abstractmethod
     def runs(self, bindings: Bindings) -> bool:
@@ -107,6 +109,12 @@ class FusedStep(ABC):
             self.status.zero_()
             wait = waits(self.step)[gate - 1]
             raise WaitTimeout(f"{where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
+
+    def _log_fallback(self, reason: str) -> None:
+        """Log once in this process that such a step does not run as one kernel, and so overlaps less."""
+        self._logged.add(reason)
+        kind = type(self._where.step).__name__
+        warn_once(f"lane {self._where.lane}: a {kind} runs part by part, by torch instead of one kernel: {reason}")
 
     def _gate_address(self, flag: Flag) -> int:
         return self._flags.gate_address(flag, self._where)
@@ -136,6 +144,23 @@ class Plans(Generic[T]):
         return self._kept[1]
 
 
+_LAYOUTS = 256
+"""How many layouts of its tensors a step remembers."""
+
+
+def _irregular(step: Gemm, device: torch.device, results: int) -> str:
+    """Why no call of a GEMM can run as one kernel; nothing where one can. results: buffers of the caller's that it writes."""
+    if not whole_slices(step, blocks_for(step, device)):
+        return "its slices of K end within a step of the kernel's loop"
+    if step.accumulate:
+        return "it adds to its result"
+    if results > 1:
+        return f"it writes {results} results"
+    if any(pitch(part) is None for part in step.parts if part.adds):
+        return "what it adds has no one distance from row to row"
+    return "" if in_order(step) else "its parts cannot be kept in order"
+
+
 class FusedGemm(FusedStep):
     """A GEMM with gates, counts, adds, or parts that are stored at peers.
 
@@ -152,28 +177,52 @@ class FusedGemm(FusedStep):
         self._out = (given or stored)[0]
         self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
-        pitched = all(pitch(part) is not None for part in step.parts if part.adds)
-        plain = whole_slices(step, blocks_for(step, device)) and not step.accumulate and len(given) <= 1
-        self._regular = plain and pitched and in_order(step)
+        self._irregular = _irregular(step, device, len(given))
         self._counts = any(part.count for part in step.parts)
         self._plans = Plans(self._elsewhere, self._laid_out)
         self._launcher = gemm_kernel.launcher()
-        self._fits: dict[tuple[int, ...], bool] = {}
+        self._unfit: dict[tuple[int, ...], str] = {}
+        """By the alignments and strides of the tensors of a call, why the kernel cannot take them; nothing where it can."""
 
     def runs(self, bindings: Bindings) -> bool:
-        if not self._regular:
-            return False
+        reason = self._irregular or self._reason_against(bindings)
+        if reason and reason not in self._logged:
+            self._log_fallback(reason)
+        return not reason
+
+    def _reason_against(self, bindings: Bindings) -> str:
         sources = [self._whole(bindings, key) for key in self._buffers]
         bs = [b for b, _ in bindings.pieces(self.step.b)]
         adds = [self._whole(bindings, key) for key in self._adds]
         outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
         key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))
-        if key not in self._fits:
-            loads = len(sources) <= 2 and all(fits(a, b) for a in sources for b in bs) and self._spans_columns(bindings)
-            # Tiles of several b would be counted by launches, each of its own number of columns.
-            counts = len(bs) == 1 or not self._counts
-            self._fits[key] = loads and counts and self._adds_fit(adds, bs) and self._outs_fit(outs, bs)
-        return self._fits[key]
+        if key not in self._unfit:
+            if len(self._unfit) == _LAYOUTS:
+                self._unfit.clear()
+            self._unfit[key] = self._compared(bindings, sources, bs, adds, outs)
+        return self._unfit[key]
+
+    def _compared(
+        self,
+        bindings: Bindings,
+        sources: list[torch.Tensor],
+        bs: list[torch.Tensor],
+        adds: list[torch.Tensor],
+        outs: list[torch.Tensor],
+    ) -> str:
+        """Why the kernel cannot take these tensors; nothing where it can."""
+        if not all(fits(a, b) for a in sources for b in bs):
+            return "it cannot load an operand whose rows are not contiguous, 16-byte aligned and a multiple of 16 bytes apart"
+        if len(sources) > 2:
+            return f"its rows come from {len(sources)} buffers, and it takes two"
+        if not self._spans_columns(bindings):
+            return "its parts are some columns of a matrix alone"
+        if len(bs) > 1 and self._counts:
+            # The tiles of each b would be counted by a launch of their own, each of its own number of columns.
+            return f"it counts tiles for one b, and there are {len(bs)}"
+        if not self._adds_fit(adds, bs):
+            return "it cannot load what it adds"
+        return "" if self._outs_fit(outs, bs) else "its results differ in dtype or row stride, or there are several b"
 
     def _spans_columns(self, bindings: Bindings) -> bool:
         """Whether parts read all columns of a and of what they add, and write all of `out`: the kernel begins at the first."""
@@ -251,16 +300,29 @@ class FusedReduce(FusedStep):
         self._launcher = reduce_kernel.launcher()
 
     def runs(self, bindings: Bindings) -> bool:
-        """One result, and sources of one dtype, row stride and of the result's rows, as many for each part."""
+        reason = self._reason_against(bindings)
+        if reason and reason not in self._logged:
+            self._log_fallback(reason)
+        return not reason and self._whole_result(bindings).numel() > 0
+
+    def _whole_result(self, bindings: Bindings) -> torch.Tensor:
+        return bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank][0][0]
+
+    def _reason_against(self, bindings: Bindings) -> str:
+        """Why the kernel cannot take the tensors of a call; nothing where it can. It takes one result, and sources of one
+        dtype, row stride and of the result's rows, as many for each part."""
         if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
-            return False
+            return "its sources have other rows than its result"
         if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
-            return False
+            return "it has several results"
         (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
-        out, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        _, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        if more or others:
+            return "its sources, or its results, are several matrices side by side"
         tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
-        alike = all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors)
-        return alike and not (more or others) and len({len(part.srcs) for part in self.step.parts}) == 1 and out[0].numel() > 0
+        if not all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors):
+            return "its sources differ in dtype or row stride"
+        return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
 
     def launch(self, bindings: Bindings, epoch: int, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plans.of(bindings)

@@ -86,8 +86,8 @@ class GroupState:
         """Bytes of this rank that its peers can reach, until `close`. Collective. Raises ValueError on several nodes."""
         if self.rank_group.nodes:
             raise ValueError(
-                f"group is on nodes of {self.rank_group.nodes} ranks; peers write memory within one node alone: use torch.empty, or "
-                "pass a group within one"
+                f"group is on nodes of {self.rank_group.nodes} ranks; peers write memory within one node alone: "
+                "use torch.empty, or pass a group within one"
             )
         with self.lock, PLAIN:
             self.rank_group.enter(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")

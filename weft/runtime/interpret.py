@@ -150,6 +150,7 @@ class _LaneRun:
         elif isinstance(step, SendReceive):
             self.device.send_receive(step, self.bindings, where)
         else:
+            assert isinstance(step, Collective), "a user's call is none of a bound program"
             self._collective(step, where)
 
     def _copy(self, src_region: Region, dst_region: Region) -> None:

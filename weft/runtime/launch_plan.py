@@ -40,7 +40,6 @@ from weft.core.schedule import (
     FusedCollective,
     Gemm,
     Lane,
-    Lookup,
     Part,
     Push,
     Reduce,
@@ -211,7 +210,7 @@ class LaunchPlan:
         elif isinstance(step, Gemm):
             yield from self._matmuls(step, where)
         else:
-            assert not isinstance(step, Lookup), "a lookup runs as a kernel"
+            assert isinstance(step, Reduce), "a lookup runs as a kernel, and a user's call is none of a bound program"
             yield from self._sums(step, where)
 
     def _pass(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[FlagOperations]:

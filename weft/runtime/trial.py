@@ -121,10 +121,11 @@ def leader(trials: Sequence[Trial]) -> Trial:
     return min((t for t in trials if _beats(t, base)), key=lambda trial: sum(_ratios(trial, base)), default=base)
 
 
-def finalists(trials: Sequence[Trial]) -> tuple[str, ...]:
-    """The leader's close rivals by any clock, sequential before all, then the fastest: what is measured again beside it."""
+def finalists(trials: Sequence[Trial], *, base_again: bool = False) -> tuple[str, ...]:
+    """The leader's close rivals by any clock, sequential before all, then the fastest: what is measured again beside it.
+    base_again: sequential in any case."""
     first, base = leader(trials), trials[0]
-    rivals = [t for t in trials if t is not first and min(_ratios(t, first)) <= 1 + _CLOSE]
+    rivals = [t for t in trials if t is not first and (min(_ratios(t, first)) <= 1 + _CLOSE or (base_again and t is base))]
     rivals.sort(key=lambda trial: (trial is not base, sum(_ratios(trial, first))))
     return tuple(trial.spec for trial in rivals[: _FINALISTS - 1])
 
@@ -146,7 +147,8 @@ class Contest(Generic[P]):
 
     bind: a spec's program; collective; ValueError where it cannot be. drop: gives a program back. call: one call of a
     program, as later ones will be. timer: times calls; queued: also, where the host is far ahead. meet: (text, mine) -> what
-    each rank gave as mine, by rank. final_runs: of each spec in the final.
+    each rank gave as mine, by rank. final_runs: of each spec in the final. base_again: sequential, which was timed first, is in
+    the final in any case: a GPU that has warmed up since, or cooled, would choose between it and what was timed last.
     """
 
     bind: Callable[[str], P]
@@ -156,6 +158,7 @@ class Contest(Generic[P]):
     queued: Timer | None = None
     meet: Callable[[str, int], tuple[int, ...]]
     final_runs: int = _FINAL_RUNS
+    base_again: bool = False
 
     def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Trial, ...]]:
         """The program of the best spec, the others dropped, and what was measured. specs: sequential first.
@@ -178,7 +181,7 @@ class Contest(Generic[P]):
     def _final(self, best: P, trials: list[Trial]) -> tuple[P, tuple[Trial, ...]]:
         """Those that are close once more, in turns. best: the program of the leader so far."""
         first = leader(trials).spec
-        others = finalists(trials)
+        others = finalists(trials, base_again=self.base_again)
         if not others:
             return best, tuple(trials)
         programs = {first: best} | {spec: self._bound_again(spec) for spec in others}

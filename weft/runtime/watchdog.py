@@ -11,8 +11,8 @@ capture of another thread.
 The watchdog raises nothing in the threads of others. The next call of the group raises the error, or `weft.synchronize` does.
 
 A rank releases its own streams only when no peer can take for a result what those streams send then (weft.runtime.release):
-when the peers' watchdogs know of the failure (RankGroup.told), or after a second. A rank that was stopped, or slow, for longer
-finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
+when the peers' watchdogs know of the failure (RankGroup.await_notified), or after a second. A rank that was stopped, or slow,
+for longer finds at the end of the call that it enqueues then that a peer has failed (`raise_if_failed`).
 """
 
 from __future__ import annotations

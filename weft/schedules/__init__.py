@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
 from weft.core.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_columns_matmul as beside
 from weft.schedules import all_to_all_matmul as dispatch
-from weft.schedules import collectives
+from weft.schedules import collectives, concurrent
 from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
@@ -322,11 +323,14 @@ def unfit(name: str, problem: Problem) -> str:
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
     """The schedule of family `name` for `problem`, with `chunks` pieces a shard (default: world_size, as FiCCO has it).
 
+    Of a ConcurrentProblem the name is as `weft.concurrent` takes it, and says all.
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
     Raises ValueError for an unknown name, one that the operator does not have, one that cannot serve where the problem's ranks
     are, or a chunk count below one or past MOST_CHUNKS and world_size.
     """
-    require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
+    require("problem", problem, Problem, "use a weft.Problem, LookupProblem, CollectiveProblem or ConcurrentProblem")
+    if isinstance(problem, ConcurrentProblem):
+        return concurrent.build(problem, name, fan_out=fan_out)
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     check_op(name, problem.op)
@@ -400,6 +404,8 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
     8 x H200, where an eighth of a shard may take 3). Of many ranks in no more chunks than make MOST_PIECES; of more than
     MOST_RANKS the sequential program alone, unless a family is asked for. only: those of this family.
     """
+    if isinstance(problem, ConcurrentProblem):
+        return [concurrent.build(problem, name, fan_out=fan_out) for name in concurrent.candidates(problem)]
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     most = max(1, min(rows, MOST_PIECES // size**2))
     only = "sequential" if only is None and size > MOST_RANKS else only

@@ -77,10 +77,10 @@ class Peers:
         timeout_s = timeout_from_environment() if timeout_s is None else timeout_s
         self.status = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._rank_group = RankGroup.of(_process_group(group))
-        if self._rank_group.nodes:
+        if nodes := self._rank_group.nodes:
             self._rank_group.release()
             raise ValueError(
-                f"group is on nodes of {self._rank_group.nodes} ranks; kernels reach the memory of one node: pass a group within one"
+                f"group is on nodes of {nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
         self._heap = self._rank_group.heap(self.device)
         self.rank, self.world_size = self._rank_group.rank, self._rank_group.world_size

@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from weft.overlap.beside.collectives import AllReduce
-from weft.overlap.beside.steps import StepTrial, ways_of, why_not_summed
-from weft.planner.ways import PLAIN, Way
+from weft.overlap.concurrent.collectives import AllReduce
+from weft.overlap.concurrent.steps import StepTuner, specs_of, why_not_summed
+from weft.schedules.concurrent import PLAIN, Method
 
 WAYS = (
     *("vendor", "sequential", "vendor+priority", "vendor+priority+ctas=16", "vendor+priority+ctas=8+left=8"),
@@ -82,7 +82,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
     return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}
 
 
-def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> StepTrial:
+def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") -> "Averaging":
     """Average the model's gradients by weft. Once a model, before its first backward pass.
 
     Replaces the model's own averaging; the gradients are the same, but for the order in which copy engines' sums are made.
@@ -93,7 +93,7 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
             +priority, +pull, +ctas=N, and +left=N, which leaves SMs free from the first bucket of a backward pass to the last.
         key: names this model in weft.concurrent_choices.
 
-    What is returned has the way that steps take now.
+    What is returned prints what the hook does and the way of each bucket; `way` is the way that steps take now.
     The model's first step is NCCL's, two plain streams, whatever the way: DistributedDataParallel then has all gradients in one
     bucket, which would ask copy engines for room that no later one needs.
     Raises ValueError for another model, or a way that a hook cannot take.
@@ -105,44 +105,64 @@ def ddp(model: DistributedDataParallel, *, way: str = "auto", key: str = "ddp") 
     if getattr(model, "_comm_hooks", ()):
         raise ValueError("model has a communication hook; register one a model")
     no_copies = why_not_summed(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
-    specs = ways_of(way, WAYS, without=_DDP_DECIDES, no_copies=no_copies)
-    trial = StepTrial(key, specs, next(model.parameters()).device, model.process_group)
-    model.register_comm_hook(_Steps(trial, model.process_group), _average)
-    return trial
+    specs = specs_of(way, WAYS, without=_DDP_DECIDES, no_copies=no_copies)
+    tuner = StepTuner(key, specs, next(model.parameters()).device, model.process_group)
+    averaging = Averaging(tuner, model.process_group)
+    model.register_comm_hook(averaging, _average)
+    return averaging
 
 
-class _Steps:
-    """A model's steps. A step begins with the bucket whose gradients are ready first.
+class Averaging:
+    """A model's steps, whose gradients weft averages bucket by bucket. A step begins with the bucket whose gradients are ready
+    first. Made by `ddp`.
 
     left: SMs that the backward pass leaves free, from its first bucket to its last, in autograd's thread, which has both. A
     pass that raised in between is made up for by the next one. Beside the last bucket nothing computes: it has all blocks.
     """
 
-    def __init__(self, trial: StepTrial, group: dist.ProcessGroup) -> None:
-        self.trial, self.group = trial, group
+    def __init__(self, tuner: StepTuner, group: dist.ProcessGroup) -> None:
+        self.tuner, self.group = tuner, group
         self._begun = 0
         self._left = ExitStack()
+        self._buckets: dict[int, tuple[str, Method]] = {}
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._begin()
-        gradients, way = bucket.buffer(), self._way
+        gradients, method = bucket.buffer(), self.way
         if bucket.is_last():
             self._left.close()
-            way = replace(way, ctas=0)
+            method = replace(method, ctas=0)
         if gradients.layout != torch.strided:
+            self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", PLAIN
             return _sparse_average(gradients, self.group)
-        return self.trial.device.future(way, AllReduce(gradients, self.group, reduction="avg"), gradients)
+        mean = AllReduce(gradients, self.group, reduction="avg")
+        method = self.tuner.calls.method(str(method), (mean,))
+        self._buckets[bucket.index()] = mean.describe(), method
+        return self.tuner.executor.future(method, mean, gradients)
 
     @property
-    def _way(self) -> Way:
-        return self.trial.way if self._begun > 1 else PLAIN
+    def way(self) -> Method:
+        """What steps run now, but for their last bucket, which has all blocks. The first step's is the vendor's."""
+        return self.tuner.way if self._begun > 1 else PLAIN
+
+    @property
+    def settled(self) -> bool:
+        """Whether the way stays as it is."""
+        return self.tuner.settled
 
     def _begin(self) -> None:
         self._begun += 1
-        self.trial.turn()
+        if self._begun < 3:  # DistributedDataParallel lays its buckets out anew after the first step
+            self._buckets.clear()
+        self.tuner.turn()
         self._left.close()
-        self._left.enter_context(self.trial.device.limits(self._way))
+        self._left.enter_context(self.tuner.executor.limits(self.way))
+
+    def __repr__(self) -> str:
+        title = f"weft.hooks.ddp: gradients are averaged bucket by bucket among {self.group.size()} ranks; {self.tuner!r}"
+        lines = (f"bucket {i}: {what}, {method}" for i, (what, method) in sorted(self._buckets.items()))
+        return "\n  ".join([title, *lines])
 
 
 def _sparse_average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
@@ -152,6 +172,6 @@ def _sparse_average(gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.
     return averaged
 
 
-def _average(steps: _Steps, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average(averaging: Averaging, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook."""
-    return steps.average(bucket)
+    return averaging.average(bucket)

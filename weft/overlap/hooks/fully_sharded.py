@@ -28,11 +28,11 @@ from weft.compat.fsdp import (
     set_collectives,
 )
 from weft.overlap import collectives
-from weft.overlap.beside.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
-from weft.overlap.beside.steps import StepTrial, ways_of, why_not_summed
+from weft.overlap.concurrent.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
+from weft.overlap.concurrent.steps import StepTuner, specs_of, why_not_summed
 from weft.overlap.controls import comm_stream
 from weft.overlap.hooks.gathered import Gathered
-from weft.planner.ways import PLAIN
+from weft.schedules.concurrent import PLAIN
 
 WAYS = ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor+ctas=16", "copy_engine+ctas=32+ahead=1")
 """What blocks of steps take in turn, where the device has it; first the one to beat, what fully_shard does by itself."""
@@ -48,7 +48,7 @@ def fsdp(
     group: dist.ProcessGroup | None = None,
     key: str = "fsdp",
     spare_bytes: int = 0,
-) -> StepTrial:
+) -> StepTuner:
     """Let every module of `model` that fully_shard was applied to communicate by weft. Once, before the first step.
 
     Args:
@@ -73,17 +73,17 @@ def fsdp(
         raise ValueError("model has no module of fully_shard's; call torch.distributed.fsdp.fully_shard on it first")
     if parameter.device.type == "meta":
         raise ValueError("model is on the meta device; materialise it first")
-    specs = ways_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES, no_copies=_why_no_copies(sharded))
+    specs = specs_of(way, _tried(model, spare_bytes), without=_FSDP_DECIDES, no_copies=_why_no_copies(sharded))
     if specs == ("sequential",):
         raise ValueError("way is 'sequential', but fully_shard overlaps by itself; use auto, vendor or copy_engine")
     if any(isinstance(collectives_of(group)[0], _Ours) for module in sharded for group in param_groups(module)):
         raise ValueError("model communicates by weft already; call weft.hooks.fsdp once a model")
     device = _computing(parameter.device, parameter.device_mesh.device_type)
-    steps = _Steps(StepTrial(key, specs, device, group), Gathered(sharded), sharded)
+    steps = _Steps(StepTuner(key, specs, device, group), Gathered(sharded), sharded)
     model.register_forward_pre_hook(steps.forward, prepend=True)
     for module in sharded:
         before_registered_methods(module, steps.enter)
-    return steps.trial
+    return steps.tuner
 
 
 def _tried(model: nn.Module, spare_bytes: int) -> tuple[str, ...]:
@@ -117,8 +117,8 @@ class _Steps:
     What moves the bytes as fully_shard does is fully_shard's own, once the trial has ended: weft's collectives cost the host 8%
     of a step that it limits."""
 
-    def __init__(self, trial: StepTrial, gathered: Gathered, sharded: Sequence[FSDPModule]) -> None:
-        self.trial, self._gathered = trial, gathered
+    def __init__(self, tuner: StepTuner, gathered: Gathered, sharded: Sequence[FSDPModule]) -> None:
+        self.tuner, self._gathered = tuner, gathered
         self._fresh = False
         self._groups = dict.fromkeys(group for module in sharded for group in param_groups(module))
         self._stock = [collectives_of(group) for group in self._groups]
@@ -129,13 +129,13 @@ class _Steps:
     def forward(self, module: nn.Module, args: Any) -> None:
         trains = torch.is_grad_enabled()
         self._fresh = self._fresh or trains
-        self._gathered.take(self.trial.way if trains else PLAIN)
+        self._gathered.take(self.tuner.way if trains else PLAIN)
         self._move()
 
     def _move(self) -> None:
         """From here on by weft's collectives, or by fully_shard's."""
-        way = self.trial.way
-        ours = not self.trial.settled or (way.transport, way.ctas) != (PLAIN.transport, PLAIN.ctas)
+        way = self.tuner.way
+        ours = not self.tuner.settled or (way.transport, way.ctas) != (PLAIN.transport, PLAIN.ctas)
         if ours == self._ours:
             return
         self._ours = ours
@@ -153,7 +153,7 @@ class _Steps:
     def scatter(self) -> None:
         if self._fresh:
             self._fresh = False
-            self.trial.turn()
+            self.tuner.turn()
 
 
 class _Ours:
@@ -183,9 +183,9 @@ class _AllGather(_Ours, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        trial = self._steps.trial
-        if trial.way.transport == "vendor":
-            on = trial.device.group(group, trial.way.ctas)
+        tuner = self._steps.tuner
+        if tuner.way.transport == "vendor":
+            on = tuner.executor.group(group, tuner.way.ctas)
             return vendor_all_gather(output_tensor, input_tensor, group=on, async_op=async_op)  # type: ignore[no-any-return]
         start = partial(collectives.all_gather_into_tensor, output_tensor, input_tensor, group)
         return self._moved(start, output_tensor.device, async_op=async_op)
@@ -201,10 +201,10 @@ class _ReduceScatter(_Ours, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._steps.scatter()
-        trial = self._steps.trial
-        if trial.way.transport == "vendor":
-            on = trial.device.group(group, trial.way.ctas)
+        tuner = self._steps.tuner
+        if tuner.way.transport == "vendor":
+            on = tuner.executor.group(group, tuner.way.ctas)
             done = vendor_reduce_scatter(output_tensor, input_tensor, op=op, group=on, async_op=async_op)
             return done  # type: ignore[no-any-return]  # noqa: RET504
-        start = partial(collectives.reduce_scatter_tensor, output_tensor, input_tensor, op, group, sms=trial.way.ctas or None)
+        start = partial(collectives.reduce_scatter_tensor, output_tensor, input_tensor, op, group, sms=tuner.way.ctas or None)
         return self._moved(start, output_tensor.device, async_op=async_op)

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from weft.compat.fsdp import param_groups, prefetched, reshards_after_forward, set_prefetched, state_of
-from weft.planner.ways import Way
+from weft.schedules.concurrent import Method
 
 
 class Gathered:
@@ -37,7 +37,7 @@ class Gathered:
         if self._notes:
             self._came.setdefault(module)
 
-    def take(self, way: Way) -> None:
+    def take(self, way: Method) -> None:
         """Before a forward pass: from here on as the way has it. Before the first one nothing can be said."""
         if self._came and self._notes:
             self._know()
@@ -52,7 +52,7 @@ class Gathered:
         states = dict.fromkeys(state_of(module) for module in self._came)  # a unit's modules share one
         self._users = {state: prefetched(state) for state in states}
 
-    def _set(self, way: Way) -> None:
+    def _set(self, way: Method) -> None:
         order = list(self._users)
         if way.ahead != self._taken[0]:
             for at, state in enumerate(order):

@@ -14,9 +14,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.fused_collective import spelled_out
-from weft.core.schedule import Schedule
+from weft.core.schedule import Lane, Schedule
 from weft.schedules.timelines.lines import Column, Line, Placer, owners, words
 
 _GAP = 4
@@ -37,7 +38,12 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
     if width < 40:
         raise ValueError(f"width is {width}; a timeline needs at least 40")
     order = ("compute", "copy", "blocks", "network")
-    columns = [(r, lane.name) for r in ranks for lane in sorted(schedule.ranks[r], key=lambda lane: order.index(lane.kind))]
+    listed = isinstance(schedule.problem, ConcurrentProblem)  # there the order of lanes is that in which they are enqueued
+    columns = [
+        (rank, lane.name)
+        for rank in ranks
+        for lane in sorted(schedule.ranks[rank], key=lambda lane: 0 if listed else order.index(lane.kind))
+    ]
     spelled = spelled_out(schedule)
     schedule = spelled.schedule
     lines, never = Placer(spelled, frozenset(ranks)).run()
@@ -56,6 +62,7 @@ class _Drawing:
 
     def __init__(self, schedule: Schedule, columns: list[Column], lines: list[Line]) -> None:
         self.columns, self.owners = columns, owners(schedule)
+        self.says = {(rank, lane.name): _says(lane) for rank, lanes in enumerate(schedule.ranks) for lane in lanes}
         self.cells: dict[int, list[str]] = defaultdict(lambda: [""] * (len(columns) + 1))
         self.arrows: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
         senders = {(flag, line.row): line.column for line in lines for flag in line.signals}
@@ -81,7 +88,7 @@ class _Drawing:
 
     def text(self, width: int) -> list[str]:
         """All rows, under a heading."""
-        heads = [f"rank {rank}, {lane}" for rank, lane in self.columns]
+        heads = [", ".join((f"rank {rank}", name, *self.says[rank, name])) for rank, name in self.columns]
         last = any(cells[-1] for cells in self.cells.values())
         table = [[*heads, "other ranks" if last else ""], *(self.cells[row] for row in sorted(self.cells))]
         widths = _fit([max(len(cells[i]) for cells in table) for i in range(len(table[0]))], width)
@@ -91,6 +98,11 @@ class _Drawing:
         rows = [_overlay(table[0], starts, widths, [])]
         rows += [_overlay(self.cells[row], starts, widths, self.arrows[row]) for row in sorted(self.cells)]
         return rows
+
+
+def _says(lane: Lane) -> list[str]:
+    """What a lane asks of its streams and kernels."""
+    return ["priority"] * lane.priority + [f"ctas={lane.ctas}"] * bool(lane.ctas)
 
 
 def _fit(widths: list[int], width: int) -> list[int]:

@@ -29,6 +29,7 @@ from weft.core.schedule import (
     Signal,
     Store,
     Sum,
+    UserCall,
     Wait,
     advances,
 )
@@ -195,6 +196,8 @@ def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
         elif isinstance(step, Collective):
             found.append(Line(column, f"{step.op} {_move(schedule, rank, step.src, step.dst)}", meeting=meetings))
             meetings += 1
+        elif isinstance(step, UserCall):
+            found.append(Line(column, str(step)))
         elif isinstance(step, SendReceive):
             found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
         else:

@@ -23,9 +23,12 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.texts import no_group
+from weft.core.concurrent import OpaqueCollective
+from weft.core.problem import CollectiveProblem
 from weft.ops.common import DTYPES, check_values
 from weft.overlap import collectives as by_copy_engine
 from weft.overlap.collectives.checks import check_overlap
+from weft.runtime.collective_calls import staging_from_environment
 
 COPY_ENGINE, PULL = "copy_engine", "copy_engine_pull"
 """The schedules of weft.collectives."""
@@ -89,14 +92,31 @@ class Collective(ABC):
         return any(_overlap(mine, theirs) for mine in self.tensors for theirs in other.tensors)
 
     @property
-    def alike(self) -> tuple[object, ...]:
-        """What collectives alike have in common, on this rank. Compared at each use: cheap."""
+    def signature(self) -> tuple[object, ...]:
+        """The same for collectives of the same problem, on this rank. Compared at each use: cheap."""
         return self.op, self.ranks.group_name, *((tensor.shape, tensor.dtype) for tensor in self.tensors)
 
     def describe(self) -> str:
         """What the ranks of a group have in common, in a line."""
         sizes = ", ".join(f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors)
         return f"{self.op} of {sizes} among {self.ranks.size()}"
+
+    def problem(self, world_size: int, nodes: tuple[int, ...]) -> CollectiveProblem | OpaqueCollective:
+        """What it is in a schedule of so many ranks: of other ranks, or of what weft cannot add, nothing that is described."""
+        if self.ranks.size() != world_size or not self.moves:
+            return OpaqueCollective(name=self.op if self.ranks.size() == world_size else f"{self.op} among {self.ranks.size()}")
+        tensor = max(self.tensors, key=torch.Tensor.numel)
+        op: Any = self.op
+        staging_bytes = staging_from_environment(self.device)
+        return CollectiveProblem(
+            op=op,
+            m=tensor.numel() if self.reduces else tensor.nbytes,
+            world_size=world_size,
+            dtype=DTYPES[tensor.dtype] if self.reduces else "uint8",  # type: ignore[arg-type]
+            reduce_op=getattr(self, "reduction", "sum"),
+            nodes=nodes,
+            staging_bytes=staging_bytes,
+        )
 
     @abstractmethod
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
@@ -116,11 +136,7 @@ class Collective(ABC):
     @abstractmethod
     def move(self, sms: int, *, pull: bool = False) -> None:
         """The same by copy engines, on CUDA on torch's current stream. sms: what sums take, 0 for their own choice. pull: by
-        those of the receivers. Raises ValueError where copy engines cannot."""
-
-    def _pushes(self, pull: bool) -> None:
-        if pull:
-            raise ValueError(f"way has pull, which does not run {self.op}; leave it out")
+        those of the receivers, where it `pulls`. Raises ValueError where copy engines cannot."""
 
     @contextmanager
     def rehearsed(self) -> Iterator[Collective]:
@@ -318,7 +334,6 @@ class ReduceScatter(_Moving):
         return work
 
     def move(self, sms: int, *, pull: bool = False) -> None:
-        self._pushes(pull)
         by_copy_engine.reduce_scatter_tensor(
             self.output, self.input, self.reduction, group=self.group, schedule=COPY_ENGINE, sms=sms or None
         )
@@ -351,7 +366,6 @@ class AllToAll(_Moving):
         return work
 
     def move(self, sms: int, *, pull: bool = False) -> None:
-        self._pushes(pull)
         by_copy_engine.all_to_all_single(self.output, self.input, group=self.group, schedule=COPY_ENGINE)
 
 
@@ -391,7 +405,7 @@ class SendReceive(Collective):
         return () if self.receive is None else (self.receive,)
 
     @property
-    def alike(self) -> tuple[object, ...]:
+    def signature(self) -> tuple[object, ...]:
         """What all stages have in common: a smaller microbatch reaches them at different uses."""
         return self.op, self.ranks.group_name
 
@@ -416,7 +430,7 @@ class SendReceive(Collective):
         return False
 
     def move(self, sms: int, *, pull: bool = False) -> None:
-        raise ValueError(f"way has copy_engine, which does not run {self.op}; use vendor")
+        raise AssertionError("a schedule by copy engines has no sends and receives")
 
 
 class Works(dist.Work):

@@ -1,4 +1,4 @@
-"""Kernels of the computation whose residency a way may cap: what the caller names, and what it launches in their place."""
+"""Kernels of the computation whose residency may be capped: what the caller names, and what it launches in their place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ways on GPUs: streams that fork and join, NCCL on a stream of any priority or held to some blocks, copy engines, SM budgets.
+"""Schedules on GPUs: streams that fork and join, NCCL on a stream with priority or held to some blocks, copy engines, budgets.
 
 A collective that is enqueued without async_op runs on torch's current stream, so a stream's priority is the collective's. A
-number of blocks belongs to a communicator: each (group, number) has one of its own, made when a way first asks for it, on all
-ranks.
+number of blocks belongs to a communicator: each (group, number) has one of its own, made on all ranks when a schedule first
+asks for it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from weft.compat.cublas import has_carveout
 from weft.overlap import controls
-from weft.overlap.beside.collectives import Collective, SendReceive
-from weft.overlap.beside.device import Device
-from weft.planner.ways import Abilities, Way
+from weft.overlap.concurrent.collectives import Collective, SendReceive
+from weft.overlap.concurrent.executor import Executor
 from weft.runtime.aborts import Abort
 from weft.runtime.groups import GROUPS
 from weft.runtime.trial import timer_for
+from weft.schedules.concurrent import Abilities, Method
 
 
 class Streams:
@@ -50,7 +50,7 @@ class Streams:
                 controls.give_back(free.pop())
 
 
-class CudaDevice(Device):
+class CudaExecutor(Executor):
     """One GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,55 +90,55 @@ class CudaDevice(Device):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def prepare(self, way: Way, collectives: Sequence[Collective]) -> None:
+    def prepare(self, method: Method, collectives: Sequence[Collective]) -> None:
         for group in dict.fromkeys(collective.ranks for collective in collectives):  # in one order on all ranks
-            self.group(group, way.ctas if way.transport == "vendor" else 0)
-        if way.left >= self._sms:
-            raise ValueError(f"way has left={way.left}; this device has {self._sms} SMs, leave one to the computation")
+            self.group(group, method.ctas if method.transport == "vendor" else 0)
+        if method.left >= self._sms:
+            raise ValueError(f"way has left={method.left}; this device has {self._sms} SMs, leave one to the computation")
 
     @property
     def _sms(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
-    def limits(self, way: Way) -> AbstractContextManager[object]:
-        return controls.sm_budget(self._sms - way.left, device=self.device) if way.left else nullcontext()
+    def limits(self, method: Method) -> AbstractContextManager[object]:
+        return controls.sm_budget(self._sms - method.left, device=self.device) if method.left else nullcontext()
 
     @contextmanager
-    def _beside(self, way: Way, collectives: Sequence[Collective]) -> Iterator[None]:
+    def _lanes(self, method: Method, collectives: Sequence[Collective]) -> Iterator[None]:
         caller = torch.cuda.current_stream(self.device)
-        with self._streams.taken(way.priority) as stream:
+        with self._streams.taken(method.priority) as stream:
             stream.wait_stream(caller)
             try:
-                if not way.late:
+                if not method.late:
                     controls.launch_order(stream, caller)
-                    self._enqueue(way, collectives, stream)
+                    self._enqueue(method, collectives, stream)
                 yield
             finally:
-                if way.late:
-                    self._enqueue(way, collectives, stream)
+                if method.late:
+                    self._enqueue(method, collectives, stream)
                 caller.wait_stream(stream)
 
-    def _enqueue(self, way: Way, collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
+    def _enqueue(self, method: Method, collectives: Sequence[Collective], stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             for collective in collectives:
-                self.enqueue(way, collective)
+                self.enqueue(method, collective)
 
-    def enqueue(self, way: Way, collective: Collective) -> None:
-        if way.transport == "copy_engine":
-            collective.move(way.ctas, pull=way.pull)
+    def enqueue(self, method: Method, collective: Collective) -> None:
+        if method.transport == "copy_engine":
+            collective.move(method.ctas, pull=method.pull)
         else:
-            collective.enqueue(self.group(collective.ranks, way.ctas), async_op=False)
+            collective.enqueue(self.group(collective.ranks, method.ctas), async_op=False)
 
-    def future(self, way: Way, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    def future(self, method: Method, collective: Collective, result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Its events are recorded where it is set: waiting for it waits for the collectives' stream, on streams."""
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
         caller = torch.cuda.current_stream(self.device)
         with ExitStack() as stack:
-            if way.beside:
-                stream = stack.enter_context(self._lasting.taken(way.priority))
+            if method.overlaps:
+                stream = stack.enter_context(self._lasting.taken(method.priority))
                 stream.wait_stream(caller)
                 stack.enter_context(torch.cuda.stream(stream))
-            self.enqueue(way, collective)
+            self.enqueue(method, collective)
             made.set_result(result)
         return made
 
@@ -163,7 +163,7 @@ class CudaDevice(Device):
         ends = [partial(_ended, end, group) for _, group in groups.values()]
         if broken:
             # A graph may hold collectives of theirs: so all at once, and no longer than NCCL needs without.
-            for abort in [Abort(each, "beside") for each in ends]:
+            for abort in [Abort(each, "concurrent") for each in ends]:
                 abort.ended()
         else:
             for each in ends:

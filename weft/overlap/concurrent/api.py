@@ -12,14 +12,17 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.errors import require
+from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Schedule
 from weft.ops.common import group_of
-from weft.overlap.beside.collectives import Collective, SendReceive, rehearsed
-from weft.overlap.beside.kernels import Kernels
-from weft.overlap.beside.sites import Site, Sites, Use, sites_of
-from weft.overlap.beside.trials import Settled
-from weft.planner.ways import SHARDED, Way, parse
+from weft.overlap.concurrent.calls import Calls, KeyedCall, Use, calls_of
+from weft.overlap.concurrent.collectives import Collective, SendReceive, rehearsed
+from weft.overlap.concurrent.kernels import Kernels
+from weft.overlap.concurrent.tuning import ConcurrentChoice
 from weft.runtime.groups import GROUPS
+from weft.schedules.concurrent import SHARDED, Method, method_of, parse
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -32,7 +35,7 @@ def concurrent(
     *,
     key: str | None = None,
     repeatable: bool = False,
-    way: str | Way = AUTO,
+    way: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -44,7 +47,7 @@ def concurrent(
     *,
     collectives: Collective | Sequence[Collective],
     key: str,
-    way: str | Way = AUTO,
+    way: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -57,7 +60,7 @@ def concurrent(
     *,
     key: str | None = None,
     repeatable: bool = False,
-    way: str | Way = AUTO,
+    way: str | Schedule = AUTO,
     kernels: Sequence[Any] = (),
     residents: Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -78,9 +81,10 @@ def concurrent(
         key: what uses have in common, besides the collectives' sizes: uses whose computation differs in size need keys that
             differ. The same on every rank. Default: where compute is defined.
         repeatable: compute may be run many times, with no other effect than one run: then the first use finds the way. Else
-            uses take ways in turn, until some 23 of them tell which is fastest (weft.overlap.beside.trials).
-        way: auto, or one that is used without a trial: sequential, vendor or copy_engine, with +late, +priority, +pull,
-            +ctas=N, +left=N, +resident=N (weft.planner.ways).
+            uses take ways in turn, until at most 25 of them tell which is fastest (weft.overlap.concurrent.tuning).
+        way: auto, or the name of a schedule that is used without measuring: sequential, vendor or copy_engine, with +late,
+            +priority, +pull, +ctas=N, +left=N, +resident=N (weft.schedules.concurrent); or a Schedule that weft.build has made
+            of such a name for these collectives.
         kernels: those of the computation whose residency may be capped; compute gets them, or capped ones, as arguments, a
             context has them as `kernels`.
         residents: blocks an SM to try. Default: one less than fit, and half.
@@ -98,23 +102,24 @@ def concurrent(
     if repeatable and run is None:
         raise ValueError("repeatable is for a callable: a context's computation runs once; pass compute")
     require("residents", residents, (Sequence, type(None)), "pass numbers of blocks an SM in a list")
-    sites = _sites(mine, group)
-    known = sites.kernels(kernels, residents)
+    calls = _calls(mine, group)
+    known = calls.kernels(kernels, residents)
     if way == AUTO:
         require("key", key, (str, type(None)), "pass a string that names this computation")
         named = _key_of(compute) if key is None else key
-        context = Concurrent(mine, sites.site(named, mine, known, fixed=run is not compute), sites, known)
+        context = Concurrent(mine, calls.call(named, mine, known, fixed=run is not compute), calls, known)
     else:
-        context = Concurrent(mine, _way(way, mine, kernels), sites, known)
+        context = Concurrent(mine, _method(way, mine, kernels, calls), calls, known)
     return context if run is None else context.run(run, repeatable=repeatable)
 
 
-def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[Settled]:
-    """What `concurrent` and the hooks have settled on in a group of ranks that agree: for each key its way, the measured times
-    in us, and why. The same on every rank. Empty where nothing has. Not collective."""
+def concurrent_choices(group: dist.ProcessGroup | None = None) -> list[ConcurrentChoice]:
+    """What `concurrent` has chosen, and what the hooks run, in a group of ranks that agree: for each key its way, the measured
+    times in us, and why. A key of `concurrent` is listed once it has chosen; a hook from the beginning, and says how far its
+    measuring has come. The same on every rank. Not collective."""
     name = group_of(group)[0]
     state = GROUPS.known(name)
-    return sites_of(state).settled() if state else []
+    return calls_of(state).choices() if state else []
 
 
 class Concurrent:
@@ -124,11 +129,11 @@ class Concurrent:
 
     _left_out = False
 
-    def __init__(self, collectives: Sequence[Collective], how: Site | Way, sites: Sites, kernels: Kernels) -> None:
+    def __init__(self, collectives: Sequence[Collective], how: KeyedCall | Method, calls: Calls, kernels: Kernels) -> None:
         self._collectives, self._known = tuple(collectives), kernels
-        self._site = how if isinstance(how, Site) else None
-        self._way = how.way if isinstance(how, Site) else how
-        self._device = sites.device(collectives[0].device)
+        self._call = how if isinstance(how, KeyedCall) else None
+        self._method = how.method if isinstance(how, KeyedCall) else how
+        self._executor = calls.executor(collectives[0].device)
         self._stack: ExitStack | None = None
         self.kernels: tuple[Any, ...] = kernels.of(0)
         self._left_out = True
@@ -141,20 +146,20 @@ class Concurrent:
     @property
     def way(self) -> str:
         """The way of this use; until it is entered, of the one before."""
-        return str(self._way)
+        return str(self._method)
 
     def __enter__(self) -> Concurrent:
         if self._stack is not None:
             raise ValueError("this context has been entered before; make one for each use")
         self._left_out = False
         with ExitStack() as stack:
-            if self._site is None:
-                self._device.prepare(self._way, self._collectives)
-                use = Use(self._way, None)
+            if self._call is None:
+                self._executor.prepare(self._method, self._collectives)
+                use = Use(self._method, None)
             else:
-                use = stack.enter_context(self._site.use(self._collectives))
-            self._way, self.kernels = use.way, self._known.of(use.way.resident)
-            stack.enter_context(self._device.running(use.way, self._collectives))
+                use = stack.enter_context(self._call.use(self._collectives))
+            self._method, self.kernels = use.method, self._known.of(use.method.resident)
+            stack.enter_context(self._executor.running(use.method, self._collectives))
             use.mark()
             self._stack = stack.pop_all()
         return self
@@ -166,19 +171,19 @@ class Concurrent:
     def run(self, compute: Callable[..., T], *, repeatable: bool) -> T:
         """compute's result, with the collectives beside it. repeatable: compute may run many times, to choose a way now."""
         self._left_out = False
-        if repeatable and self._site is not None and not self._site.settled and not self._device.capturing:
-            self._choose(self._site, compute)
+        if repeatable and self._call is not None and not self._call.choice and not self._executor.capturing:
+            self._choose(self._call, compute)
         with self:
             return compute(*self.kernels)
 
-    def _choose(self, site: Site, compute: Callable[..., object]) -> None:
+    def _choose(self, call: KeyedCall, compute: Callable[..., object]) -> None:
         with rehearsed(self._collectives) as again:
 
-            def run(way: Way) -> None:
-                with self._device.running(way, again):
-                    compute(*self._known.of(way.resident))
+            def run(method: Method) -> None:
+                with self._executor.running(method, again):
+                    compute(*self._known.of(method.resident))
 
-            site.contest(run, lambda: compute(*self.kernels), again)
+            call.choose(run, lambda: compute(*self.kernels), again)
 
 
 def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective, ...]:
@@ -194,10 +199,11 @@ def _checked(collectives: Collective | Sequence[Collective]) -> tuple[Collective
     return mine
 
 
-def _way(way: str | Way, collectives: Sequence[Collective], kernels: Sequence[Any]) -> Way:
-    """The value. Raises ValueError for one about sharded parameters, and for what would change nothing here."""
-    require("way", way, (str, Way), "use auto, or a way such as vendor+priority")
-    found = way if isinstance(way, Way) else parse(way)
+def _method(way: str | Schedule, collectives: Sequence[Collective], kernels: Sequence[Any], calls: Calls) -> Method:
+    """What a schedule says. Raises ValueError for one of other collectives or about sharded parameters, and for what would
+    change nothing here."""
+    require("way", way, (str, Schedule), "use auto, a name such as vendor+priority, or a weft.Schedule for these collectives")
+    found = method_of(way) if isinstance(way, Schedule) else parse(way)
     if found.resident and not kernels:
         raise ValueError(f"way is '{found}'; resident is for kernels that are named: pass kernels, or leave it out")
     if (found.priority or found.ctas) and any(isinstance(collective, SendReceive) for collective in collectives):
@@ -207,7 +213,20 @@ def _way(way: str | Way, collectives: Sequence[Collective], kernels: Sequence[An
     for name in SHARDED:
         if getattr(found, name):
             raise ValueError(f"way is '{found}'; {name} is for weft.hooks.fsdp, leave it out")
+    if isinstance(way, str):
+        return calls.method(way, collectives)
+    mine = calls.problem(collectives).collectives
+    theirs = way.problem.collectives if isinstance(way.problem, ConcurrentProblem) else ()
+    if [*map(_essence, mine)] != [*map(_essence, theirs)]:
+        raise ValueError(f"way is a schedule for {way.problem}; these are {', '.join(map(str, mine))}")
     return found
+
+
+def _essence(one: CollectiveProblem | OpaqueCollective) -> tuple[object, ...]:
+    """What decides whether a schedule is for a collective: what is moved, and summed, and not the room that it is given."""
+    if isinstance(one, OpaqueCollective):
+        return (one.name,)
+    return one.op, one.world_size, one.m * one.itemsize, one.reduce_op, one.dtype if one.sums else ""
 
 
 def _callable(compute: Any) -> Callable[..., Any] | None:
@@ -220,12 +239,12 @@ def _callable(compute: Any) -> Callable[..., Any] | None:
     return compute.replay
 
 
-def _sites(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -> Sites:
-    """The sites of the ranks that agree: those of the collectives' group, where they have one alone."""
+def _calls(collectives: Sequence[Collective], group: dist.ProcessGroup | None) -> Calls:
+    """What is kept for the ranks that agree: those of the collectives' group, where they have one alone."""
     groups = {collective.ranks for collective in collectives}
     if group is None and len(groups) == 1:
         group = next(iter(groups))
-    return sites_of(GROUPS.state(group_of(group)[0]))
+    return calls_of(GROUPS.state(group_of(group)[0]))
 
 
 def _key_of(compute: Any) -> str:

@@ -1,0 +1,223 @@
+"""Collectives beside a user's computation as schedules: names, lanes, the proof, predictions, and which are worth measuring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import weft
+from weft.checker import ScheduleError
+from weft.core import codec, machine
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, Op
+from weft.core.schedule import Collective, Copy, Lane, Region, Schedule, Signal, Step, UserCall
+from weft.core.span import total_us
+from weft.planner.shortlist import AT_MOST_BESIDE, shortlist
+from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, method_of, parse
+
+H200 = machine.load("h200x8")
+
+
+def collective(op: Op = "all_reduce", m: int = 1 << 12, world_size: int = 4) -> CollectiveProblem:
+    return CollectiveProblem(op=op, m=m, world_size=world_size, dtype="float32")
+
+
+def problem(*ops: Op, m: int = 1 << 12, world_size: int = 4, **times: Any) -> ConcurrentProblem:
+    return ConcurrentProblem(collectives=tuple(collective(op, m, world_size) for op in ops), world_size=world_size, **times)
+
+
+GEMMS = problem("all_reduce", m=1 << 28, world_size=2, compute_us=4231.0, communication_us=2645.0)
+
+
+def test_specs_are_read_as_they_print() -> None:
+    found = candidates(GEMMS)
+    assert len(found) > 12
+    assert [str(parse(spec)) for spec in found] == list(found)
+    assert (str(SEQUENTIAL), str(PLAIN)) == ("sequential", "vendor")
+    assert parse("vendor+ctas=16+late") == Method(late=True, ctas=16)
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "streams", "vendor+late+late", "vendor+ctas", "vendor+ctas=", "vendor+ctas=-1", "vendor+late=1"]
+)
+def test_mistakes_get_the_grammar(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"^way is '.*'; use auto, sequential, or vendor or copy_engine with any of \+late"):
+        weft.build(GEMMS, spec)
+
+
+def test_sequential_has_nothing_beside_it() -> None:
+    with pytest.raises(ValueError, match="sequential has no left=8: nothing runs beside it"):
+        parse("sequential+left=8")
+    with pytest.raises(ValueError, match="ctas is -1; it must be 0"):
+        Method(ctas=-1)
+    for spec in ("sequential+pull", "vendor+pull"):
+        with pytest.raises(ValueError, match="has pull; only copy_engine pulls"):
+            parse(spec)
+
+
+def test_only_what_the_device_has_is_a_candidate() -> None:
+    assert candidates(GEMMS, Abilities()) == ("sequential", "vendor", "vendor+late")
+    everything = Abilities(priority=True, ctas=True, left=True, copy_engine=True, pull=True, residents=(2, 1))
+    for able in (Abilities(), Abilities(priority=True, residents=(1,)), Abilities(ctas=True), Abilities(left=True), everything):
+        assert all(able.allow(parse(spec)) for spec in candidates(GEMMS, able))
+    for spec in ("vendor+priority", "vendor+ctas=8", "vendor+left=8", "copy_engine", "vendor+resident=1"):
+        assert not Abilities().allow(parse(spec))
+    assert Abilities(copy_engine=True).allow(parse("copy_engine+ctas=8"))
+    assert not Abilities(copy_engine=True).allow(parse("copy_engine+pull"))
+    assert Abilities(copy_engine=True, pull=True).allow(parse("copy_engine+pull"))
+
+
+@pytest.mark.parametrize("ops", [*((op,) for op in COLLECTIVE_OPS), ("all_reduce", "all_gather"), COLLECTIVE_OPS])
+def test_every_candidate_is_proved_and_says_what_it_is(ops: tuple[Op, ...]) -> None:
+    whole = problem(*ops)
+    for spec in candidates(whole):
+        schedule = weft.build(whole, spec)
+        weft.check(schedule)
+        assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
+        assert str(method_of(schedule)) == spec
+        assert "call computation" in weft.timeline(schedule, width=300)
+
+
+@pytest.mark.parametrize("spec", ["vendor+ahead=2", "vendor+keep+ctas=4", "copy_engine+late+resident=1", "vendor+left=3"])
+def test_what_is_asked_of_the_computation_is_in_the_schedule(spec: str) -> None:
+    assert method_of(weft.build(problem("reduce_scatter"), spec)) == parse(spec)
+
+
+def test_lanes_are_in_the_order_in_which_they_are_enqueued() -> None:
+    def names(spec: str) -> list[str]:
+        return [lane.name for lane in weft.build(problem("all_reduce"), spec).ranks[0]]
+
+    assert names("sequential") == ["compute"]
+    assert names("vendor") == ["network", "compute"]
+    assert names("vendor+late") == ["compute", "network"]
+    assert names("copy_engine")[-1] == names("copy_engine+late")[0] == "compute"
+    heads = weft.timeline(weft.build(problem("all_reduce"), "vendor+priority+ctas=16")).splitlines()[2]
+    assert heads.split("    ")[0] == "rank 0, network, priority, ctas=16"
+
+
+def test_what_cannot_be_described_is_called_by_the_vendor_alone() -> None:
+    whole = ConcurrentProblem(collectives=(collective(), OpaqueCollective(name="send_receive")), world_size=4)
+    assert not any(spec.startswith("copy_engine") for spec in candidates(whole))
+    schedule = weft.build(whole, "vendor")
+    weft.check(schedule)
+    assert [type(step) for step in schedule.ranks[0][0].steps] == [Collective, UserCall]
+    with pytest.raises(ValueError, match="copy engines do not run send_receive"):
+        weft.build(whole, "copy_engine")
+    with pytest.raises(ValueError, match="all_to_all is not pulled"):
+        weft.build(problem("all_to_all"), "copy_engine+pull")
+
+
+def changed(schedule: Schedule, lane: str, steps: tuple[Step, ...]) -> Schedule:
+    """rank 1 with other steps on a lane."""
+    mine = tuple(replace(each, steps=steps) if each.name == lane else each for each in schedule.ranks[1])
+    return replace(schedule, ranks=(schedule.ranks[0], mine, *schedule.ranks[2:]))
+
+
+def test_what_is_wrong_is_refused() -> None:
+    whole = problem("all_reduce", "all_gather")
+    vendor, moved = weft.build(whole, "vendor"), weft.build(whole, "copy_engine")
+    call = vendor.ranks[1][1].steps
+    first, second = vendor.ranks[1][0].steps
+    copies = next(lane.steps for lane in moved.ranks[1] if lane.name == "copy")
+    signal = next(i for i, step in enumerate(copies) if isinstance(step, Signal))
+    half = Region("out.1", 1, (0, 8), (0, 1))
+    wrong = [
+        (changed(vendor, "compute", ()), "calls the computation on no lane; it needs one"),
+        (changed(vendor, "compute", call * 2), "calls the computation on compute of kind compute, compute"),
+        (changed(vendor, "compute", (UserCall("x", 0), *call)), r"calls collectives \[0\]; those that are not described"),
+        (changed(vendor, "network", (second, first)), "of collective 0, behind a step of 1"),
+        (changed(vendor, "network", (first,)), "collective 1: "),
+        (changed(vendor, "network", (first, replace(second, dst=half))), "collective 1: .* has shape"),
+        (changed(moved, "copy", copies[:signal] + copies[signal + 1 :]), "collective 0: .*nothing advances"),
+        (changed(moved, "copy", copies[1:]), "collective 0: "),
+    ]
+    for schedule, match in wrong:
+        with pytest.raises(ScheduleError, match=match):
+            weft.check(schedule)
+    mixed = Copy(Region("a", 1, (0, 8), (0, 1)), Region("recv.1", 1, (0, 8), (0, 1)))
+    with pytest.raises(ScheduleError, match=r"touches buffers or flags of collectives \[0, 1\]"):
+        weft.check(changed(moved, "blocks", (mixed,)))
+    alone = weft.build(collective(), "sequential")
+    lanes = (replace(alone.ranks[0][0], steps=(*alone.ranks[0][0].steps, *call)), *alone.ranks[0][1:])
+    with pytest.raises(ScheduleError, match="a call of the user's own is for a ConcurrentProblem"):
+        weft.check(replace(alone, ranks=(lanes, *alone.ranks[1:])))
+
+
+def test_a_problem_says_what_is_wrong_with_it() -> None:
+    with pytest.raises(ValueError, match="collectives is empty"):
+        ConcurrentProblem(collectives=(), world_size=2)
+    with pytest.raises(ValueError, match=r"collectives\[0\] is .*world_size is 2"):
+        ConcurrentProblem(collectives=(collective(),), world_size=2)
+    with pytest.raises(ValueError, match=r"compute_us is -1.0; it must be at least 0"):
+        problem("all_reduce", compute_us=-1.0)
+    with pytest.raises(ValueError, match="compute_us is None; say how long"):
+        weft.plan(problem("all_reduce"), H200)
+    opaque = ConcurrentProblem(collectives=(OpaqueCollective(name="sends"),), world_size=2, compute_us=1.0)
+    with pytest.raises(ValueError, match="communication_us is None"):
+        weft.plan(opaque, H200)
+
+
+def predicted_us(whole: ConcurrentProblem, spec: str) -> float:
+    return total_us(weft.simulate(weft.build(whole, spec), H200))
+
+
+def test_predictions_lie_between_ideal_and_sequential() -> None:
+    loads = [
+        problem("all_reduce", m=1 << 24, compute_us=4231.0, communication_us=2645.0),
+        problem("all_gather", m=1 << 24, compute_us=100.0, communication_us=900.0),
+        problem("all_reduce", compute_us=900.0, communication_us=9.0),
+    ]
+    for whole in loads:
+        assert whole.compute_us is not None
+        assert whole.communication_us is not None
+        sequential_us = whole.compute_us + whole.communication_us
+        assert predicted_us(whole, "sequential") == pytest.approx(sequential_us)
+        for spec in ("vendor", "vendor+late", "vendor+priority"):
+            fixed_us = 2 * (H200.fork_us or 0.0)
+            assert max(whole.compute_us, whole.communication_us) <= predicted_us(whole, spec) <= sequential_us + fixed_us
+
+
+def test_what_holds_fewer_sms_is_predicted_nearer_to_the_ideal() -> None:
+    us = {spec: predicted_us(GEMMS, spec) for spec in ("vendor", "vendor+late", "vendor+priority", "vendor+priority+ctas=16")}
+    assert us["vendor+late"] > us["vendor"] > us["vendor+priority"] > us["vendor+priority+ctas=16"]
+    # All GEMMs have fewer SMs, also those beside which nothing runs any more.
+    short = problem("all_gather", compute_us=4000.0, communication_us=100.0)
+    assert predicted_us(short, "vendor+left=24") > predicted_us(short, "vendor")
+
+
+def test_a_machine_that_does_not_say_treats_all_streams_alike() -> None:
+    bare = replace(H200, contention={}, sources={k: v for k, v in H200.sources.items() if not k.startswith("contention")})
+    us = {spec: total_us(weft.simulate(weft.build(GEMMS, spec), bare)) for spec in ("vendor", "vendor+late", "vendor+priority")}
+    assert len(set(us.values())) == 1
+
+
+def test_the_shortlist_begins_with_what_wins_ties() -> None:
+    whole = replace(GEMMS, collectives=(collective(m=1 << 20, world_size=2),))
+    plan = weft.plan(whole, H200)
+    found = shortlist(plan)
+    assert found[:2] == ("sequential", "vendor")
+    assert len(found) == len(set(found)) <= AT_MOST_BESIDE
+    assert any(spec.startswith("copy_engine") for spec in found)
+    assert any("left" in spec for spec in found)
+    assert shortlist(plan, 5) == found[:5]
+    kinds = [family(spec) for spec in found[2:5]]
+    assert len(set(kinds)) == 3
+    few = weft.plan(whole, H200, schedules=[build(whole, spec) for spec in candidates(whole, Abilities())])
+    assert shortlist(few) == ("sequential", "vendor", "vendor+late")
+
+
+@pytest.mark.parametrize(("compute_us", "communication_us"), [(0.0, 100.0), (100.0, 0.0)])
+def test_nothing_to_hide_leaves_sequential(compute_us: float, communication_us: float) -> None:
+    whole = problem("all_reduce", compute_us=compute_us, communication_us=communication_us)
+    assert shortlist(weft.plan(whole, H200)) == ("sequential",)
+
+
+def test_a_schedule_of_no_such_form_has_no_method() -> None:
+    with pytest.raises(ValueError, match="use one for a ConcurrentProblem"):
+        method_of(weft.build(collective(), "sequential"))
+    schedule = weft.build(problem("all_reduce"), "vendor")
+    nothing = tuple((Lane("network", "network", lanes[0].steps),) for lanes in schedule.ranks)
+    with pytest.raises(ValueError, match="has no UserCall for the computation"):
+        method_of(replace(schedule, ranks=nothing))

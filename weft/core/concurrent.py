@@ -1,0 +1,113 @@
+"""ConcurrentProblem: collectives, and a computation of the user's own that does not depend on them.
+
+The collectives run one after the other, in the order given; the computation may run before, after or beside them. weft knows
+nothing of the computation but how long it takes by itself, where that was measured or is given.
+
+Buffers of the collective number i are those of its CollectiveProblem, with ".i" behind their names: "a.1", "out.1". The first
+collective's have the plain names "a" and "out", so a problem of one collective has the buffers of that collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.core.problem import CollectiveProblem, Op, Ops, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpaqueCollective:
+    """Communication whose tensors the ranks do not have in common: sends and receives of a pipeline's stages, or a collective
+    of other ranks or of a dtype that weft does not add. It is ordered, but nothing is proved of it. name: for timelines."""
+
+    TAGGED: ClassVar[bool] = True
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConcurrentProblem(Problem):
+    """collectives: of the same ranks, in the order in which they run. compute_us, communication_us: what the computation takes
+    alone, and what the vendor's collectives take together alone, on the slowest rank; None where it was not measured. Then the
+    collectives are predicted from the machine, and without compute_us there is no prediction.
+
+    Raises ValueError for no collective, for one of another world_size or other nodes, and for times below zero.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[Ops] = ("concurrent",)
+
+    op: Op = "concurrent"
+    m: int = 1
+    n: int = 1
+    k: int = 1
+    collectives: tuple[CollectiveProblem | OpaqueCollective, ...]
+    compute_us: float | None = None
+    communication_us: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.collectives:
+            raise ValueError("collectives is empty; give at least one weft.CollectiveProblem")
+        for i, one in enumerate(self.collectives):
+            if isinstance(one, CollectiveProblem) and (one.world_size, one.nodes) != (self.world_size, self.nodes):
+                raise ValueError(
+                    f"collectives[{i}] is {one}; world_size is {self.world_size} and nodes {self.nodes}: they must agree"
+                )
+        for name in ("compute_us", "communication_us"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} is {value!r}; it must be at least 0, or None where it was not measured")
+
+    @property
+    def known(self) -> tuple[tuple[int, CollectiveProblem], ...]:
+        """The collectives whose tensors are described, with their numbers."""
+        return tuple((i, one) for i, one in enumerate(self.collectives) if isinstance(one, CollectiveProblem))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a collective adds."""
+        return any(one.sums for _, one in self.known)
+
+    def itemsize_of(self, buffer: str) -> int:
+        """See Problem."""
+        one = self.collectives[number_of(buffer)]
+        assert isinstance(one, CollectiveProblem), f"{buffer} belongs to no described collective"
+        return one.itemsize
+
+    @property
+    def flops(self) -> int:
+        """weft does not know those of the computation."""
+        return 0
+
+    def __str__(self) -> str:
+        names = ", ".join(one.name if isinstance(one, OpaqueCollective) else str(one) for one in self.collectives)
+        took = "" if self.compute_us is None else f" of {self.compute_us:.0f} us"
+        return f"a computation{took} and {names}"
+
+
+def named(name: str, number: int) -> str:
+    """The name of a buffer or flag of collective `number` in the schedule of all.
+
+    >>> named("out", 0), named("out", 2)
+    ('out', 'out.2')
+    """
+    return f"{name}.{number}" if number else name
+
+
+def number_of(name: str) -> int:
+    """The collective that a buffer or flag belongs to.
+
+    >>> number_of("out"), number_of("out.2")
+    (0, 2)
+    """
+    number = name.rpartition(".")[2]
+    return int(number) if "." in name and number.isdecimal() else 0
+
+
+def plain(name: str) -> str:
+    """The name of a buffer or flag in the collective's own schedule.
+
+    >>> plain("out"), plain("out.2")
+    ('out', 'out')
+    """
+    return name.rpartition(".")[0] if number_of(name) else name

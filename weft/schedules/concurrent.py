@@ -1,0 +1,309 @@
+"""Builders for collectives beside a computation of the user's own. The name of a schedule says all that two of them differ in.
+
+Names, as `way=` takes them: sequential, or vendor or copy_engine with any of +late, +priority, +pull, +ctas=N, +left=N,
++resident=N; for fully_shard also +ahead=N and +keep. `Method` has these as fields.
+
+Lanes of a rank, in the order in which they are enqueued:
+
+    sequential       compute: collectives, call
+    vendor           network: collectives         compute: call
+    vendor+late      compute: call                network: collectives
+    copy_engine      copy, blocks: the collectives' own schedules, whose copies and sums run there     compute: call
+
+The collectives of copy_engine are those of `weft.schedules.collectives`, one after the other on the same lanes. What they do
+on their compute lane is here on a lane `blocks.local`, since the compute lane is the user's.
+
+Sources: occupancy and priority, arXiv 2606.09200; launch order, reserved units and DMA collectives, ConCCL, arXiv 2412.14335.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, named
+from weft.core.problem import CollectiveProblem
+from weft.core.schedule import Buffer, Collective, Copy, Flag, Lane, Region, Schedule, Step, UserCall
+from weft.schedules import collectives
+
+Transport = Literal["none", "vendor", "copy_engine"]
+COMPUTATION = "computation"
+BUDGETS = ((0, 24), (16, 0), (8, 8))
+"""Candidates: (blocks, SMs left) of a vendor's collective that has priority. 16 blocks reach 0.89 of what all SMs store to
+peers on 8 x H200. Without SMs left, 8 were never the best of 23 pairs on 4 x H200; nor were 16 with 16."""
+SUM_BLOCKS = ((32, 0), (64, 0), (12, 4), (32, 16))
+"""Candidates: (blocks that sum what copy engines bring, SMs left). Alone, on 2 x H200 and 512 MiB, 8 blocks take 2.2 times the
+vendor's time, 16 take 1.34, 32 take 0.92. Beside a GEMM that fills the SMs 32 were faster than 16 in three pairs of three on
+4 x H200. GEMMs of powers of two have as many waves on 128 SMs as on 132, and 12 blocks fit on the 4 others."""
+PULLED_SUM_BLOCKS = ((32, 0), (12, 4))
+"""Likewise, where the receivers pull the sums."""
+MOVE_BLOCKS, PULLED_MOVE_BLOCKS = ((0, 0), (0, 4)), ((0, 0),)
+"""Likewise, where nothing is summed: what has arrived is copied on this GPU."""
+FLAGS = ("late", "priority", "pull", "keep")
+NUMBERS = ("ctas", "left", "resident", "ahead")
+SHARDED = ("ahead", "keep")
+"""What is said of parameters that are gathered and freed again: fully_shard's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How computation and collectives share the device: the name of a schedule, taken apart. `parse` reads what it prints.
+
+    transport: who moves the bytes; "none": collectives first, then the computation. late: collectives are enqueued after the
+    computation. priority: their stream has the highest. pull: copy engines of the receivers move, straight to the result. ctas:
+    blocks of their kernels (of copy engines: of the sums), 0 for their own choice. left: SMs that vendor GEMMs leave free.
+    resident: blocks an SM that named kernels keep to, 0 for what they have. Of sharded parameters: ahead, groups whose gathers
+    are enqueued before the one at hand computes, 0 for as fully_shard does; keep, gathered once a step, for both passes.
+
+    >>> print(Method(priority=True, ctas=16))
+    vendor+priority+ctas=16
+    """
+
+    transport: Transport = "vendor"
+    late: bool = False
+    priority: bool = False
+    pull: bool = False
+    ctas: int = 0
+    left: int = 0
+    resident: int = 0
+    ahead: int = 0
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        for name in NUMBERS:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0, for no limit, or above")
+        if self.pull and self.transport != "copy_engine":
+            raise ValueError(f"{self.transport} has pull; only copy_engine pulls")
+        if self.transport == "none" and self._modifiers():
+            raise ValueError(f"sequential has no {self._modifiers()[0]}: nothing runs beside it; use vendor or copy_engine")
+
+    def _modifiers(self) -> list[str]:
+        flags = [name for name in FLAGS if getattr(self, name)]
+        return flags + [f"{name}={value}" for name in NUMBERS if (value := getattr(self, name))]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the collectives run beside the computation."""
+        return self.transport != "none"
+
+    def __str__(self) -> str:
+        return "+".join(["sequential" if self.transport == "none" else self.transport, *self._modifiers()])
+
+
+SEQUENTIAL = Method(transport="none")
+PLAIN = Method()
+"""Two streams and nothing else: what PyTorch does by itself."""
+
+
+def parse(spec: str) -> Method:
+    """The Method that prints as `spec`. Raises ValueError with the grammar.
+
+    >>> parse("copy_engine+priority+left=8") == Method(transport="copy_engine", priority=True, left=8)
+    True
+    """
+    name, *words = spec.split("+")
+    transports: dict[str, Transport] = {"sequential": "none", "vendor": "vendor", "copy_engine": "copy_engine"}
+    options: dict[str, int | bool] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key in options or not (key in NUMBERS and value.isdecimal() if equals else key in FLAGS):
+            name = ""
+        options[key] = int(value) if value.isdecimal() else True
+    if name not in transports:
+        raise ValueError(
+            f"way is {spec!r}; use auto, sequential, or vendor or copy_engine with any of "
+            "+late, +priority, +pull, +ctas=N, +left=N, +resident=N; under fully_shard also +ahead=N, +keep"
+        )
+    return Method(transport=transports[name], **options)  # type: ignore[arg-type]
+
+
+def family(spec: str) -> str:
+    """What schedules have in common that differ in numbers alone. SMs that are left decide, blocks do not.
+
+    >>> family("vendor+priority+ctas=8+left=8") == family("vendor+priority+left=24") == "vendor+priority+left"
+    True
+    """
+    words = (word.partition("=")[0] for word in spec.split("+"))
+    return "+".join(word for word in words if word not in ("ctas", *SHARDED))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What a device, its software and these collectives can do of what a Method says. pull: by copy engines. residents: the
+    residencies to try of the named kernels."""
+
+    priority: bool = False
+    ctas: bool = False
+    left: bool = False
+    copy_engine: bool = False
+    pull: bool = False
+    residents: tuple[int, ...] = ()
+
+    def allow(self, method: Method) -> bool:
+        """Whether a method asks for nothing that is not there."""
+        blocks = self.ctas or not method.ctas or method.transport == "copy_engine"
+        moved = (self.copy_engine or method.transport != "copy_engine") and (self.pull or not method.pull)
+        given = (self.priority or not method.priority) and (self.left or not method.left)
+        return blocks and moved and given and (not method.resident or method.resident in self.residents)
+
+
+def everything(problem: ConcurrentProblem) -> Abilities:
+    """What there is on a GPU whose ranks share a node."""
+    moved = not problem.nodes and len(problem.known) == len(problem.collectives)
+    pulled = all(one.op in ("all_gather", "all_reduce") for _, one in problem.known)
+    return Abilities(priority=True, ctas=True, left=True, copy_engine=moved, pull=moved and pulled)
+
+
+def candidates(problem: ConcurrentProblem, abilities: Abilities | None = None) -> tuple[str, ...]:
+    """All names that could be taken, sequential and two plain streams first. abilities: default: `everything`."""
+    possible = everything(problem)
+    able = possible if abilities is None else abilities
+    able = replace(able, copy_engine=able.copy_engine and possible.copy_engine, pull=able.pull and possible.pull)
+    found = [SEQUENTIAL, PLAIN, Method(late=True)]
+    if able.priority:
+        found += [Method(priority=True, resident=resident) for resident in (0, *able.residents)]
+    found += [Method(priority=able.priority, ctas=ctas, left=left) for ctas, left in BUDGETS]
+    if able.priority:
+        found.append(Method(late=True, priority=True, ctas=BUDGETS[1][0]))
+    pushed, pulled = (SUM_BLOCKS, PULLED_SUM_BLOCKS) if problem.reduces else (MOVE_BLOCKS, PULLED_MOVE_BLOCKS)
+    for pull, blocks in ((False, pushed), (True, pulled)):
+        for ctas, left in blocks:
+            found.append(Method(transport="copy_engine", priority=able.priority, pull=pull, ctas=ctas, left=left))
+    return tuple(str(method) for method in dict.fromkeys(found) if able.allow(method))
+
+
+def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Schedule:
+    """The schedule of that name. fan_out: as `weft.build`. Raises ValueError for another name, and for copy engines where they
+    cannot run one of the collectives."""
+    method = parse(spec)
+    computation = UserCall(COMPUTATION, None, method.left, method.resident, method.ahead, method.keep)
+    if method.transport == "copy_engine":
+        return _moved(problem, spec, method, computation, fan_out=fan_out)
+    buffers = [
+        Buffer(named(buffer.name, i), buffer.kind, buffer.rows, buffer.cols)
+        for i, one in problem.known
+        for buffer in collectives.sequential(one).buffers
+    ]
+    ranks = []
+    for rank in range(problem.world_size):
+        steps = tuple(_vendors(problem, i, rank) for i in range(len(problem.collectives)))
+        if method.overlaps:
+            lanes = [
+                Lane("network", "network", steps, priority=method.priority, ctas=method.ctas),
+                Lane("compute", "compute", (computation,)),
+            ]
+            ranks.append(tuple(reversed(lanes) if method.late else lanes))
+        else:
+            ranks.append((Lane("compute", "compute", (*steps, computation)),))
+    return Schedule(problem=problem, name=str(method), buffers=tuple(buffers), ranks=tuple(ranks))
+
+
+def _vendors(problem: ConcurrentProblem, number: int, rank: int) -> Step:
+    one = problem.collectives[number]
+    if isinstance(one, OpaqueCollective):
+        return UserCall(one.name, number)
+    src, dst = (
+        Region(named(name, number), rank, (0, rows), (0, 1))
+        for name, rows in (("a", one.a_rows(rank)), ("out", one.out_rows(rank)))
+    )
+    return Collective(one.op, src, dst, one.divide_by)  # type: ignore[arg-type]
+
+
+def _moved(problem: ConcurrentProblem, spec: str, method: Method, computation: UserCall, *, fan_out: bool) -> Schedule:
+    """Each collective's schedule by copy engines, its lanes behind those of the one before."""
+    buffers: list[Buffer] = []
+    steps: list[dict[str, list[Step]]] = [{} for _ in range(problem.world_size)]
+    kinds: dict[str, Any] = {}
+    for number, one in enumerate(problem.collectives):
+        schedule = _by_copy_engine(one, spec, method, fan_out=fan_out)
+        buffers += (replace(buffer, name=named(buffer.name, number)) for buffer in schedule.buffers)
+        for rank, lanes in enumerate(schedule.ranks):
+            for lane in lanes:
+                name = "blocks.local" if lane.kind == "compute" else lane.name
+                kinds[name] = "blocks" if lane.kind == "compute" else lane.kind
+                steps[rank].setdefault(name, []).extend(_steps(lane, number))
+    ranks = []
+    for own in steps:
+        moving = [
+            Lane(name, kinds[name], tuple(some), method.priority, method.ctas if kinds[name] == "blocks" else 0)
+            for name, some in own.items()
+        ]
+        compute = Lane("compute", "compute", (computation,))
+        ranks.append((compute, *moving) if method.late else (*moving, compute))
+    return Schedule(problem=problem, name=str(method), buffers=tuple(buffers), ranks=tuple(ranks))
+
+
+def _steps(lane: Lane, number: int) -> tuple[Step, ...]:
+    """A lane's steps, with the names that their buffers and flags have in the schedule of all collectives."""
+    return tuple(renamed(step, lambda name: named(name, number)) for step in lane.steps) if number else lane.steps
+
+
+def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method: Method, *, fan_out: bool) -> Schedule:
+    if isinstance(one, OpaqueCollective):
+        raise ValueError(f"way is {spec!r}; copy engines do not run {one.name}: use vendor")
+    if one.nodes:
+        raise ValueError(f"way is {spec!r}; copy engines do not reach other nodes: use vendor")
+    own = replace(one, sms=method.ctas) if method.ctas else one
+    known = {
+        False: {
+            "all_gather": collectives.pushed,
+            "all_to_all": collectives.pushed,
+            "reduce_scatter": collectives.reduced,
+            "all_reduce": collectives.all_reduced,
+        },
+        True: {"all_gather": collectives.pulled, "all_reduce": collectives.all_reduced_pulled},
+    }[method.pull]
+    if one.op not in known:
+        raise ValueError(f"way is {spec!r}; {one.op} is not pulled: leave out pull")
+    return known[one.op](own, "copy_engine", one.world_size, fan_out=fan_out)
+
+
+def renamed(value: Any, rename: Callable[[str], str]) -> Any:
+    """A step, or a part of one, with other names for its buffers and flags."""
+    if isinstance(value, Region):
+        return replace(value, buffer=rename(value.buffer))
+    if isinstance(value, Flag):
+        return replace(value, name=rename(value.name))
+    if isinstance(value, tuple):
+        return tuple(renamed(item, rename) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: renamed(getattr(value, field.name), rename) for field in fields(value)})
+    return value
+
+
+def method_of(schedule: Schedule) -> Method:
+    """What a schedule says, read from its lanes: the inverse of `build`. Raises ValueError for one that is of no such form."""
+    if not isinstance(schedule.problem, ConcurrentProblem):
+        raise ValueError(f"schedule is for {schedule.problem}; use one for a ConcurrentProblem")
+    lanes = schedule.ranks[0]
+    at = next((i for i, lane in enumerate(lanes) if lane.kind == "compute"), 0)
+    calls = (step for step in lanes[at].steps if isinstance(step, UserCall) and step.collective is None)
+    call = next(calls, None)
+    if call is None:
+        raise ValueError(f"schedule {schedule.name} has no UserCall for the computation")
+    if len(lanes) == 1:
+        return SEQUENTIAL
+    others = lanes[:at] + lanes[at + 1 :]
+    vendor = all(lane.kind == "network" for lane in others)
+    return Method(
+        transport="vendor" if vendor else "copy_engine",
+        late=at == 0,
+        priority=others[0].priority,
+        pull=any(_pulls(copy) for copy in _copies(others)),
+        ctas=max(lane.ctas for lane in others),
+        left=call.left,
+        resident=call.resident,
+        ahead=call.ahead,
+        keep=call.keep,
+    )
+
+
+def _copies(lanes: tuple[Lane, ...]) -> Iterator[Copy]:
+    return (step for lane in lanes if lane.kind == "copy" for step in lane.steps if isinstance(step, Copy))
+
+
+def _pulls(copy: Copy) -> bool:
+    """Rank 0 runs it."""
+    return copy.src.rank != 0
