@@ -37,7 +37,8 @@ from weft.runtime.calls import Call, MatmulCall, Site
 from weft.runtime.choose import MODES, choose, contenders, fans_out, planned
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.host import HostProgram, HostSpace
+from weft.runtime.host import HostProgram
+from weft.runtime.host_space import HostSpace
 from weft.runtime.host_wire import HostWire
 from weft.runtime.kept import PROVED_AFTER, KeptPlans, Unproved, agree
 from weft.runtime.plain import PLAIN
