@@ -12,7 +12,7 @@ import torch
 from weft.runtime import tuner
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GroupState
-from weft.runtime.host import HostSpace
+from weft.runtime.host_space import HostSpace
 from weft.runtime.programs import Programs
 
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.compat import fsdp
 from weft.compat.autograd import NO_BACKWARD, backward_pass
 from weft.compat.c10d import FlatCollectives, backend_of, exchange_messages, group_named, nccl_connections, store_of
+from weft.compat.cpu import multiplies
 from weft.compat.cublas import carveout, has_carveout, matmul_settings, needs_torch, set_carveout
 from weft.compat.dispatch import (
     autocast_enabled,
@@ -310,6 +311,11 @@ def test_gradients_are_switched_off_without_a_context() -> None:
     finally:
         set_grad_enabled(True)
     assert torch.is_grad_enabled()
+
+
+def test_a_cpu_says_which_dtypes_it_multiplies() -> None:
+    assert multiplies(torch.float32)
+    assert all(isinstance(multiplies(dtype), bool) for dtype in (torch.bfloat16, torch.float16))
 
 
 def test_the_sms_of_gemms_are_set_and_read() -> None:

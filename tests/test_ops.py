@@ -17,7 +17,7 @@ import weft
 from weft.core.errors import RankMismatch
 from weft.core.problem import split
 from weft.runtime import choose
-from weft.runtime.host import HostSpace
+from weft.runtime.host_space import HostSpace
 from weft.schedules import FAMILIES
 
 pytestmark = pytest.mark.ranks

@@ -12,7 +12,8 @@ From a call to a program:
 A program, which is a schedule bound to one rank:
 
     bound.py  bindings.py  arithmetic.py         what devices share: where things lie, the tensors of a call, torch's sums
-    host.py  interpret.py  bags.py               on CPUs: lanes on threads, step by step; lookups
+    host.py  host_space.py                       on CPUs: a call; shared memory, and lanes as threads
+    interpret.py  bags.py                        lanes step by step; lookups
     cuda.py  launch_plan.py  launches.py         on GPUs: a call; what it launches, prepared once; what a launch is
     lane_streams.py  order.py  turn.py           streams that fork and join; orders in which no stream, and no GPU, is stuck
     flag_words.py  replay.py                     words of flags on GPUs; calls as CUDA graphs

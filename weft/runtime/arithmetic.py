@@ -1,7 +1,7 @@
-"""A step's arithmetic by torch operations, the same on every device: matmuls, partial sums in float32, one rounding at the end.
+"""The arithmetic of a step by torch operations, the same on every device: matmuls, partial sums in float32, one rounding.
 
-Parts of a GEMM that share no gate, no count and add nothing are multiplied together (`groups`). A part with inner gates is
-multiplied slice by slice (`Sliced`).
+Consecutive parts of a GEMM without gates or counts between them, and that add nothing, are one matmul (`groups`). A part with
+inner gates is multiplied slice by slice (`Sliced`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matm
 class Sliced:
     """The product of a part with inner gates: its slices of K, in order, summed up in float32 and rounded once, at the end.
 
-    A slice is multiplied by `multiply`, once its gate is open. Between the first and the last one the sum is kept here.
+    `multiply` multiplies a slice, once its gate is open. Between the first and the last slice this object holds the sum.
     """
 
     def __init__(self, step: Gemm, part: Part) -> None:
@@ -85,7 +85,7 @@ class Sliced:
 
 
 def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
-    """out = the product, unrounded, and what the part adds, in order, divided."""
+    """Write the unrounded product plus what the part adds, in order, divided, to `out`."""
     a = bindings.view(part.a)
     for b, cols in bindings.pieces(step.b):
         total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
@@ -98,7 +98,7 @@ def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul
 
 
 def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
-    """out = the sum of the part's sources, in order, divided."""
+    """Write the sum of the part's sources, in order, divided, to `out`."""
     for out, cols in bindings.pieces(part.out):
         total = bindings.view(_columns(part.srcs[0], cols)).to(torch.float32, copy=True)
         for src in part.srcs[1:]:
@@ -114,7 +114,7 @@ def _rows(bindings: Bindings, regions: Sequence[Region]) -> torch.Tensor:
 
 
 def _adjacent(regions: Sequence[Region]) -> Region | None:
-    """The one region that they make up if their rows follow each other, else None."""
+    """The one region that the regions make up if their rows follow each other, else None."""
     first, last = regions[0], regions[-1]
     for one, next_one in pairwise(regions):
         if (one.buffer, one.rank, one.cols, one.rows[1]) != (next_one.buffer, next_one.rank, next_one.cols, next_one.rows[0]):

@@ -1,4 +1,4 @@
-"""The tensors of one call by the names that a Schedule gives them, and a step's place for messages."""
+"""The tensors of one call, by the names that a Schedule gives them, and the place of a step, for error messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Bindings:
         columns = self.tensors[region.buffer, region.rank]
         if len(columns) == 1:
             whole = columns[0][0]
-            # Taking a view of all of it would cost some 5 us.
+            # Taking a view of all of it would take about 5 us.
             if whole.shape == (rows.stop, high) and rows.start == low == 0:
                 return columns
             return [(whole[rows, low:high], (0, high - low))]

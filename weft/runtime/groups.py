@@ -29,7 +29,7 @@ from weft.runtime.bound import BoundProgram, Closes
 from weft.runtime.bounded import bounded
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.host import HostSpace
+from weft.runtime.host_space import HostSpace
 from weft.runtime.host_wire import HostWire
 from weft.runtime.programs import Programs
 from weft.runtime.ragged_programs import RaggedPrograms

@@ -1,157 +1,49 @@
-"""The host executor: a Schedule on CPUs, one process a rank.
+"""The CPU executor: a Schedule on CPUs, one process for each rank.
 
-Symmetric buffers are POSIX shared memory that every rank maps; a peer's region is a tensor over the peer's segment. Flags
-are words in the same memory, stored with release and loaded with acquire. The compute lane runs on the caller's thread;
-every other lane is a thread, so that a copy lane really runs beside the matmuls (torch lets go of the interpreter lock).
+Symmetric buffers are POSIX shared memory that every rank maps. A region of a peer is a tensor over the peer's memory. Flags are
+words in the same memory, stored with release and loaded with acquire. The compute lane runs on the caller's thread. Every other
+lane is a thread, so that a copy lane really runs beside the matmuls: torch releases the interpreter lock while it works.
 
     caller's thread (compute)       thread (copy)
     steps ...                       steps ...
     signal made  ---------------->  wait made
     join  <-----------------------  end                 a call returns when all lanes of the rank have ended
 
-On several nodes, shared memory is that of a rank's own node; messages and collectives go through the process group's backend
-for CPUs (weft.runtime.host_wire).
+A call, from the bound program to torch.matmul: `HostProgram.play` binds its tensors, weft.runtime.interpret walks each lane
+step by step, weft.runtime.arithmetic puts the matmuls of a step together, and `HostProgram.matmul` runs them.
 
-Memory (weft.comm.symmetric_heap): one piece of data for all schedules of the group, grown when one needs more; one piece of
-flags for each schedule. Schedules share the piece of data: `RankGroup.enter` of a call shows that every peer has ended the call
-before, so no peer still reads what another schedule put there.
+On several nodes, ranks share memory with those of their own node. Messages and collectives go through gloo
+(weft.runtime.host_wire).
+
+All schedules of a process group share one piece of memory for data (weft.comm.symmetric_heap), which grows when one of them
+needs more. Each schedule has a piece of its own for flags. The data can be shared because `RankGroup.enter` of a call shows
+that every peer has ended the call before: no peer still reads what another schedule put there.
 """
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 
 import torch
 
-from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import HostAllocation, HostHeap
+from weft.comm.symmetric_heap import HostAllocation
+from weft.compat.cpu import multiplies
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, advances, waits
 from weft.core.span import Span
 from weft.core.work import span
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
-from weft.runtime.host_wire import HostWire
+from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.interpret import Device, Program
 
 _LOOKS_PER_S = 3_000
-"""At most: how often an interpreted kernel looks at a flag in a second."""
-_INTERPRETED_BLOCKS = 4
-
-
-@cache
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matmuls of its own for `dtype`; if not, torch's are a hundred times slower than float32's."""
-    if dtype == torch.float32:
-        return True
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
-    return bool(getattr(torch.ops.mkldnn, name)())
-
-
-class LaneThread:
-    """A thread that runs one lane's steps, call after call."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=f"weft-{name}", daemon=True)
-        self._thread.start()
-
-    def _loop(self) -> None:
-        torch.set_grad_enabled(False)  # a mode of the thread; the caller's is set by GroupState.run
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except BaseException as error:
-                self._results.put(error)
-            else:
-                self._results.put(None)
-
-    def start(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
-    def join(self) -> BaseException | None:
-        """Wait for the started task; the exception that it raised, if any."""
-        return self._results.get()
-
-    def close(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-
-
-class HostSpace:
-    """What the schedules of one group share on this rank: the piece of data, scratch, and lane threads."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank_group: RankGroup) -> None:
-        self.rank_group = rank_group
-        heap = rank_group.heap(self.device)
-        assert isinstance(heap, HostHeap)
-        self.heap = heap
-        self.data: HostAllocation | None = None
-        self._wire: HostWire | None = None
-        self._scratch: dict[str, torch.Tensor] = {}
-        self._threads: dict[str, LaneThread] = {}
-
-    def runs_kernels(self, dtype: torch.dtype) -> bool:
-        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul."""
-        return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
-
-    def fuses(self, dtype: torch.dtype) -> bool:
-        return self.runs_kernels(dtype)
-
-    @property
-    def blocks(self) -> int:
-        return _INTERPRETED_BLOCKS
-
-    def runs_lookups(self, dtype: torch.dtype) -> bool:
-        """Nothing is multiplied as a matrix, so the interpreter has float32, too."""
-        return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
-
-    def reserve(self, nbytes: int) -> None:
-        """Make every rank's data piece at least `nbytes`. Collective: all ranks ask for the same."""
-        if self.data is None or self.data.nbytes < nbytes:
-            outgrown, self.data = self.data, self.heap.allocate(nbytes)
-            if outgrown is not None:
-                self.heap.free(outgrown)
-
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """A local matrix that keeps its memory from call to call."""
-        nbytes = rows * cols * dtype.itemsize
-        if name not in self._scratch or self._scratch[name].numel() < nbytes:
-            self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
-
-    @property
-    def wire(self) -> HostWire:
-        """The group's messages. Collective at its first use."""
-        if self._wire is None:
-            self._wire = HostWire(self.rank_group)
-        return self._wire
-
-    def thread(self, lane: str) -> LaneThread:
-        if lane not in self._threads:
-            self._threads[lane] = LaneThread(f"{lane}-{self.rank_group.rank}")
-        return self._threads[lane]
-
-    def close(self) -> None:
-        for thread in self._threads.values():
-            thread.close()
-        if self.data is not None:
-            self.heap.free(self.data)
-        if self._wire:
-            self._wire.close()
-        self._threads, self.data, self._scratch, self._wire = {}, None, {}, None
+"""How often an interpreted kernel looks at a flag in a second, at most."""
 
 
 class HostProgram(BoundProgram, Device):
-    """A schedule on one CPU rank. Words of its segment: the flags, then one for meetings in collectives."""
+    """A schedule on one CPU rank. Its memory for flags has one more word, for the barriers of collectives."""
 
     def __init__(self, space: HostSpace, schedule: Schedule) -> None:
         self._mailboxes: list[HostAllocation] = []
@@ -193,7 +85,7 @@ class HostProgram(BoundProgram, Device):
         return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
 
     def wait(self, flag: Flag, value: int, where: Where) -> None:
-        """Bounded. What is told names what the other lanes wait for, too: this one may wait for one of them."""
+        """Wait, bounded. The error also names what the other lanes wait for, since this lane may wait for one of them."""
         words, slot = self._words[flag.rank], self.slots[flag]
 
         def missing() -> str:
@@ -210,13 +102,13 @@ class HostProgram(BoundProgram, Device):
             del self._waiting[where.lane]
 
     def raiser(self, flag: Flag) -> str:
-        """Who advances a flag, and what that lane waits for itself, from rank to rank: the last one named is late."""
-        told, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
+        """Who advances a flag, and what that lane waits for itself, from rank to rank. The last rank named is the late one."""
+        line, seen, behind = super().raiser(flag), {flag}, self._behind(flag)
         while behind is not None and behind not in seen:
-            told += f", which waits for {behind}; {super().raiser(behind)}"
+            line += f", which waits for {behind}; {super().raiser(behind)}"
             seen.add(behind)
             behind = self._behind(behind)
-        return told
+        return line
 
     def _behind(self, flag: Flag) -> Flag | None:
         """The flag that the lane which advances this one waits for in this call; None where it has all that it needs."""
@@ -267,7 +159,7 @@ class HostProgram(BoundProgram, Device):
         kernel = self.kernels.get(id(step))
         if kernel is None or not kernel.runs(bindings):
             return False
-        kernel.launch(bindings, epoch, silent=False, tries=self._tries, sms=_INTERPRETED_BLOCKS)
+        kernel.launch(bindings, epoch, silent=False, tries=self._tries, sms=INTERPRETED_BLOCKS)
         try:
             kernel.raise_if_late(str(where), self.raiser)
         except WaitTimeout:
@@ -282,7 +174,7 @@ class HostProgram(BoundProgram, Device):
     def pushed(self, where: Where, bindings: Bindings) -> bool:
         push = self.pushes.get((where.lane, where.position))
         if push is not None:
-            push.launch(bindings, silent=False, sms=_INTERPRETED_BLOCKS)
+            push.launch(bindings, silent=False, sms=INTERPRETED_BLOCKS)
         return push is not None
 
     def fused_collective(self, where: Where, bindings: Bindings) -> None:
@@ -291,7 +183,7 @@ class HostProgram(BoundProgram, Device):
         kernel.raise_if_late(self.rank_group.check_peers)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-        # What is kept in float32 is not rounded to the operands' dtype on the way.
+        # A float32 result is not rounded to the dtype of the operands on the way.
         wide = torch.promote_types(b.dtype, out.dtype)
         a, b = a.to(wide), b.to(wide)
         if out.dtype == a.dtype and not accumulate:
@@ -302,8 +194,8 @@ class HostProgram(BoundProgram, Device):
             out.copy_(torch.mm(a, b))
 
     def collective(self, step: Collective, src: torch.Tensor, dst: torch.Tensor, where: Where) -> None:
-        """Every rank stages its source in shared memory, meets the others, reads theirs, and meets them again. On several nodes
-        it sends its source to all."""
+        """Every rank puts its source into shared memory, waits for the others, reads theirs, and waits for them again. On
+        several nodes every rank sends its source to all others."""
         wire = self._wire
         if wire:
             staged = [
@@ -340,7 +232,7 @@ class HostProgram(BoundProgram, Device):
         self._wire.exchange(sends, [(bindings.view(got.dst), got.source) for got in step.receives], where)
 
     def _staged(self, step: Collective, rank: int) -> torch.Tensor:
-        """Where a rank puts its source."""
+        """The shared memory into which a rank puts its source."""
         return self.symmetric(rank, self.layout.staging, *self._staged_shape(step, rank), self.dtype)
 
     def _staged_shape(self, step: Collective, rank: int) -> tuple[int, int]:
@@ -352,7 +244,7 @@ class HostProgram(BoundProgram, Device):
         return rows, right - left
 
     def _meet(self, where: Where) -> None:
-        """Wait until every rank is here: a barrier on a word of each."""
+        """Wait until every rank has come here: a barrier on a word of each."""
         self._meetings += 1
         last = self._words[self.rank].count - 1
         self._words[self.rank].store(last, self._meetings)
@@ -365,9 +257,9 @@ class HostProgram(BoundProgram, Device):
             )
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None:
-        """The compute lane here, the others on their threads; returns when all have ended, raises the first error.
+        """Run the compute lane here, and the others on their threads. Returns when all have ended; raises the first error.
 
-        Lanes of blocks that are interpreted kernels run here too, before the others.
+        Lanes of blocks that are interpreted kernels run here too, before all others.
         """
         pushed = {name for name, _ in self.pushes}
         first = [item for item in lanes if item[0].kind == "blocks" and item[0].name in pushed]
@@ -386,7 +278,7 @@ class HostProgram(BoundProgram, Device):
         errors += [thread.join() for thread in started]
         raised = [error for error in errors if error is not None]
         if raised:
-            # A lane that stopped because another one failed only repeats the reason: raise the reason itself.
+            # A lane that stopped because another one failed only repeats its error: raise the reason itself.
             raise next((e for e in raised if e is self.rank_group.broken), raised[0])
 
     def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:

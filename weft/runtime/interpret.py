@@ -1,9 +1,9 @@
-"""Runs one rank's lanes of a Schedule with torch operations. What differs between devices is behind `Device`.
+"""Runs the lanes of one rank with torch operations, step by step. What differs between devices is behind `Device`.
 
     Program(schedule, device)         once: flag values, step by step
     Program.run(epoch, bindings)      each call: every lane, on the device's lanes
 
-A gated part of a GEMM is multiplied when its gates open, slice by slice where it has inner gates.
+A part of a GEMM with gates is multiplied once its gates are open; a part with inner gates slice by slice.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Program:
         self._ordinals = self._number_signals()
 
     def _number_signals(self) -> dict[tuple[str, int], list[int]]:
-        """The values, within a call, that each step's advances bring their flags to."""
+        """By lane and position of a step, the values that its advances bring their flags to within a call."""
         seen: Counter[Flag] = Counter()
         numbers = {}
         for lane in self.schedule.ranks[self.device.rank]:
@@ -155,7 +155,7 @@ class _LaneRun:
 
     def _copy(self, src_region: Region, dst_region: Region) -> None:
         for (dst, _), (src, _) in zip(self.bindings.pieces(dst_region), self.bindings.pieces(src_region), strict=True):
-            # In place, another lane may read meanwhile what would be written with itself.
+            # Where a call works in place, another lane may read meanwhile what would be overwritten with itself.
             if dst.data_ptr() != src.data_ptr():
                 dst.copy_(src)
 
@@ -168,7 +168,7 @@ class _LaneRun:
         self.device.signal(*self.program.values(self.epoch, where.lane, where.position, where.step)[nth])
 
     def _pass_previous(self, step: Gemm | Reduce, where: Where) -> None:
-        """A kernel's gates on the call before are passed where it starts, as on GPUs."""
+        """Wait for the gates of a kernel on the call before, where the kernel starts, as on GPUs."""
         for wait in dict.fromkeys(wait for wait in waits(step) if not wait.at_least):
             self._wait(wait, where)
 

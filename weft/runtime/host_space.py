@@ -1,0 +1,114 @@
+"""What the programs of one process group share on a CPU rank: shared memory, scratch, messages and the threads of lanes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from weft.comm.rank_group import RankGroup
+from weft.comm.symmetric_heap import HostAllocation, HostHeap
+from weft.runtime.host_wire import HostWire
+
+INTERPRETED_BLOCKS = 4
+"""How many blocks a kernel has under Triton's interpreter."""
+
+
+class LaneThread:
+    """A thread that runs one lane's steps, call after call."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"weft-{name}", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        torch.set_grad_enabled(False)  # a mode of the thread; the caller's is set by GroupState.run
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except BaseException as error:
+                self._results.put(error)
+            else:
+                self._results.put(None)
+
+    def start(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def join(self) -> BaseException | None:
+        """Wait for the started task; the exception that it raised, if any."""
+        return self._results.get()
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+
+class HostSpace:
+    """What the programs of one process group share on this rank. data: the shared memory in which their buffers lie."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self.rank_group = rank_group
+        heap = rank_group.heap(self.device)
+        assert isinstance(heap, HostHeap)
+        self.heap = heap
+        self.data: HostAllocation | None = None
+        self._wire: HostWire | None = None
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._threads: dict[str, LaneThread] = {}
+
+    def runs_kernels(self, dtype: torch.dtype) -> bool:
+        """Under Triton's interpreter: then fused steps run as the kernels that GPUs run. It has no bfloat16 matmul."""
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float16
+
+    def fuses(self, dtype: torch.dtype) -> bool:
+        return self.runs_kernels(dtype)
+
+    @property
+    def blocks(self) -> int:
+        return INTERPRETED_BLOCKS
+
+    def runs_lookups(self, dtype: torch.dtype) -> bool:
+        """Nothing is multiplied as a matrix, so the interpreter has float32, too."""
+        return os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
+
+    def reserve(self, nbytes: int) -> None:
+        """Make every rank's data piece at least `nbytes`. Collective: all ranks ask for the same."""
+        if self.data is None or self.data.nbytes < nbytes:
+            outgrown, self.data = self.data, self.heap.allocate(nbytes)
+            if outgrown is not None:
+                self.heap.free(outgrown)
+
+    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """A local matrix that keeps its memory from call to call."""
+        nbytes = rows * cols * dtype.itemsize
+        if name not in self._scratch or self._scratch[name].numel() < nbytes:
+            self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
+
+    @property
+    def wire(self) -> HostWire:
+        """The group's messages. Collective at its first use."""
+        if self._wire is None:
+            self._wire = HostWire(self.rank_group)
+        return self._wire
+
+    def thread(self, lane: str) -> LaneThread:
+        if lane not in self._threads:
+            self._threads[lane] = LaneThread(f"{lane}-{self.rank_group.rank}")
+        return self._threads[lane]
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.close()
+        if self.data is not None:
+            self.heap.free(self.data)
+        if self._wire:
+            self._wire.close()
+        self._threads, self.data, self._scratch, self._wire = {}, None, {}, None
