@@ -30,7 +30,8 @@ from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import choose, fans_out
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_space import CudaSpace
-from weft.runtime.host import HostProgram, HostSpace
+from weft.runtime.host import HostProgram
+from weft.runtime.host_space import HostSpace
 from weft.runtime.trial import Trial
 from weft.runtime.tuner import Key, Tuner
 
