@@ -114,7 +114,7 @@ class Site:
             columns=columns,
             batch=case.batch,
             device=device,
-            target=lambda _: kernel.Target(self.pooled.data_ptr(), self.columns * 4, False),
+            target=lambda _: kernel.OutputPlace(self.pooled.data_ptr(), self.columns * 4, False),
             count_address=lambda _: 0,
         )
         launched_by, sms = kernel.launcher(), torch.cuda.get_device_properties(device).multi_processor_count

@@ -24,7 +24,7 @@ from checked_options import appended
 
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import fits, gemm, tables
-from weft.kernels.shapes import SHAPES, Blocks, blocks_for
+from weft.kernels.shapes import SHAPES, TileShape, blocks_for
 from weft.runtime.versions import versions
 from weft.schedules.builder import aligned_slices
 
@@ -60,7 +60,7 @@ def methods(case: Case, shapes: bool) -> dict[str, Callable[[], None]]:
         return Gemm(Region("b", 0, (0, k), (0, n)), tuple(made))
 
     def kernel(
-        gates: bool, counts: bool, parts: int, blocks: Blocks | None = None, split: bool = False, slices: int = 1
+        gates: bool, counts: bool, parts: int, blocks: TileShape | None = None, split: bool = False, slices: int = 1
     ) -> Callable[[], None]:
         sources = (a, a.clone()) if split else (a,)
         plan = tables(

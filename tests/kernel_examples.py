@@ -14,7 +14,7 @@ from weft.core.problem import Op, Problem, split
 from weft.kernels import all_reduce, experts, gemm, gemm_kernel, lookup, push, ragged, ragged_rows, reduce, runs, segments
 from weft.kernels import update as update_kernels
 from weft.kernels import words as words_kernel
-from weft.kernels.shapes import Blocks, shapes_for
+from weft.kernels.shapes import TileShape, shapes_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
     }[module](gpu)
 
 
-def gemm_example(blocks: Blocks, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False) -> Example:
+def gemm_example(blocks: TileShape, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False) -> Example:
     """Tiles that wait, add, count, and go to peers. out_tma: results can be stored by descriptors."""
     half = blocks.n // 2 if blocks.halves else blocks.n
     types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k)) | {"out_ptr": "*bf16"}
@@ -107,7 +107,9 @@ _SEGMENTS |= {"MOVE_FIELDS": segments.MOVE_FIELDS}
 _MOVING = {"MOVE_ROWS": 64, "COLS": 256, "STAGES": 4, "ALIGN": 8}
 
 
-def ragged_example(name: str, blocks: Blocks, gpu: Capabilities, *, transposed: bool = False, gated: bool = False) -> Example:
+def ragged_example(
+    name: str, blocks: TileShape, gpu: Capabilities, *, transposed: bool = False, gated: bool = False
+) -> Example:
     """A kernel of weft.kernels.ragged, by name."""
     whole, tile, b_tile = (blocks.m, blocks.n), (blocks.m, blocks.k), (blocks.k, blocks.n)
     types = {"out_desc": _tile(*whole), "product_desc": _tile(*whole), "a_desc": _tile(*tile), "landing_desc": _tile(*tile)}

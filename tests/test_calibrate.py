@@ -19,17 +19,17 @@ from weft.perf.cost import collective_us, gemm_us
 from weft.tools import calibrate as package
 from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, base, common, host_probes, probes
 from weft.tools.calibrate.profile import Profile, line
-from weft.tools.calibrate.samples import Sample, of, typical_spread
+from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 
 H200 = machine.load("h200x8")
 WORLD_SIZE = 8
 
 
-def sample(what: str, key: tuple[int, ...], us: float) -> Sample:
-    return Sample(what=what, key=key, us=(0.98 * us, us, 1.02 * us))
+def sample(what: str, key: tuple[int, ...], us: float) -> ProbeSample:
+    return ProbeSample(what=what, key=key, us=(0.98 * us, us, 1.02 * us))
 
 
-def samples_of(of_machine: machine.Machine) -> list[Sample]:
+def samples_of(of_machine: machine.Machine) -> list[ProbeSample]:
     """What probes would see on it, if the cost model were the truth."""
     copy, size = of_machine.copies, WORLD_SIZE - 1
     found = [
@@ -109,9 +109,9 @@ def test_lines_and_spreads() -> None:
     assert (found.fixed_us, found.gbps) == (2.0, 1.0)
     falling = line([(1000, 5.0), (2000, 4.0)])
     assert falling.gbps == 0.5
-    one = Sample(what="x", key=(4, 2), us=(9.0, 10.0, 11.0))
+    one = ProbeSample(what="x", key=(4, 2), us=(9.0, 10.0, 11.0))
     assert (one.median_us, one.spread, str(one)) == (10.0, 0.1, "x 4 x 2: 10.0 us (+-10.0%)")
-    assert typical_spread([one, Sample(what="x", key=(), us=(1.0,))]) == 0.05
+    assert typical_spread([one, ProbeSample(what="x", key=(), us=(1.0,))]) == 0.05
     assert of([one], "x") == [one]
 
 
@@ -132,7 +132,7 @@ SMALL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _probed() -> list[Sample]:
+def _probed() -> list[ProbeSample]:
     """Every probe of the host executor on this rank, at small sizes."""
     found = [*common.gemms("cpu", *SMALL["gemms"]), *common.memory("cpu", *SMALL["memory"])]
     found += common.gemms("cpu", SMALL["gemms"][0], "float16")

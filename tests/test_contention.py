@@ -12,7 +12,7 @@ from weft.core.machine import Machine, load
 from weft.core.problem import Problem
 from weft.core.span import Span
 from weft.perf import run
-from weft.perf.contention import Clock, Contention, Steady
+from weft.perf.contention import Contention, SlowedClock, Steady
 from weft.schedules import NAMES, build, names
 
 ONE_TILE = Problem(op="all_gather_matmul", m=8, n=8, k=64, world_size=2)
@@ -35,7 +35,7 @@ def first(spans: tuple[Span, ...], kind: str) -> tuple[float, float]:
 
 def test_a_clock_runs_at_the_speed_that_is_left() -> None:
     env = simpy.Environment()
-    clock, rung = Clock(env, (1.0, 0.0)), []
+    clock, rung = SlowedClock(env, (1.0, 0.0)), []
     for at in (1000, 100, 1200):
         event = clock.until(at)
         assert event.callbacks is not None

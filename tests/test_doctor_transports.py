@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from test_doctor import fake_torch
 
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 from weft.tools.doctor import gpus
 from weft.tools.doctor.finding import Finding
 from weft.tools.doctor.rates import Rates, pcie_gbps, rates
@@ -57,8 +57,8 @@ def test_what_is_not_known(matrix: list[list[str]], major: int, pcie: str) -> No
     assert rates(matrix, major, pcie) is None
 
 
-def _sample(what: str, key: tuple[int, ...], us: float) -> Sample:
-    return Sample(what=what, key=key, us=(us, us, us))
+def _sample(what: str, key: tuple[int, ...], us: float) -> ProbeSample:
+    return ProbeSample(what=what, key=key, us=(us, us, us))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def _sample(what: str, key: tuple[int, ...], us: float) -> Sample:
         ("NCCL all_reduce", [_sample("all_reduce", (64 * MIB,), 1200.0)], "336 GB/s a GPU, 75% of 450 (NV18)", "ok"),
     ],
 )
-def test_samples_against_links(name: str, samples: list[Sample], detail: str, state: str) -> None:
+def test_samples_against_links(name: str, samples: list[ProbeSample], detail: str, state: str) -> None:
     found = judged(BY_NAME[name], samples, 4, H200)
     assert (found.what, found.detail, found.state) == (f"transport: {name}", detail, state)
     assert bool(found.cure) == (state != "ok")
@@ -103,7 +103,7 @@ def test_whether_overlap_pays() -> None:
     assert verdict("not tried").state == "warn"
 
 
-def _fine(device: str) -> list[Sample]:
+def _fine(device: str) -> list[ProbeSample]:
     return [_sample(device, (dist.get_rank() * 0,), 1.0)]
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.overlap.concurrent import ConcurrentChoice
 from weft.overlap.concurrent.steps import most_steps
-from weft.overlap.concurrent.tuning import STEPS, Sample, Turn, in_blocks
+from weft.overlap.concurrent.tuning import STEPS, Sample, UseTurn, in_blocks
 from weft.overlap.hooks import data_parallel
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
 from weft.overlap.hooks.fully_sharded import KEPT
@@ -238,7 +238,7 @@ class _Clock:
                 fresh = taken.count(way) < 2 or taken[-1] != way
                 begin, now = now, now + self._us(way, changes - 1) * (11 if fresh else 1)
                 taken.append(way)
-                way = turns.send(Turn(Sample(begin, begin, now), ()))
+                way = turns.send(UseTurn(Sample(begin, begin, now), ()))
         except StopIteration as end:
             return end.value, len(taken)
 

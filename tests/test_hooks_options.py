@@ -20,7 +20,7 @@ import weft
 from weft.overlap.concurrent.steps import StepTuner, most_steps, specs_of, why_not_summed
 from weft.overlap.hooks import fully_sharded
 from weft.overlap.hooks.data_parallel import WAYS as DDP_WAYS
-from weft.overlap.hooks.gathered import Gathered
+from weft.overlap.hooks.gathered import GatherOrder
 from weft.schedules.concurrent import parse
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -332,7 +332,7 @@ def _gathered_ahead() -> list[list[list[int]]]:
     root: Any = fully_shard(nn.Sequential(*layers))
     firsts: list[Any] = [unit[0] for unit in units]
     firsts[0].set_modules_to_forward_prefetch([firsts[2]])
-    gathered, found = Gathered(layers), []
+    gathered, found = GatherOrder(layers), []
     root(torch.randn(4, 8)).sum().backward()
     states = [first._get_fsdp_state() for first in firsts]
     for way in ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor"):

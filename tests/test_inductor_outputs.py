@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.models.inductor.outputs import Family, Layout, Lie
+from weft.models.inductor.outputs import AliasedResults, Lie, ResultLayout
 
 BASE = Lie((4, 6), (6, 1), 3)
 LEFT, RIGHT = Lie((4, 3), (6, 1), 3), Lie((4, 3), (6, 1), 6)
-FAMILY = Family(BASE, (0, 1), (LEFT, RIGHT))
+FAMILY = AliasedResults(BASE, (0, 1), (LEFT, RIGHT))
 
 
 def _lying(lie: Lie, room: torch.Tensor, more: int = 0) -> torch.Tensor:
@@ -37,12 +37,14 @@ def _packed() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [_apart, _closer, _packed])
-@pytest.mark.parametrize("family", [FAMILY, Family(BASE, (0, 1), (BASE, RIGHT))], ids=["views alone", "with their base"])
-def test_others_become_views_of_a_copy(make: object, family: Family) -> None:
+@pytest.mark.parametrize(
+    "family", [FAMILY, AliasedResults(BASE, (0, 1), (BASE, RIGHT))], ids=["views alone", "with their base"]
+)
+def test_others_become_views_of_a_copy(make: object, family: AliasedResults) -> None:
     outs = make()  # type: ignore[operator]
     if family.lies[0] == BASE:
         outs[0] = torch.cat(outs, 1)
-    laid = Layout(family.lies, (family,)).laid(outs)
+    laid = ResultLayout(family.lies, (family,)).laid(outs)
     assert [found.tolist() for found in laid] == [out.tolist() for out in outs]
     assert [found.stride() for found in laid] == [lie.strides for lie in family.lies]
     laid[0][0, -1] = 100.0

@@ -26,14 +26,14 @@ def _fused_schedules() -> tuple[int, int]:
     The first shape comes back after a larger one, for which memory that its tables point into has grown and moved.
     """
     from weft.kernels import gemm
-    from weft.kernels.shapes import Blocks
+    from weft.kernels.shapes import TileShape
     from weft.runtime import fused
 
     assert os.environ["TRITON_INTERPRET"] == "1"
     launches = halved = 0
     whole_tiles = gemm.whole_tiles
 
-    def cut(tiles: int, at_once: int, blocks: Blocks) -> int:
+    def cut(tiles: int, at_once: int, blocks: TileShape) -> int:
         nonlocal halved
         whole = whole_tiles(tiles, at_once, blocks)
         halved += whole < tiles

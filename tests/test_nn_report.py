@@ -19,7 +19,7 @@ import weft
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
 from weft.models.report import Called, OverlapReport, Place
-from weft.models.sites import Site
+from weft.models.sites import CommunicatingLayer
 
 
 def _called(spec: str, us: float | None, **others: float) -> Called:
@@ -27,7 +27,7 @@ def _called(spec: str, us: float | None, **others: float) -> Called:
 
 
 def _place(count: int, *calls: Called, reason: str = "") -> Place:
-    site = Site(
+    site = CommunicatingLayer(
         module="layers.*.mlp", parts=("up",), operators=() if reason else ("all_gather_matmul",), reason=reason, n=8, k=4
     )
     return Place(site=site, count=count, calls=calls)
@@ -77,7 +77,7 @@ def test_it_needs_no_plotly() -> None:
 
 
 def test_what_is_to_run_sequentially_is_not_overlapped() -> None:
-    site = Site(module="up", operators=("all_gather_matmul",), n=8, k=4, schedule="sequential")
+    site = CommunicatingLayer(module="up", operators=("all_gather_matmul",), n=8, k=4, schedule="sequential")
     assert not Place(site=site, count=1, calls=()).overlapped
     assert Place(site=site, count=1, calls=(_called("shard_p2p", None),)).overlapped
 

@@ -275,7 +275,7 @@ def test_weights_go_through_files(ranks: RankFixture, tmp_path: Path) -> None:
 def _reported() -> str:
     weft.close(mesh().get_group())
     model = sharded(tiny("llama"), few_tokens=0)
-    weft.models.sites.note(model.model.layers[0], weft.models.sites.Site(reason="a <b> of the user's"))
+    weft.models.sites.note(model.model.layers[0], weft.models.sites.CommunicatingLayer(reason="a <b> of the user's"))
     with torch.no_grad():
         model(text(2, 9))
     report = weft.overlap_report(model)

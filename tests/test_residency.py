@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.overlap.controls.residency import DEVICES, KIB, Device, blocks_per_sm, padding_bytes
+from weft.overlap.controls.residency import DEVICES, KIB, Multiprocessor, blocks_per_sm, padding_bytes
 
 A40, A100, H100, H200, MI250X = (DEVICES[name] for name in ("A40", "A100", "H100", "H200", "MI250X"))
 NVIDIA = (A40, A100, H100)
@@ -46,7 +46,7 @@ NVIDIA = (A40, A100, H100)
     ],
 )
 def test_by_hand(
-    device: Device, threads: int, registers: int, shared_bytes: int, blocks: int, limited_by: tuple[str, ...]
+    device: Multiprocessor, threads: int, registers: int, shared_bytes: int, blocks: int, limited_by: tuple[str, ...]
 ) -> None:
     found = blocks_per_sm(device, threads=threads, registers=registers, shared_bytes=shared_bytes)
     assert (found.blocks, found.limited_by) == (blocks, limited_by)
@@ -123,7 +123,7 @@ def test_as_the_vendors_calculator(tmp_path: Path) -> None:
     wanted=st.integers(1, 32),
 )
 def test_padding_gives_that_many_and_no_unit_is_too_much(
-    device: Device, warps: int, registers: int, shared_bytes: int, wanted: int
+    device: Multiprocessor, warps: int, registers: int, shared_bytes: int, wanted: int
 ) -> None:
     threads = warps * device.warp
 
@@ -141,7 +141,7 @@ def test_padding_gives_that_many_and_no_unit_is_too_much(
 
 
 @pytest.mark.parametrize("device", [A40, A100, H100, H200], ids=lambda device: device.name)
-def test_every_residency_is_possible_on_nvidia(device: Device) -> None:
+def test_every_residency_is_possible_on_nvidia(device: Multiprocessor) -> None:
     for wanted in range(1, device.blocks + 1):
         padding = padding_bytes(device, threads=32, registers=16, shared_bytes=0, blocks_per_sm=wanted)
         assert blocks_per_sm(device, threads=32, registers=16, shared_bytes=padding).blocks == wanted
@@ -159,7 +159,7 @@ def test_every_residency_is_possible_on_nvidia(device: Device) -> None:
         ),
     ],
 )
-def test_caps_that_cannot_be(device: Device, wanted: int, message: str) -> None:
+def test_caps_that_cannot_be(device: Multiprocessor, wanted: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         padding_bytes(device, threads=128, registers=64 if device is H200 else 8, shared_bytes=0, blocks_per_sm=wanted)
 

@@ -18,8 +18,8 @@ from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Push, Region, Schedule, Signal, Step, Wait
 from weft.core.span import Span
 from weft.perf import Outcome, run, simulate
-from weft.perf.kernels import Blocks, Ends
-from weft.perf.network import Network
+from weft.perf.kernels import Ends, FreeSms
+from weft.perf.network import Fabric
 from weft.schedules import build
 
 GATHER = Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2)
@@ -170,7 +170,7 @@ def test_lanes_share_the_engines_of_their_rank() -> None:
 
 
 def test_blocks_take_tiles_as_they_come_free() -> None:
-    blocks = Blocks(2, 0)
+    blocks = FreeSms(2, 0)
     assert blocks.take(3, Ends(10)) == (10, 20)
     assert blocks.take(1, Ends(10)) == (20, 20)
     assert blocks.take(3, Ends(10, not_before=35)) == (35, 45)
@@ -250,7 +250,7 @@ def test_faster_links_are_never_slower(op: Op, name: str) -> None:
 def test_rates_are_max_min_fair(topology: Topology, moves: list[tuple[int, int, int]]) -> None:
     """Each flow crosses a full resource on which no other flow is faster: nobody can gain but from someone slower."""
     env = simpy.Environment()
-    network = Network(env, tiny(world_size=5, topology=topology), 5)
+    network = Fabric(env, tiny(world_size=5, topology=topology), 5)
     moves = [(src, dst, size) for src, dst, size in moves if src != dst]
     events = [network.transfer(size, network.path(src, dst)) for src, dst, size in moves]
     env.run(until=1)

@@ -17,8 +17,8 @@ from weft.perf import collective_us, run
 from weft.perf.cost import gemm_cost, local_copy_us, wire_us
 from weft.perf.engine import us_within
 from weft.perf.graph import graph
-from weft.perf.kernels import Blocks
-from weft.perf.network import Network
+from weft.perf.kernels import FreeSms
+from weft.perf.network import Fabric
 from weft.perf.rescaled import rescaled
 from weft.schedules import build
 from weft.schedules import names as names_of
@@ -80,7 +80,7 @@ def test_no_sms_are_not_all_sms() -> None:
     with pytest.raises(ZeroDivisionError):
         gemm_cost(H200, rows=(64,), n=64, k=64, dtype="bfloat16", sms=0)
     with pytest.raises(AssertionError, match="a kernel has an SM"):
-        Blocks(0, 0)
+        FreeSms(0, 0)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -194,7 +194,7 @@ def test_each_node_has_its_host() -> None:
 
 
 def test_each_node_has_its_ring() -> None:
-    network = Network(simpy.Environment(), other("ring"), 7, (3, 4))
+    network = Fabric(simpy.Environment(), other("ring"), 7, (3, 4))
     assert network.path(0, 2) == (("link", 0, 2),)
     assert network.path(3, 6) == (("link", 3, 6),)
     assert network.path(3, 5) == (("link", 3, 4), ("link", 4, 5))

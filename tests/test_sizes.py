@@ -14,7 +14,7 @@ from weft.core import capabilities
 from weft.core.machine import load
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Gemm
-from weft.perf.kernels import Blocks, Ends
+from weft.perf.kernels import Ends, FreeSms
 from weft.perf.shapes import SHAPES, _Arriving, _gated_us, _opens, _sent_us, shape_of, tiles_of, whole_tiles
 from weft.planner import plan
 from weft.schedules import MOST_PIECES, MOST_RANKS, build, candidates
@@ -27,7 +27,7 @@ SOON_S = 40.0
 
 @given(sms=st.integers(1, 12), groups=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30), st.integers(0, 2000))))
 def test_tiles_given_out_at_once_end_as_one_by_one(sms: int, groups: list[tuple[int, int, int]]) -> None:
-    blocks, free = Blocks(sms, 0), [0] * sms
+    blocks, free = FreeSms(sms, 0), [0] * sms
     for tiles, takes_ns, not_before in groups:
         ends = Ends(takes_ns, not_before)
         one_by_one = [ends(heapq.heappushpop(free, ends(free[0]))) for _ in range(tiles)]

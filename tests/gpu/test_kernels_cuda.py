@@ -155,7 +155,7 @@ def test_words() -> None:
 @pytest.mark.parametrize("mean", [False, True])
 def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
     """Odd and wide columns, bags of none and of many, indices that no table has; then the rows' gradients."""
-    from weft.kernels.lookup import Target, lookup, lookup_tables
+    from weft.kernels.lookup import OutputPlace, lookup, lookup_tables
     from weft.kernels.places import places_of, sort_indices
     from weft.kernels.update import update, weight_gradients
 
@@ -177,7 +177,7 @@ def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
         columns=columns,
         batch=batch,
         device=GPU,
-        target=lambda _: Target(0, out.stride(0) * out.element_size(), True),
+        target=lambda _: OutputPlace(0, out.stride(0) * out.element_size(), True),
         count_address=lambda _: words.data_ptr(),
     )
     lookup(plan, indices, offsets, None, mean=mean, dtype=dtype, out=out, sms=7)

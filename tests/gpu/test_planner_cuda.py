@@ -20,7 +20,7 @@ from weft.runtime.choose import profile_for
 from weft.runtime.programs import Programs
 from weft.runtime.ranks import Ranks
 from weft.tools.calibrate import common, gpu_probes
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 
 pytestmark = NEEDS_TWO
 BOUND_S = 20.0
@@ -95,7 +95,7 @@ def test_a_profile_of_another_gpu_serves(pool: Ranks, tmp_path: Path) -> None:
 
 
 @alarm(ALARM_S)
-def _probed() -> list[Sample]:
+def _probed() -> list[ProbeSample]:
     found = [*gpu_probes.launches("cuda"), *gpu_probes.flags("cuda"), *gpu_probes.hops("cuda")]
     found += [*gpu_probes.copies("cuda", "push"), *gpu_probes.several("cuda"), *gpu_probes.stores("cuda")]
     found += gpu_probes.power("cuda")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.checker.program import Do, Program
+from weft.checker.program import CompiledSchedule, Do
 
 Place = tuple[int, int]
 """Rank and lane."""
 
 
-class Stuck(NamedTuple):
+class StuckLane(NamedTuple):
     """Where a lane stands: the step, its part, and the flag that it waits for (-1: for a collective, or messages)."""
 
     position: int
@@ -18,7 +18,7 @@ class Stuck(NamedTuple):
     flag: int
 
 
-def deadlock(program: Program, stuck: dict[Place, Stuck]) -> str:
+def deadlock(program: CompiledSchedule, stuck: dict[Place, StuckLane]) -> str:
     """The circle among stuck lanes, as a sentence."""
     here, path = min(stuck), list[Place]()
     while here not in path:
@@ -34,7 +34,7 @@ def deadlock(program: Program, stuck: dict[Place, Stuck]) -> str:
     return "deadlock: " + "; ".join(lines)
 
 
-def _blocker(program: Program, stuck: dict[Place, Stuck], here: Place) -> Place:
+def _blocker(program: CompiledSchedule, stuck: dict[Place, StuckLane], here: Place) -> Place:
     """The lane that should let `here` go on; another of its rank where that one waits for the next call."""
     flag = stuck[here].flag
     if flag >= 0:
@@ -50,24 +50,24 @@ def _blocker(program: Program, stuck: dict[Place, Stuck], here: Place) -> Place:
     return (absent, lane) if (absent, lane) in stuck else _any_of(stuck, absent)
 
 
-def _lane_with(program: Program, rank: int, do: Do) -> int:
+def _lane_with(program: CompiledSchedule, rank: int, do: Do) -> int:
     return next((i for i, ops in enumerate(program.ops[rank]) if any(op.do is do for op in ops)), -1)
 
 
-def _other_end(program: Program, place: Place, position: int, part: int) -> int | None:
+def _other_end(program: CompiledSchedule, place: Place, position: int, part: int) -> int | None:
     """The rank that a message waits for; None if it is a collective that waits."""
     op = program.ops[place[0]][place[1]][position]
     return op.messages[part][1] if op.do is Do.MESSAGES else None
 
 
-def _meeting(program: Program, place: Place, position: int, part: int) -> str:
+def _meeting(program: CompiledSchedule, place: Place, position: int, part: int) -> str:
     peer = _other_end(program, place, position, part)
     return "all ranks to start it" if peer is None else f"rank {peer} to begin its end of message {part}"
 
 
-def _meets(program: Program, place: Place, stuck: Stuck) -> bool:
+def _meets(program: CompiledSchedule, place: Place, stuck: StuckLane) -> bool:
     return program.ops[place[0]][place[1]][stuck.position].do is Do.COLLECTIVE
 
 
-def _any_of(stuck: dict[Place, Stuck], rank: int) -> Place:
+def _any_of(stuck: dict[Place, StuckLane], rank: int) -> Place:
     return min(place for place in stuck if place[0] == rank)

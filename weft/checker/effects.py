@@ -17,7 +17,7 @@ from operator import or_
 
 from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
 from weft.checker.memory import Conflict, Constant, Given, Memory
-from weft.checker.program import CALLER, Access, Action, Do, Program, Rect, ScheduleError, overlap
+from weft.checker.program import CALLER, Access, Action, CompiledSchedule, Do, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
 from weft.core.problem import EXCHANGES, LOOKUP_OPS, CollectiveProblem, ColumnProblem, Span1D
 
@@ -28,7 +28,7 @@ At = tuple[int, int, int, int, int]
 class Effects:
     """All memories of all ranks."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: CompiledSchedule) -> None:
         self.program = program
         self.problem = program.schedule.problem
         self.nodes: list[At] = []

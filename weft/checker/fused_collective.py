@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from weft.checker.program import Do, Op, Program, ScheduleError
+from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError
 from weft.core.fused_collective import SpelledOut, protocol
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem
 from weft.core.schedule import FusedCollective, Region, Schedule
@@ -154,7 +154,7 @@ def _awaited(send: str) -> str:
     return send.replace("send", "wait")
 
 
-def check_room(program: Program, spelled_out: SpelledOut) -> None:
+def check_room(program: CompiledSchedule, spelled_out: SpelledOut) -> None:
     """No other lane of a rank needs SMs while the blocks of such a kernel wait; lanes of kind blocks have SMs of their own.
     Raises ScheduleError."""
     for rank, lanes in enumerate(program.ops):

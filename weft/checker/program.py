@@ -89,7 +89,7 @@ class Op(NamedTuple):
     previous: tuple[int, ...] = ()
 
 
-class Program(NamedTuple):
+class CompiledSchedule(NamedTuple):
     """ops: by rank, lane and position. signalled: of each flag, whether a call advances it. waiters: by flag, the steps that
     wait for it. memories: (buffer, rank) by number."""
 

@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from weft.checker.program import Do, Op, Place, Program, ScheduleError
+from weft.checker.program import CompiledSchedule, Do, Op, Place, ScheduleError
 from weft.checker.walk import Occupied
 
 MOST_STATES = 20_000
 """Orders tried before giving up; a schedule that needs more is refused."""
 
 
-def crowded_ranks(program: Program) -> frozenset[int]:
+def crowded_ranks(program: CompiledSchedule) -> frozenset[int]:
     """Ranks on which a kernel may fill the SMs while other lanes need some."""
     found = set()
     for rank, lanes in enumerate(program.ops):
@@ -39,7 +39,7 @@ def crowded_ranks(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-def check_starvation(program: Program, occupied: dict[Place, Occupied]) -> None:
+def check_starvation(program: CompiledSchedule, occupied: dict[Place, Occupied]) -> None:
     """Raises ScheduleError if some order of starts ends in a deadlock. occupied: as a walk has recorded it."""
     contested = _contested(occupied)
     if not contested:
@@ -62,7 +62,7 @@ def _contested(occupied: dict[Place, Occupied]) -> dict[Place, list[Place]]:
     return found
 
 
-def _try_orders(program: Program, contested: dict[Place, list[Place]]) -> None:
+def _try_orders(program: CompiledSchedule, contested: dict[Place, list[Place]]) -> None:
     points = set(contested) | {kernel for kernels in contested.values() for kernel in kernels}
     states, seen = [_State(program)], set[tuple[object, ...]]()
     while states:
@@ -83,7 +83,7 @@ def _try_orders(program: Program, contested: dict[Place, list[Place]]) -> None:
 class _State:
     """One call under way: positions of lanes, the kernels and collectives that they are in, the flags."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: CompiledSchedule) -> None:
         self.program = program
         self.at = {(r, i): 0 for r, lanes in enumerate(program.ops) for i in range(len(lanes))}
         self.inside: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NoReturn
 
-from weft.checker.program import Access, Action, Do, Op, Place, Program, ScheduleError, area, overlap, words
+from weft.checker.program import Access, Action, CompiledSchedule, Do, Op, Place, ScheduleError, area, overlap, words
 from weft.checker.shapes import (
     bags_fault,
     check_collectives,
@@ -53,7 +53,7 @@ _COLLECTS = {
 }
 
 
-def compile_schedule(spelled_out: SpelledOut) -> Program:
+def compile_schedule(spelled_out: SpelledOut) -> CompiledSchedule:
     """The schedule as numbers. Raises ScheduleError."""
     schedule = spelled_out.schedule
     compiler = _Compiler(spelled_out)
@@ -61,7 +61,7 @@ def compile_schedule(spelled_out: SpelledOut) -> Program:
     compiler.check_waits()
     check_collectives(schedule)
     check_messages(schedule)
-    return Program(
+    return CompiledSchedule(
         spelled_out,
         ops,
         tuple(compiler.flags),

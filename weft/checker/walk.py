@@ -22,10 +22,10 @@ from collections import deque
 from functools import reduce
 from operator import or_
 
-from weft.checker.deadlock import Stuck, deadlock
+from weft.checker.deadlock import StuckLane, deadlock
 from weft.checker.effects import Effects
 from weft.checker.mail import Leg, Mail
-from weft.checker.program import Action, Do, Op, Place, Program, ScheduleError
+from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, ScheduleError
 
 CALLS = 2
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
@@ -54,7 +54,7 @@ class Occupied:
 class Walk:
     """crowded: ranks whose steps on SMs are to be recorded, in `occupied`, in the first call."""
 
-    def __init__(self, program: Program, crowded: frozenset[int] = frozenset()) -> None:
+    def __init__(self, program: CompiledSchedule, crowded: frozenset[int] = frozenset()) -> None:
         self.program, self.effects, self.crowded = program, Effects(program), crowded
         self.occupied: dict[tuple[int, int, int], Occupied] = {}
         self.lanes = [[_Lane(r, i, ops) for i, ops in enumerate(lanes)] for r, lanes in enumerate(program.ops)]
@@ -272,13 +272,13 @@ class Walk:
                 other.mask = self.passed[rank]
                 self.ready.append((other, -1))
 
-    def _stuck(self) -> dict[tuple[int, int], Stuck]:
+    def _stuck(self) -> dict[tuple[int, int], StuckLane]:
         """By rank and lane: the position and part that cannot go on, and the flag (-1: a collective) that it waits for."""
-        found = {(lane.rank, lane.index): Stuck(lane.position, 0, -1) for lane in self.meeting}
+        found = {(lane.rank, lane.index): StuckLane(lane.position, 0, -1) for lane in self.meeting}
         for lane in self.mailing:
             part = next(part for part, leg in enumerate(lane.legs) if not self.mail.meets(leg))
-            found[lane.rank, lane.index] = Stuck(lane.position, part, -1)
+            found[lane.rank, lane.index] = StuckLane(lane.position, part, -1)
         for flag, parked in self.parked.items():
             for lane, part in parked:
-                found[lane.rank, lane.index] = Stuck(lane.position, max(part, 0), flag)
+                found[lane.rank, lane.index] = StuckLane(lane.position, max(part, 0), flag)
         return found

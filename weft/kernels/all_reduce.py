@@ -1,7 +1,8 @@
 """One kernel for matmul_all_reduce and matmul_reduce_scatter of few rows: tiles are multiplied, exchanged and summed by blocks
 that stay.
 
-    _all_reduce_kernel   one launch is a whole call       all_reduce()  its launcher       Plan, Mailbox  what it works with
+    _all_reduce_kernel   one launch is a whole call       all_reduce()  its launcher       AllReducePlan, Mailbox  what it
+    works with
 
     block i, rank r                               block i, rank p
     1  multiply its tiles, send pieces    ~~~~~~~>  (no wait before all are sent)
@@ -91,7 +92,7 @@ Hops = Literal["one", "two", "scatter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class AllReducePlan:
     """What one rank's launches have in common.
 
     pieces: of a tile, each with its own owner; 1 where every rank sums all. share: columns, or rows, that an owner has, at
@@ -154,7 +155,7 @@ def plan(
     multiply: bool,
     device: torch.device,
     sms: int,
-) -> Plan:
+) -> AllReducePlan:
     """Lay the tiles out: the same on every rank. owned: columns, or rows ("scatter"), that each rank sums, by rank: as many as
     the first has, while there are any; of no use for one hop. sms: of the GPU; blocks, where interpreted."""
     scatter = hops == "scatter"
@@ -169,7 +170,7 @@ def plan(
             shape = replace(shape, n=shape.n * pieces)
     else:
         shape = tiling(problem, share, pieces, multiply, device, sms)
-    return Plan(problem=problem, rank=rank, hops=hops, multiply=multiply, tiling=shape, pieces=pieces, share=share)
+    return AllReducePlan(problem=problem, rank=rank, hops=hops, multiply=multiply, tiling=shape, pieces=pieces, share=share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +185,7 @@ class Mailbox:
 
 
 def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
-    """For mailboxes of `Plan.mailbox_bytes` zeroed bytes that lie at these addresses, by rank."""
+    """For mailboxes of `AllReducePlan.mailbox_bytes` zeroed bytes that lie at these addresses, by rank."""
     return Mailbox(
         addresses=table(addresses, torch.int64, device),
         epochs=torch.zeros(blocks, dtype=torch.int64, device=device),
@@ -199,7 +200,7 @@ def launcher() -> Launcher:
 
 
 def all_reduce(
-    layout: Plan,
+    layout: AllReducePlan,
     memory: Mailbox,
     out: torch.Tensor,
     *,
@@ -247,7 +248,7 @@ def all_reduce(
     )
 
 
-def _constants(layout: Plan, bias: bool, residual: bool, warp: int = 32) -> dict[str, object]:
+def _constants(layout: AllReducePlan, bias: bool, residual: bool, warp: int = 32) -> dict[str, object]:
     shape, problem, scatter = layout.tiling, layout.problem, layout.hops == "scatter"
     assert not (scatter and (bias or residual)), "a reduce-scatter adds nothing"
     return {

@@ -24,7 +24,7 @@ from weft.kernels.launch import Launcher
 from weft.kernels.ragged import combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
-from weft.kernels.shapes import INTERPRETED, Blocks, push_sms, shapes_for
+from weft.kernels.shapes import INTERPRETED, TileShape, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 from weft.triton.peers import SymmetricTensor
 
@@ -68,7 +68,7 @@ class Shape:
         return max(2, int(triton.next_power_of_2(self.experts)))
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> TileShape:
         """The tile shape: lower where experts have few rows; the same on every rank."""
         if self.device.type != "cuda":
             found = INTERPRETED
@@ -95,7 +95,7 @@ class Shape:
         return min(most, max(least, math.ceil(1.5 * per_us / _PULL_BYTES_PER_US)))
 
 
-class Exchange:
+class RaggedExchange:
     """What one operator of one shape keeps on a device between calls, and its kernels.
 
     symmetric: tensors of `symmetric_shapes`, zero at first. sms: blocks that may run at once.
@@ -270,7 +270,7 @@ class Exchange:
         return {"MOVE_ROWS": rows, "COLS": cols, "STAGES": _STAGES}
 
 
-def _tallest(rows: int, gpu: Capabilities) -> Blocks:
+def _tallest(rows: int, gpu: Capabilities) -> TileShape:
     """The best shape that fits a GPU and is no taller than an expert's rows; the best of the lowest where all are taller."""
     fitting = shapes_for(gpu)
     low = min(blocks.m for blocks in fitting)
@@ -278,7 +278,7 @@ def _tallest(rows: int, gpu: Capabilities) -> Blocks:
 
 
 def symmetric_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What an Exchange needs of symmetric memory, by name. rows: where rows land, or products that peers pull."""
+    """What an RaggedExchange needs of symmetric memory, by name. rows: where rows land, or products that peers pull."""
     ranks, segments = shape.world_size, shape.world_size * shape.experts
     rows = (shape.max_rows, shape.k) if shape.dispatch else (shape.a_rows, shape.n)
     return {
@@ -293,7 +293,7 @@ def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() % 16 for tensor in tensors)
 
 
-def _descriptor(rows: torch.Tensor, blocks: Blocks) -> TensorDescriptor:
+def _descriptor(rows: torch.Tensor, blocks: TileShape) -> TensorDescriptor:
     """Of a contiguous matrix that whole tiles are stored to. Without columns nothing is stored: any descriptor will do."""
     return TensorDescriptor.from_tensor(rows if rows.numel() else rows.new_empty(1, _ALIGN), [blocks.m, blocks.n])
 
@@ -302,7 +302,7 @@ def _transposed(b: torch.Tensor) -> bool:
     return b.stride(2) != 1
 
 
-def _b_descriptor(b: torch.Tensor, blocks: Blocks) -> TensorDescriptor:
+def _b_descriptor(b: torch.Tensor, blocks: TileShape) -> TensorDescriptor:
     """b [experts, K, N], either stride 1. Without columns nothing is loaded: any descriptor will do."""
     if not b.numel():
         b = b.new_empty(1, _ALIGN, _ALIGN)

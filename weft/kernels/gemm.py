@@ -49,7 +49,7 @@ from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.far import Far, far_places
 from weft.kernels.gemm_kernel import gemm_kernel
 from weft.kernels.launch import Launcher
-from weft.kernels.shapes import Blocks, blocks_for, whole_tiles
+from weft.kernels.shapes import TileShape, blocks_for, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _FIELDS = 7
@@ -83,7 +83,7 @@ class Tables:
     needs: torch.Tensor
     no_needs: torch.Tensor
     counts: torch.Tensor
-    blocks: Blocks
+    blocks: TileShape
     gated: bool
     inner: bool
     counted: bool
@@ -119,7 +119,7 @@ def in_order(step: Gemm) -> bool:
     return True
 
 
-def whole_slices(step: Gemm, blocks: Blocks) -> bool:
+def whole_slices(step: Gemm, blocks: TileShape) -> bool:
     """Whether every slice between inner gates is whole steps of the kernel's loop over K."""
     return all(column % blocks.k == 0 for part in step.parts for column, _ in part.inner)
 
@@ -144,7 +144,7 @@ def tables(
     count_address: Callable[[Flag], int],
     stored_at: Callable[[Part, int], torch.Tensor | None] | None,
     need: Callable[[Wait], tuple[int, int]],
-    blocks: Blocks | None = None,
+    blocks: TileShape | None = None,
 ) -> Tables:
     """Lay a step out for the kernel. source: which tensor of a. stored_at: a part's result from a row of it on, None if that is
     in the launch's `out`; no function if all are. need: (growth per call, value in the first call) that opens a gate. blocks:
@@ -202,7 +202,7 @@ def tables(
     )
 
 
-def _slices(part: Part, gates: tuple[int, int], blocks: Blocks) -> list[tuple[int, int, int]]:
+def _slices(part: Part, gates: tuple[int, int], blocks: TileShape) -> list[tuple[int, int, int]]:
     """A part's rows in the table of slices. gates: of the first one; those of the others follow."""
     ends = (*(column for column, _ in part.inner), part.a.shape[1])
     waits = [gates, *((gates[1] + i, gates[1] + i + 1) for i in range(len(part.inner)))]
@@ -316,7 +316,7 @@ def _tell_at(plan: Tables, inner: int) -> int:
     return steps // 2 if plan.at_peers else min(_TELL_STEPS, steps - 1)
 
 
-def _add_stages(blocks: Blocks, out_tma: bool, gpu: Capabilities) -> int:
+def _add_stages(blocks: TileShape, out_tma: bool, gpu: Capabilities) -> int:
     """One more than the sources in flight, which lie in shared memory beside a tile that is being stored."""
     tile_bytes = blocks.m * blocks.n * 2
     return 1 + min(_MOST_SOURCES, (gpu.shared_bytes - tile_bytes * out_tma) // tile_bytes)

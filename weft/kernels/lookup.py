@@ -100,7 +100,7 @@ def _slices_within(part: Bags, columns: Sequence[Span1D]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class OutputPlace:
     """Where a part's region lies: address of its first element, bytes from row to row; relative: an offset in `out`."""
 
     address: int
@@ -115,7 +115,7 @@ def lookup_tables(
     columns: Sequence[Span1D],
     batch: int,
     device: torch.device,
-    target: Callable[[Region], Target],
+    target: Callable[[Region], OutputPlace],
     count_address: Callable[[Flag], int],
 ) -> LookupTables:
     """Lay a step out for the kernel. tables: of this rank, rows contiguous. columns: theirs among the rank's. batch: samples of

@@ -6,13 +6,13 @@ import torch
 
 from weft.compat.device import capabilities
 from weft.core.schedule import Gemm
-from weft.perf.shapes import SHAPES, Blocks, push_sms, shape_of, shapes_for, tiles_of, whole_tiles
+from weft.perf.shapes import SHAPES, TileShape, push_sms, shape_of, shapes_for, tiles_of, whole_tiles
 
-__all__ = ["INTERPRETED", "SHAPES", "Blocks", "blocks_for", "push_sms", "shapes_for", "tiles_of", "whole_tiles"]
-INTERPRETED = Blocks(m=32, n=32, k=32, warps=4, stages=1, halves=True)
+__all__ = ["INTERPRETED", "SHAPES", "TileShape", "blocks_for", "push_sms", "shapes_for", "tiles_of", "whole_tiles"]
+INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """What the interpreter runs, element by element."""
 
 
-def blocks_for(step: Gemm, device: torch.device) -> Blocks:
+def blocks_for(step: Gemm, device: torch.device) -> TileShape:
     """The tile shape for a step."""
     return shape_of(step, capabilities(device)) if device.type == "cuda" else INTERPRETED

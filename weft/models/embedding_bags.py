@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.models.sites import Ran, Site, note
+from weft.models.sites import CommunicatingLayer, LayerCalls, note
 from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
 from weft.ops.common import group_of
 from weft.ops.optimizers import Optimizer
@@ -118,7 +118,7 @@ class ShardedEmbeddingBags(nn.Module):
                 self.states.register_buffer(str(at), torch.zeros(rows, dtype=torch.float32, device=device))
         self._ddp_params_and_buffers_to_ignore = [*dict(self.named_parameters()), *dict(self.named_buffers())]
         self.register_load_state_dict_pre_hook(_without_others)  # type: ignore[no-untyped-call]
-        self.ran = Ran()
+        self.ran = LayerCalls()
         note(self, self._site())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedEmbeddingBags:
@@ -128,8 +128,8 @@ class ShardedEmbeddingBags(nn.Module):
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
-    def _site(self) -> Site:
-        return Site(
+    def _site(self) -> CommunicatingLayer:
+        return CommunicatingLayer(
             operators=_OPERATORS,
             reason=f"tables {[len(own) for own in self.ranges]} by rank",
             n=sum(map(sum, self.dims)),

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.models.experts import Activation, Experts, Routing, experts_apart
 from weft.models.linear import require_one_dimension
 from weft.models.products import in_one_dtype
-from weft.models.sites import Ran, Site, note
+from weft.models.sites import CommunicatingLayer, LayerCalls, note
 from weft.ops.experts import swiglu
 
 _STACKED = ("gate_up_proj", "down_proj")
@@ -73,8 +73,8 @@ class ExpertParallel(ParallelStyle):
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_capacity"] = self.capacity
         experts.__class__ = _apart(type(experts))
-        ran = experts.__dict__["_weft_ran"] = Ran()
-        note(experts, Site(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
+        ran = experts.__dict__["_weft_ran"] = LayerCalls()
+        note(experts, CommunicatingLayer(operators=_OPERATORS, reason=f"{experts.num_experts} experts", ran=ran))
         return module
 
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.core.problem import split
 from weft.models.adjacent import Adjacent, fits
 from weft.models.products import How, columns, ops_of_columns, ops_of_rows, rows
-from weft.models.sites import Ran
+from weft.models.sites import LayerCalls
 
 Tensor = torch.Tensor
 
@@ -60,7 +60,7 @@ class Shared:
     tokens: Tokens
     how: How
     adjacent: Adjacent = field(default_factory=Adjacent)
-    ran: Ran = field(default_factory=Ran)
+    ran: LayerCalls = field(default_factory=LayerCalls)
     _outs: dict[int, Tensor] = field(default_factory=dict)
     _stand_in: Tensor | None = None
 
@@ -135,7 +135,7 @@ class RowLinear(nn.Linear):
 
     _weft_tokens: Tokens
     _weft_how: How
-    _weft_ran: Ran
+    _weft_ran: LayerCalls
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else local(self.bias)
@@ -236,12 +236,12 @@ def _lay_side_by_side(shared: Shared, before: Sequence[Tensor], distribute: Dist
     shared.adjacent.live_with([cast(DTensor, member.weight)._local_tensor for member in shared.members])
 
 
-def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> Ran:
+def to_row(linear: nn.Linear, tokens: Tokens, how: How, distribute: Distributor) -> LayerCalls:
     """Make a linear a RowLinear; where it writes down what it runs."""
     _spread(linear, distribute, Shard(1), Replicate())
     linear.__class__ = RowLinear
     row = cast(RowLinear, linear)
-    row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, Ran()
+    row._weft_tokens, row._weft_how, row._weft_ran = tokens, how, LayerCalls()
     return row._weft_ran
 
 

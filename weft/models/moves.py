@@ -114,7 +114,7 @@ class CutIfMany:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatherSequence:
     """This rank's [B, s, H] to whole hidden states, where tokens are sharded. Backward: cut. What is whole already stays."""
 
     mesh: DeviceMesh
@@ -127,7 +127,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class GatheredOnce:
-    """As Gathered, at the end of a forward: what comes after it is whole, until a layer has run once more."""
+    """As GatherSequence, at the end of a forward: what comes after it is whole, until a layer has run once more."""
 
     tokens: DecoderTokens
 

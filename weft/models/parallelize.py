@@ -34,11 +34,22 @@ from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
 from weft.models.layouts import ColumnsOut
 from weft.models.linear import ColumnLinear, Distributor, OnInput, RowLinear, Tokens, to_columns, to_row, why_not_linear
-from weft.models.moves import Begun, Cut, CutIfMany, Gathered, GatheredOnce, OfOutput, Sharded, evenly, noting_tokens, placed
+from weft.models.moves import (
+    Begun,
+    Cut,
+    CutIfMany,
+    GatheredOnce,
+    GatherSequence,
+    OfOutput,
+    Sharded,
+    evenly,
+    noting_tokens,
+    placed,
+)
 from weft.models.products import How
 from weft.models.replicas import always, class_of, never, replicate, replicate_alone
 from weft.models.sharing import in_several_places, whole_by_sharing
-from weft.models.sites import Site, note
+from weft.models.sites import CommunicatingLayer, note
 from weft.models.styles import column_site, row_site
 
 M = TypeVar("M", bound=nn.Module)
@@ -308,14 +319,17 @@ class _Within:
         style._apply(child, self.mesh)
         for each in child.modules():
             replicate_alone(each, self.distribute, always)
-        note(child, Site(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"))
+        note(
+            child,
+            CommunicatingLayer(reason="in calls of few tokens each rank takes a part of them: what comes of it is gathered"),
+        )
         child.__class__ = evenly(class_of(child))
         child.__dict__["_weft_mesh"], child.__dict__["_weft_tokens"] = self.mesh, self.tokens
 
     def _whole(self, child: nn.Module, why: str) -> None:
-        note(child, Site(reason=f"runs whole on every rank: {why}"))
+        note(child, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
         replicate(child, self.distribute, never)
-        child.register_forward_pre_hook(OnInput("hidden_states", Gathered(self.mesh, self.tokens)), with_kwargs=True)
+        child.register_forward_pre_hook(OnInput("hidden_states", GatherSequence(self.mesh, self.tokens)), with_kwargs=True)
         child.register_forward_hook(OfOutput(Cut(self.mesh, self.tokens)))
 
     def ends(self, decoder: Any) -> None:
@@ -326,32 +340,35 @@ class _Within:
         cut = CutIfMany(self.tokens, _place_of_positions(first))
         first.register_forward_pre_hook(cut, with_kwargs=True)
         norm.register_forward_pre_hook(OnInput("hidden_states", GatheredOnce(self.tokens)), with_kwargs=True)
-        note(first, Site(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
-        note(norm, Site(reason="its input is gathered: no matmul follows in every call"))
+        note(first, CommunicatingLayer(reason="its input is cut to this rank's tokens: the gradient of that is gathered"))
+        note(norm, CommunicatingLayer(reason="its input is gathered: no matmul follows in every call"))
 
     def embeddings(self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str]) -> None:
         """Shard both by the vocabulary, also where they are one parameter."""
         if embedding in whole:
             replicate(embedding, self.distribute, never)
-            note(embedding, Site(reason=f"whole on every rank: {whole[embedding]}"))
+            note(embedding, CommunicatingLayer(reason=f"whole on every rank: {whole[embedding]}"))
         else:
             weight = embedding.get_parameter("weight")
             style = RowwiseParallel(input_layouts=Replicate())
             style.src_data_rank = self.distribute.src_data_rank
             style._apply(embedding, self.mesh)
             self.distribute.adopt(weight, embedding.get_parameter("weight"))
-            note(embedding, Site(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"))
+            note(
+                embedding,
+                CommunicatingLayer(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"),
+            )
         if head is not None:
             self._head(head, whole.get(head, ""))
 
     def _head(self, head: nn.Module, why: str) -> None:
         if why:
-            note(head, Site(reason=f"runs whole on every rank: {why}"))
+            note(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
             return
         linear = cast(nn.Linear, head)
         shared = to_columns([linear], Tokens(), self.how, self.distribute)
         note(linear, column_site(shared, Replicate()))
-        note(linear, Site(reason="its logits are gathered, so that every rank has all"))
+        note(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
         linear.register_forward_hook(ColumnsOut(self.mesh, Replicate(), True))
 
     def rest(self, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.report_page import page
-from weft.models.sites import Ran, Site, sites
+from weft.models.sites import CommunicatingLayer, LayerCalls, sites
 from weft.ops.common import backward_schedule
 from weft.perf.cost import whole_collective_us, whole_gemm_us
 from weft.runtime.buckets import serves
@@ -60,7 +60,7 @@ class Called:
 class Place:
     """Sites alike but for their layer. count: how many. calls: what they have run, forward and backward."""
 
-    site: Site
+    site: CommunicatingLayer
     count: int
     calls: tuple[Called, ...]
 
@@ -123,7 +123,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     which neither has left anything.
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
-    found: dict[Site, list[Site]] = {}
+    found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
     for site in sites(model):
         found.setdefault(_without_layer(site), []).append(site)
     if not found:
@@ -141,20 +141,20 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     return OverlapReport(model=type(model).__name__, places=tuple(places))
 
 
-def _together(alike: Sequence[Site]) -> Ran | None:
+def _together(alike: Sequence[CommunicatingLayer]) -> LayerCalls | None:
     """What any of these sites has run; None if one of them has not written that down."""
     all_ran = [site.ran for site in alike if site.ran is not None]
     if len(all_ran) < len(alike):
         return None
-    return Ran({call for ran in all_ran for call in ran.calls}, any(ran.compiled for ran in all_ran))
+    return LayerCalls({call for ran in all_ran for call in ran.calls}, any(ran.compiled for ran in all_ran))
 
 
-def _without_layer(site: Site) -> Site:
+def _without_layer(site: CommunicatingLayer) -> CommunicatingLayer:
     """A site whose module's name is that of all layers: model.layers.*.mlp."""
     return replace(site, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", site.module))
 
 
-def _calls(site: Site, device: torch.device) -> Iterator[Called]:
+def _calls(site: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
     """What has run of a site's problems, forward and backward, the earliest first."""
     if not site.n:
         yield from _calls_by_splits(site, device)
@@ -173,14 +173,14 @@ def _calls(site: Site, device: torch.device) -> Iterator[Called]:
             yield _called(problem, spec, choices.get(problem), device)
 
 
-def _calls_by_splits(site: Site, device: torch.device) -> Iterator[Called]:
+def _calls_by_splits(site: CommunicatingLayer, device: torch.device) -> Iterator[Called]:
     """Experts' calls, which have no schedule to choose: on CPUs torch.distributed moves rows before or after products."""
     spec = "sequential" if device.type == "cpu" else _BY_SPLITS
     for op, rows in sorted(site.ran.calls if site.ran else ()):
         yield Called(op=op, rows=rows, spec=spec, why="no other for rows by splits")
 
 
-def _was_asked(asked: str, spec: str, problem: Problem, site: Site, choice: Choice | None) -> bool:
+def _was_asked(asked: str, spec: str, problem: Problem, site: CommunicatingLayer, choice: Choice | None) -> bool:
     """Whether a schedule, which runs what was asked for so, is what the site has asked for, as far as that is known."""
     wanted = backward_schedule(site.schedule, problem.op)
     if wanted == "auto" == asked:
@@ -188,7 +188,7 @@ def _was_asked(asked: str, spec: str, problem: Problem, site: Site, choice: Choi
     return wanted in ("", asked)
 
 
-def _is_of(problem: Problem, asked: str, site: Site) -> bool:
+def _is_of(problem: Problem, asked: str, site: CommunicatingLayer) -> bool:
     """Whether a problem is a site's, forward or backward: by its operator, its sizes, and what the site has run. What gathers
     has n and k swapped where what reduces has them straight."""
     served = partial(serves if asked == "auto" else _has, problem)

@@ -1,7 +1,7 @@
 """Where a model communicates beside a matmul, and what became of it.
 
-Whoever puts weft's operators into a model notes a Site for each place: what runs there, or why weft does not overlap it. So a
-place that was left alone is listed, too, and nothing is left alone silently.
+Whoever puts weft's operators into a model notes a CommunicatingLayer for each place: what runs there, or why weft does not
+overlap it. So a place that was left alone is listed, too, and nothing is left alone silently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOTED = "_weft_sites"
 
 
 @dataclass(eq=False)
-class Ran:
+class LayerCalls:
     """What a place has run: (operator, rows of all ranks) of its calls. compiled: of some that is not known, since they were in
     compiled code."""
 
@@ -36,7 +36,7 @@ class Ran:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class CommunicatingLayer:
     """One place.
 
     module: the module's name in the model, filled in by `sites`; parts: which of its children share the collective.
@@ -55,7 +55,7 @@ class Site:
     k: int = 0
     group: str = ""
     schedule: str = ""
-    ran: Ran | None = field(default=None, compare=False, repr=False)
+    ran: LayerCalls | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.operators and not self.reason:
@@ -68,7 +68,7 @@ class Site:
     @property
     def name(self) -> str:
         """
-        >>> Site(module="layers.0.mlp", parts=("gate", "up"), operators=("all_gather_matmul",)).name
+        >>> CommunicatingLayer(module="layers.0.mlp", parts=("gate", "up"), operators=("all_gather_matmul",)).name
         'layers.0.mlp: gate, up'
         """
         return ": ".join(filter(None, (self.module, ", ".join(self.parts)))) or self.where
@@ -77,18 +77,18 @@ class Site:
         return f"{self.name}: " + "; ".join(filter(None, (", ".join(self.operators) or "not overlapped", self.reason)))
 
 
-def note(module: nn.Module, site: Site) -> None:
+def note(module: nn.Module, site: CommunicatingLayer) -> None:
     """Keep a site on the module where it is. The module's other sites stay."""
     module.__dict__[_NOTED] = (*noted(module), site)
 
 
-def noted(module: nn.Module) -> tuple[Site, ...]:
+def noted(module: nn.Module) -> tuple[CommunicatingLayer, ...]:
     """The sites of this module alone, without its name."""
-    found: tuple[Site, ...] = module.__dict__.get(_NOTED, ())
+    found: tuple[CommunicatingLayer, ...] = module.__dict__.get(_NOTED, ())
     return found
 
 
-def sites(model: nn.Module) -> Iterator[Site]:
+def sites(model: nn.Module) -> Iterator[CommunicatingLayer]:
     """Every site of a model, in the order of its modules, each with its module's name."""
     for name, module in model.named_modules():
         for site in noted(module):

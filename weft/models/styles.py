@@ -40,7 +40,7 @@ from weft.models.linear import (
 )
 from weft.models.products import How
 from weft.models.replicas import always, replicate
-from weft.models.sites import Ran, Site, note
+from weft.models.sites import CommunicatingLayer, LayerCalls, note
 
 
 class ColwiseParallel(style.ColwiseParallel):
@@ -67,7 +67,7 @@ class ColwiseParallel(style.ColwiseParallel):
         require_one_dimension(device_mesh)
         why = why_not_linear(module) or _why_not_tokens("input_layouts", self.input_layouts[0])
         if why:
-            note(module, Site(reason=f"torch's ColwiseParallel: {why}"))
+            note(module, CommunicatingLayer(reason=f"torch's ColwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens = cast(nn.Linear, module), Tokens()
         shared = to_columns([linear], tokens, self.how, Distributor(device_mesh, self.src_data_rank))
@@ -100,7 +100,7 @@ class RowwiseParallel(style.RowwiseParallel):
         require_one_dimension(device_mesh)
         why = why_not_linear(module) or _why_not_tokens("output_layouts", self.output_layouts[0])
         if why:
-            note(module, Site(reason=f"torch's RowwiseParallel: {why}"))
+            note(module, CommunicatingLayer(reason=f"torch's RowwiseParallel: {why}"))
             return super()._apply(module, device_mesh)
         linear, tokens, output = cast(nn.Linear, module), Tokens(), self.output_layouts[0]
         ran = to_row(linear, tokens, self.how, Distributor(device_mesh, self.src_data_rank))
@@ -187,12 +187,12 @@ def share_input(
     return shared
 
 
-def column_site(shared: Shared, layout: Placement, *, parts: Sequence[str] = ()) -> Site:
+def column_site(shared: Shared, layout: Placement, *, parts: Sequence[str] = ()) -> CommunicatingLayer:
     """The site of linears that share an input. group: as their weights say, since of two meshes of the same ranks and names
     torch takes the first for both."""
     linears, whole = shared.members, layout.is_replicate()
     n, k = sum(linear.out_features for linear in linears), linears[0].in_features
-    return Site(
+    return CommunicatingLayer(
         parts=tuple(parts),
         operators=("matmul_all_reduce",) if whole else ("all_gather_matmul",),
         reason="for the gradient of the input; the matmul itself has nothing to wait for" if whole else "",
@@ -208,22 +208,24 @@ def row_site(
     linear: nn.Linear,
     output: Placement,
     how: How,
-    ran: Ran,
+    ran: LayerCalls,
     *,
     parts: Sequence[str] = (),
     also: Sequence[str] = (),
-) -> Site:
+) -> CommunicatingLayer:
     """The site of a row-sharded linear. ran: what it has run. also: operators of some calls."""
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, group_of(linear.weight).group_name
-    return Site(parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=how.schedule, ran=ran)
+    return CommunicatingLayer(
+        parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=how.schedule, ran=ran
+    )
 
 
 def _note_moved(linear: nn.Module, what: str, layout: Placement, when: str) -> None:
     """A place more where a side of a linear's columns does not lie as its matmul has it."""
     if layout != Shard(-1):
         ways = "from" if what == "input" else "to"
-        note(linear, Site(reason=f"torch brings the {what} {ways} {layout!r} {when} the matmul"))
+        note(linear, CommunicatingLayer(reason=f"torch brings the {what} {ways} {layout!r} {when} the matmul"))
 
 
 def _why_not_tokens(name: str, layout: Placement) -> str:

@@ -1,6 +1,6 @@
 """Contention: kernels and copies of one GPU that slow each other, where the machine's profile says by how much.
 
-A kernel's tiles are counted in time of their own, a Clock's, which runs at the speed that copies leave it. A tile that is
+A kernel's tiles are counted in time of their own, a SlowedClock's, which runs at the speed that copies leave it. A tile that is
 alone takes the longer of multiplying and of its memory traffic; beside copies which move `rate` through the GPU's memory,
 what leaves and what arrives together,
 
@@ -58,7 +58,7 @@ class Steady:
         return self._env.timeout(max(0, at - self.now))
 
 
-class Clock:
+class SlowedClock:
     """Time that starts with the simulation's, and runs slower while copies move. shares: of a tile's time alone that
     multiplying takes, and that its traffic takes."""
 
@@ -122,8 +122,8 @@ class Contention:
         self._full_gbps = 2 * machine.copies.several_gbps
         self._slower_gemm = max(1.0, known.get(GEMM_BESIDE_COPY, 1.0))
         self._slower_copy = max(1.0, known.get(COPY_BESIDE_GEMM, 1.0))
-        self._clocks: dict[Hashable, list[Clock]] = {rank: [] for rank in range(ranks)}
-        self._computations: dict[Hashable, list[Clock]] = {rank: [] for rank in range(ranks)}
+        self._clocks: dict[Hashable, list[SlowedClock]] = {rank: [] for rank in range(ranks)}
+        self._computations: dict[Hashable, list[SlowedClock]] = {rank: [] for rank in range(ranks)}
         self._held: dict[Hashable, list[float]] = {rank: [] for rank in range(ranks)}
         self._gbps: Mapping[Hashable, float] = {}
 
@@ -133,11 +133,11 @@ class Contention:
 
     @contextmanager
     def kernel(self, rank: int, shares: Shares) -> Iterator[Time]:
-        """While a kernel runs, its time. shares: as a Clock has them."""
+        """While a kernel runs, its time. shares: as a SlowedClock has them."""
         if not self.active:
             yield Steady(self._env)
             return
-        clock = Clock(self._env, shares)
+        clock = SlowedClock(self._env, shares)
         clock.run_at(self._speed(clock, self._gbps.get(rank, 0.0)))
         self._clocks[rank].append(clock)
         self._changed()
@@ -148,7 +148,7 @@ class Contention:
     @contextmanager
     def computation(self, rank: Hashable) -> Iterator[Time]:
         """While a user's computation runs, its time: a kernel that multiplies, and feels what is `held`, too."""
-        clock = Clock(self._env, (1.0, 0.0))
+        clock = SlowedClock(self._env, (1.0, 0.0))
         self._computations[rank].append(clock)
         self._clocks[rank].append(clock)
         self.moving(self._gbps)
@@ -175,7 +175,7 @@ class Contention:
                 slowed = min(self._held[rank], default=1.0) if clock in self._computations[rank] else 1.0
                 clock.run_at(self._speed(clock, gbps.get(rank, 0.0)) * slowed)
 
-    def _speed(self, clock: Clock, gbps: float) -> float:
+    def _speed(self, clock: SlowedClock, gbps: float) -> float:
         multiplying, traffic = clock.shares
         slower = 1.0 + (self._slower_gemm - 1.0) * min(1.0, gbps / self._full_gbps)
         free = max(LEAST_SPEED, 1.0 - gbps / self._hbm_gbps)

@@ -22,7 +22,7 @@ from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import AlphaBeta, Machine, Table, Tile
 from weft.core.problem import ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
 from weft.perf import pieces
-from weft.perf.shapes import Blocks, whole_tiles
+from weft.perf.shapes import TileShape, whole_tiles
 
 COLLECTIVES: dict[Op, str] = {
     "all_gather_matmul": "all_gather",
@@ -92,7 +92,7 @@ def gemm_cost(
     out_itemsize: int | None = None,
     flags: bool = False,
     tiles: Sequence[Tile] = (),
-    shape: Blocks | None = None,
+    shape: TileShape | None = None,
     apart: float = 0.0,
 ) -> GemmCost:
     """The fastest tiling of one kernel over groups of `rows` that share no tile. tiles: what it may use, if not the GPU's.
@@ -123,7 +123,7 @@ def gemm_cost(
     return min(costs, key=lambda cost: cost.busy_us)
 
 
-def _sweeps(rows: Sequence[int], tile: Tile, shape: Blocks | None, apart: float) -> float:
+def _sweeps(rows: Sequence[int], tile: Tile, shape: TileShape | None, apart: float) -> float:
     """How often B is read: by each group of rows, or of row tiles, and by those that come apart."""
     if shape is None:
         return max(1, sum(map(bool, rows)))

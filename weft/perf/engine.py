@@ -48,7 +48,7 @@ from weft.core.schedule import (
 from weft.core.span import Span
 from weft.core.work import continued, span
 from weft.perf import concurrent, kernels, lookups, messages, transfers
-from weft.perf.network import Resource, Usage
+from weft.perf.network import Carried, Resource
 from weft.perf.room import taken_sms
 from weft.perf.world import Process, Ran, Recorder, World, ns
 
@@ -65,7 +65,7 @@ class Outcome:
     steps: tuple[Ran, ...]
     kernel_us: tuple[float, ...]
     transfer_us: tuple[float, ...]
-    usage: Mapping[Resource, Usage]
+    usage: Mapping[Resource, Carried]
 
     @property
     def total_us(self) -> float:

@@ -112,7 +112,7 @@ class Stream:
 
 
 @dataclass(slots=True)
-class Usage:
+class Carried:
     """What a resource has carried, for conservation tests: bytes, and the highest rate seen."""
 
     bytes: float = 0.0
@@ -123,7 +123,7 @@ class Usage:
 class Fluid(Settled):
     """Flows within a simpy environment. usage: what each resource has carried."""
 
-    usage: dict[Resource, Usage] = field(default_factory=dict, kw_only=True)
+    usage: dict[Resource, Carried] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +146,7 @@ class Fluid(Settled):
         self.advance()
         self.streams.setdefault(load, Stream(load)).flows.append(flow)
         for resource, times in load:
-            self.usage.setdefault(resource, Usage()).bytes += size * times
+            self.usage.setdefault(resource, Carried()).bytes += size * times
         self.touch()
         return flow.done
 

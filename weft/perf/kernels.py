@@ -1,6 +1,6 @@
 """Kernels, simulated: GEMMs whose tiles wait, count and store, and reductions whose parts wait.
 
-GEMM. Blocks stay on their SMs and take tiles in the order of the parts; a block whose tile's gate is closed waits with it.
+GEMM. FreeSms stay on their SMs and take tiles in the order of the parts; a block whose tile's gate is closed waits with it.
 All tiles of a kernel take the same time, so tile j starts when tile j - SMs has ended and its gate is open, exactly:
 
     SM 0  | part 0 | part 0 | part 1 | (gate closed) | part 2 |
@@ -60,7 +60,7 @@ class Ends:
         return max(free + self.takes_ns, self.not_before)
 
 
-class Blocks:
+class FreeSms:
     """SMs by the time at which they are free, earliest first; those that are free together stay together."""
 
     def __init__(self, sms: int, now: int) -> None:
@@ -175,7 +175,7 @@ def _nothing(world: World, rank: int, step: Gemm) -> Process:
 def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time) -> Generator[simpy.Event, Any, float]:
     """All tiles and stores. Returns how many times as long they took as in the kernel's own time."""
     start, own = world.now, time.now
-    blocks = Blocks(cost.sms, own)
+    blocks = FreeSms(cost.sms, own)
     stores: list[simpy.Event] = []
     end = ready = own
     whole = sum(cost.tiles) - cost.halves

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from weft.core.machine import Machine
 from weft.perf.contention import Contention
-from weft.perf.fluid import Fluid, Resource, Usage
+from weft.perf.fluid import Carried, Fluid, Resource
 
-__all__ = ["Network", "Resource", "Usage"]
+__all__ = ["Carried", "Fabric", "Resource"]
 
 
 @dataclass
-class Network(Fluid):
+class Fabric(Fluid):
     """Flows on a machine's links. ranks: how many the problem uses. nodes: ranks on each node, where there are several: each
     has links and a host of its own, and a ring closes over its ranks."""
 

@@ -26,7 +26,7 @@ from weft.core.schedule import Gemm, Part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
+class TileShape:
     """Tile shape, how a block runs, and the rate of full tiles relative to the best shape: rate of those that are only stored,
     stored_rate of those that count, add, or go to peers. group: row tiles that take turns on the same
     columns. halves: whether tiles that fill no more than half of the last wave are cut in two, left and right."""
@@ -47,10 +47,10 @@ class Blocks:
 
 
 SHAPES = (
-    Blocks(m=128, n=256, k=64, warps=8, stages=3, halves=True),
-    Blocks(m=128, n=128, k=64, warps=8, stages=5, rate=0.93, stored_rate=0.87),
-    Blocks(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
-    Blocks(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
+    TileShape(m=128, n=256, k=64, warps=8, stages=3, halves=True),
+    TileShape(m=128, n=128, k=64, warps=8, stages=5, rate=0.93, stored_rate=0.87),
+    TileShape(m=64, n=256, k=64, warps=4, stages=4, rate=0.95, stored_rate=0.81),
+    TileShape(m=64, n=128, k=64, warps=4, stages=5, rate=0.72, stored_rate=0.66),
 )
 """The shapes that kernels are launched with, the best for large sizes first."""
 _FEWEST_STAGES = 2
@@ -98,7 +98,7 @@ def push_sms(gpu: Capabilities, *, alone: bool) -> int:
 
 
 @lru_cache(maxsize=64)
-def shapes_for(gpu: Capabilities) -> tuple[Blocks, ...]:
+def shapes_for(gpu: Capabilities) -> tuple[TileShape, ...]:
     """Those of SHAPES that fit a GPU, with as many stages as its shared memory holds; none where matrix units take no 16-bit
     types."""
     fitting = []
@@ -111,20 +111,20 @@ def shapes_for(gpu: Capabilities) -> tuple[Blocks, ...]:
     return tuple(fitting)
 
 
-def tiles_of(part: Part, blocks: Blocks) -> int:
+def tiles_of(part: Part, blocks: TileShape) -> int:
     """How far a part's count grows in a call: its tiles, each of them twice where some may come as halves."""
     rows, cols = part.out.shape
     return -(-rows // blocks.m) * -(-cols // blocks.n) * (1 + blocks.halves)
 
 
-def whole_tiles(tiles: int, at_once: int, blocks: Blocks) -> int:
+def whole_tiles(tiles: int, at_once: int, blocks: TileShape) -> int:
     """How many of so many tiles, of which `at_once` run at a time, are not cut in two: those of the last wave are, where
     their halves are no more than one wave."""
     last = tiles % at_once
     return tiles - last if blocks.halves and 2 * last <= at_once else tiles
 
 
-def shape_of(step: Gemm, gpu: Capabilities) -> Blocks:
+def shape_of(step: Gemm, gpu: Capabilities) -> TileShape:
     """The tile shape for a step, on a GPU that some shapes fit."""
     parts = tuple(
         _Arriving(*part.out.shape, not part.adds and any(g.at_least for g in part.waits), _ends(part)) for part in step.parts
@@ -135,7 +135,7 @@ def shape_of(step: Gemm, gpu: Capabilities) -> Blocks:
     return min(shapes_for(gpu), key=lambda blocks: (_sent_us if sends else _waves)(step, blocks, gpu))
 
 
-def _waves(step: Gemm, blocks: Blocks, gpu: Capabilities) -> float:
+def _waves(step: Gemm, blocks: TileShape, gpu: Capabilities) -> float:
     tiles = sum(tiles_of(part, blocks) for part in step.parts) // (1 + blocks.halves)
     by_threads = any(part.count or part.adds or part.out.rank != step.b.rank for part in step.parts)
     whole = whole_tiles(tiles, gpu.sms, blocks)
@@ -143,7 +143,7 @@ def _waves(step: Gemm, blocks: Blocks, gpu: Capabilities) -> float:
     return waves * blocks.m * blocks.n / (blocks.stored_rate if by_threads else blocks.rate)
 
 
-def _sent_us(step: Gemm, blocks: Blocks, gpu: Capabilities) -> float:
+def _sent_us(step: Gemm, blocks: TileShape, gpu: Capabilities) -> float:
     """When the last tile ends and the last one that goes to a peer is there: with one wave nothing is sent before it ends."""
     tile_us = 2 * blocks.m * blocks.n * step.b.shape[0] / gpu.sm_flop_per_us / blocks.stored_rate
     tile_bytes = blocks.m * blocks.n * _ITEMSIZE
@@ -176,7 +176,7 @@ def _ends(part: Part) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities) -> Blocks:
+def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities) -> TileShape:
     few = sum(part.rows for part in parts) <= _FEW_ROWS
     choices = [
         dataclasses.replace(blocks, group=group) for blocks in shapes_for(gpu) for group in ((8, 4, 2, 1) if few else (8,))
@@ -184,7 +184,7 @@ def _gated_blocks(parts: tuple[_Arriving, ...], gpu: Capabilities) -> Blocks:
     return min(choices, key=lambda blocks: _gated_us(parts, blocks, gpu))
 
 
-def _gated_us(parts: tuple[_Arriving, ...], blocks: Blocks, gpu: Capabilities) -> float:
+def _gated_us(parts: tuple[_Arriving, ...], blocks: TileShape, gpu: Capabilities) -> float:
     """When the last tile ends, if chunks arrive one after the other from the start on."""
     sliced = any(len(part.ends) > 1 for part in parts)
     columns, inner = parts[0].cols, parts[0].ends[-1]

@@ -17,7 +17,7 @@ from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
 from weft.core.schedule import Copy, Flag, Lane, LaneKind, Schedule, Step, Wait
 from weft.perf.cost import GemmCost, hbm_us
-from weft.perf.network import Network, Resource
+from weft.perf.network import Fabric, Resource
 from weft.perf.room import free_sms
 
 Process = Generator[simpy.Event, Any, None]
@@ -151,7 +151,7 @@ class World:
         self.schedule = self.spelled_out.schedule
         ranks = range(len(self.schedule.ranks))
         self.flags = Flags(self.env)
-        self.network = Network(self.env, self.machine, len(ranks), self.schedule.problem.nodes)
+        self.network = Fabric(self.env, self.machine, len(ranks), self.schedule.problem.nodes)
         self.kernels = [0 for _ in ranks]
         self.transfers = [Busy() for _ in ranks]
         self.multiplied = [0.0 for _ in ranks]

@@ -10,7 +10,7 @@ import torch
 from weft.core.errors import WaitTimeout
 from weft.core.problem import split
 from weft.core.schedule import FusedCollective, Schedule
-from weft.kernels.all_reduce import COPIES, Hops, Mailbox, Plan, all_reduce, launcher, mailbox, plan
+from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, launcher, mailbox, plan
 from weft.runtime.bindings import Bindings, Where
 
 
@@ -73,7 +73,7 @@ class FusedCollectiveKernel:
     ) -> None:
         self.where, self.step = where, step
         hops, problem = _hops(schedule, where, step), schedule.problem
-        self.plan: Plan = plan(
+        self.plan: AllReducePlan = plan(
             problem,
             where.rank,
             problem.shards if hops == "scatter" else split(problem.n, problem.world_size),

@@ -83,7 +83,7 @@ AHEAD = 256
 is a few of them."""
 
 
-class Device(Protocol):
+class LaunchDevice(Protocol):
     """What the launches of a program use of its GPU. tries: how often a kernel looks at a flag before it gives up."""
 
     @property
@@ -113,7 +113,7 @@ class Planned(Protocol):
     sms_for_pushes: int
 
     @property
-    def space(self) -> Device: ...
+    def space(self) -> LaunchDevice: ...
 
     @property
     def streams(self) -> FlagSubmitter: ...

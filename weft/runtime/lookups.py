@@ -10,7 +10,7 @@ import torch
 
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Flag, Lookup, Region, Schedule
-from weft.kernels.lookup import LookupTables, Target, launcher, lookup, lookup_tables, tiles_of_bags, variant
+from weft.kernels.lookup import LookupTables, OutputPlace, launcher, lookup, lookup_tables, tiles_of_bags, variant
 from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.fused import FlagWords, FusedStep
@@ -110,10 +110,10 @@ class FusedLookup(FusedStep):
         return self._lay_out(bindings)
 
     def _lay_out(self, bindings: Bindings) -> LookupTables:
-        def target(region: Region) -> Target:
+        def target(region: Region) -> OutputPlace:
             view, (whole, _) = bindings.view(region), bindings.tensors[region.buffer, region.rank][0]
             relative = region.buffer == "out"
-            return Target(view.data_ptr() - relative * whole.data_ptr(), whole.stride(0) * whole.element_size(), relative)
+            return OutputPlace(view.data_ptr() - relative * whole.data_ptr(), whole.stride(0) * whole.element_size(), relative)
 
         return lookup_tables(
             self.step,

@@ -21,7 +21,7 @@ from weft.comm.rank_group import RankGroup
 from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout
 from weft.core.version import __version__
-from weft.kernels.exchange import MOST_SEGMENTS, Exchange, Shape, symmetric_shapes
+from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, symmetric_shapes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.runtime.host_wire import HostWire
 from weft.runtime.replay import Branches
@@ -97,7 +97,7 @@ class RaggedProgram:
         self._symmetric = {
             name: peers.tensor(extents, dtype, name=name) for name, (extents, dtype) in symmetric_shapes(self.shape).items()
         }
-        self.exchange = Exchange(self.shape, self._symmetric, sms=peers.resident_blocks, tries=peers.tries)
+        self.exchange = RaggedExchange(self.shape, self._symmetric, sms=peers.resident_blocks, tries=peers.tries)
         self._last: torch.cuda.Stream | None = None
         self._branches: Branches | None = None
 

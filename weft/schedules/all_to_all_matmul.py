@@ -32,10 +32,10 @@ from typing import Literal
 from weft.core.problem import Problem
 from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Schedule, Send, Signal, Wait
 from weft.schedules.builder import Piece
-from weft.schedules.exchange import Exchange
+from weft.schedules.exchange import AllToAllBuilder
 
 
-class Dispatch(Exchange):
+class Dispatch(AllToAllBuilder):
     """Flags and repeated idioms of this operator."""
 
     def __init__(self, problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> None:

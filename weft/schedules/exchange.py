@@ -10,7 +10,7 @@ from weft.core.schedule import Gemm, Part, Region
 from weft.schedules.builder import Builder, Piece, cut
 
 
-class Exchange(Builder):
+class AllToAllBuilder(Builder):
     """The caller's buffers, and where pieces arrive. pieces: by destination, chunks of every rank's rows for it."""
 
     def __init__(self, problem: Problem, name: str, chunks: int, *, fan_out: bool = False) -> None:

@@ -41,12 +41,12 @@ from typing import Literal
 from weft.core.problem import Problem
 from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Reduce, Schedule, Send, Signal, Sum, Wait
 from weft.schedules.builder import Piece
-from weft.schedules.exchange import Exchange
+from weft.schedules.exchange import AllToAllBuilder
 
 Staging = Literal["product", "recv"]
 
 
-class _Combine(Exchange):
+class _Combine(AllToAllBuilder):
     """Flags and repeated idioms of this operator. staging: the symmetric buffer that rows pass through."""
 
     def __init__(

@@ -33,7 +33,7 @@ from weft.models.inductor import gathers, scatters
 from weft.models.inductor.graph import Refused, place_in, shape, share_waits
 from weft.models.inductor.outputs import layout_of_outputs
 from weft.models.inductor.places import file_and_line, module_name
-from weft.models.sites import Site
+from weft.models.sites import CommunicatingLayer
 from weft.ops.common import spec_of
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -84,7 +84,7 @@ class CompilePass(CustomGraphPass):
                 )
             spec_of(spec, name)  # type: ignore[arg-type]
         self.schedules = {name: named.get(name, "auto") for name in self.operators}
-        self.sites: list[Site] = []
+        self.sites: list[CommunicatingLayer] = []
         self.graphs = 0
         self._hits_before = cache_hits()
 
@@ -159,7 +159,9 @@ class CompilePass(CustomGraphPass):
         names = [module_name(product) for product in products or [node]]
         parts = tuple(dict.fromkeys(name for name in names if name))
         operators = (operator,) if operator else ()
-        self.sites.append(Site(parts=parts, operators=operators, reason=reason, where=file_and_line(node), **(problem or {})))
+        self.sites.append(
+            CommunicatingLayer(parts=parts, operators=operators, reason=reason, where=file_and_line(node), **(problem or {}))
+        )
 
     def uuid(self) -> str:
         """What Inductor's caches tell graphs apart by: this package's sources, what was asked for, and this rank, which is in

@@ -46,7 +46,7 @@ _OTHER_USES: dict[object, str] = {
 
 
 @dataclass(frozen=True)
-class Product:
+class GatheredMatmul:
     """A matmul whose first factor is what was gathered, as [rows, K]. bias: addmm's."""
 
     node: Node
@@ -66,7 +66,7 @@ class Gather:
     whole: Node
     dim: int
     between: tuple[Node, ...]
-    products: tuple[Product, ...]
+    products: tuple[GatheredMatmul, ...]
     cast: Node | None
 
     @property
@@ -105,7 +105,7 @@ def _whole(wait: Node, world_size: int) -> tuple[Node, int, list[Node]]:
     return wait, 0, []
 
 
-def _products(start: Node, whole: Node) -> tuple[list[Product], Node | None]:
+def _products(start: Node, whole: Node) -> tuple[list[GatheredMatmul], Node | None]:
     found, reason = _products_of(start, whole, same_elements(whole))
     if found:
         return found, None
@@ -130,10 +130,10 @@ def _check_cast(whole: Node, cast: Node) -> None:
         raise Refused(f"what is gathered is needed as {gathered}, too, and multiplied as {wanted}")
 
 
-def _products_of(start: Node, whole: Node, alike: Sequence[Node]) -> tuple[list[Product], str]:
+def _products_of(start: Node, whole: Node, alike: Sequence[Node]) -> tuple[list[GatheredMatmul], str]:
     """(the matmuls that take one of `alike` as their first factor, why there is none)."""
     columns, after = shape(whole)[-1], descendants(start)
-    found: list[Product] = []
+    found: list[GatheredMatmul] = []
     reasons = [f"no matmul takes what is gathered {shape(whole)} as its first factor"]
     if all(user.op == "output" for one in alike for user in one.users if user not in alike):
         reasons = [f"what is gathered {shape(whole)} goes to {OTHER_GRAPH}"]
@@ -151,7 +151,7 @@ def _products_of(start: Node, whole: Node, alike: Sequence[Node]) -> tuple[list[
     return found, reasons[-1]
 
 
-def _product(user: Node, a: Node, columns: int) -> Product | None:
+def _product(user: Node, a: Node, columns: int) -> GatheredMatmul | None:
     if user.target not in (aten.mm.default, aten.addmm.default):
         return None
     place = 1 if user.target is aten.addmm.default else 0
@@ -161,7 +161,7 @@ def _product(user: Node, a: Node, columns: int) -> Product | None:
     b = user.args[place + 1]
     assert isinstance(b, Node)
     value(b)  # Refused where its extents are not known
-    return Product(user, b, bias if isinstance(bias, Node) else None)
+    return GatheredMatmul(user, b, bias if isinstance(bias, Node) else None)
 
 
 def _has_factor(product: Node) -> bool:
@@ -204,7 +204,7 @@ def _needed(site: Gather, products: set[Node]) -> bool:
     return len(site.start.users) > 1 or any(user not in products and user.target not in RESHAPES for user in users)
 
 
-def _put(graph: Graph, product: Product, out: Node, dim: int, extents: Sequence[int]) -> None:
+def _put(graph: Graph, product: GatheredMatmul, out: Node, dim: int, extents: Sequence[int]) -> None:
     with graph.inserting_before(product.node):
         write = Writer(graph, product.node)
         found = write.reshape(write.from_front(out, dim, extents), shape(product.node))

@@ -32,7 +32,7 @@ class Lie:
 
 
 @dataclass(frozen=True)
-class Family:
+class AliasedResults:
     """Results, by their places, that are views of one tensor of the graph, `base`, which may be among them."""
 
     base: Lie
@@ -60,11 +60,11 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResultLayout:
     """Of a graph's results. lies: None for what is no tensor, or has strides that are not known."""
 
     lies: tuple[Lie | None, ...]
-    families: tuple[Family, ...]
+    families: tuple[AliasedResults, ...]
 
     def laid(self, outs: Sequence[Any]) -> list[Any]:
         """Results that lie so: those that lie otherwise in memory are copied."""
@@ -75,7 +75,7 @@ class Layout:
         return [_laid(out, lie) for out, lie in zip(found, self.lies, strict=True)]
 
 
-def layout_of_outputs(graph: Graph) -> Layout:
+def layout_of_outputs(graph: Graph) -> ResultLayout:
     """As the results' examples have it, before the graph is changed."""
     nodes: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     lies = tuple(_lie(_example(node)) for node in nodes)
@@ -87,8 +87,8 @@ def layout_of_outputs(graph: Graph) -> Layout:
     for base, places in of_base.items():
         known, members = _lie(_example(base)), [lie for at in places if (lie := lies[at]) is not None]
         if known is not None and len(places) > 1 and all(lie.is_known for lie in (known, *members)):
-            families.append(Family(known, tuple(places), tuple(members)))
-    return Layout(lies, tuple(families))
+            families.append(AliasedResults(known, tuple(places), tuple(members)))
+    return ResultLayout(lies, tuple(families))
 
 
 def _example(node: object) -> object:

@@ -16,7 +16,7 @@ from weft.core.schedule import Schedule
 from weft.overlap.concurrent.collectives import Collective
 from weft.overlap.concurrent.executor import Executor, HostExecutor
 from weft.overlap.concurrent.kernels import Kernels
-from weft.overlap.concurrent.tuning import ConcurrentChoice, Sample, Tuner, Turn, Turns
+from weft.overlap.concurrent.tuning import ConcurrentChoice, ConcurrentTuner, Sample, Turns, UseTurn
 from weft.runtime.choose import fans_out
 from weft.runtime.groups import GroupState
 from weft.schedules.concurrent import SEQUENTIAL, Method, build, method_of
@@ -47,7 +47,7 @@ class KeyedCall:
     """Uses of one key, with the same collectives. method: what the schedule says that ranks have agreed on so far, sequential
     until they have chosen. of: what the schedule of a name says."""
 
-    def __init__(self, tuner: Tuner, of: Callable[[str], Method]) -> None:
+    def __init__(self, tuner: ConcurrentTuner, of: Callable[[str], Method]) -> None:
         self.tuner, self._of = tuner, of
         self.choice: ConcurrentChoice | None = None
         self.method = SEQUENTIAL
@@ -96,7 +96,7 @@ class KeyedCall:
                     self._turns = self.tuner.in_use()
                     return self._of(next(self._turns))
                 assert self._last is not None
-                return self._of(self._turns.send(Turn(self._last, collectives)))
+                return self._of(self._turns.send(UseTurn(self._last, collectives)))
             except StopIteration as end:
                 self._settle(end.value)
                 return self.method
@@ -133,9 +133,9 @@ class Calls:
 
     def tuner(
         self, key: str, device: torch.device, *, residents: Callable[[], tuple[int, ...]] = tuple, fixed: bool = False
-    ) -> Tuner:
+    ) -> ConcurrentTuner:
         """What measures the schedules of a key."""
-        return Tuner(
+        return ConcurrentTuner(
             key=key,
             rank_group=self.rank_group,
             meet=self.meet,

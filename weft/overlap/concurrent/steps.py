@@ -19,7 +19,7 @@ from weft.ops.common import DTYPES, group_of
 from weft.overlap.concurrent.calls import Calls, calls_of
 from weft.overlap.concurrent.collectives import AllReduce, Collective
 from weft.overlap.concurrent.executor import Executor
-from weft.overlap.concurrent.tuning import STEPS, ConcurrentChoice, Sample, Turn, Turns, in_blocks
+from weft.overlap.concurrent.tuning import STEPS, ConcurrentChoice, Sample, Turns, UseTurn, in_blocks
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import Method, parse
 
@@ -120,7 +120,7 @@ class StepTuner:
                     self._last = self.executor.mark()
                 else:
                     begin, self._last = self._last, self.executor.mark()
-                    self.way = parse(self._turns.send(Turn(Sample(begin, begin, self._last), ())))
+                    self.way = parse(self._turns.send(UseTurn(Sample(begin, begin, self._last), ())))
             except StopIteration as end:
                 self._choice, self._turns = end.value, None
                 self.way = parse(self._choice.way)

@@ -1,10 +1,10 @@
 """Which schedule runs collectives beside a computation: measured in one go, or while the computation is in use.
 
-In one go, where the computation may be repeated (`Tuner.in_one_go`): computation and collectives are timed alone, the planner
-says which schedules are worth measuring, and weft.runtime.trial measures them. What the collectives read is kept, and put back
-at the end, where they would change it. What copy engines were bound to meanwhile is given back, with its memory.
+In one go, where the computation may be repeated (`ConcurrentTuner.in_one_go`): computation and collectives are timed alone,
+the planner says which schedules are worth measuring, and weft.runtime.trial measures them. What the collectives read is kept,
+and put back at the end, where they would change it. What copy engines were bound to meanwhile is given back, with its memory.
 
-In use (`Tuner.in_use`), by blocks of consecutive uses, or of training steps, that run the same schedule:
+In use (`ConcurrentTuner.in_use`), by blocks of consecutive uses, or of training steps, that run the same schedule:
 
     screening   a block of each schedule, first the one to beat      ranks meet: at most 3 that come near it go on
     finals      3 or 4 rounds: a block of each of those, last the    ranks meet: the choice
@@ -16,7 +16,7 @@ are bound and graphs captured in them, and the host enqueues a step while the GP
 time is also that of its neighbour. Finals are there because of several schedules that are as fast the fastest looks faster than
 it is, so it has to be faster again, in blocks that did not choose it. Where a training step is bound by the host, blocks of one
 schedule differ by 5% (fully_shard on 2 x H200), and a median of a few does not tell 2% from nothing: there a schedule is chosen
-only if its slowest block is faster than the fastest of the one to beat (`Blocks.strict`).
+only if its slowest block is faster than the fastest of the one to beat (`StepBlocks.strict`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FINALISTS, CLOSE = 3, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
+class StepBlocks:
     """counted: uses of a block that count; first, again: those before them, in the screening and in the finals. rounds: finals.
     strict: every block of the chosen one is faster than every block of the one to beat; else the median of their ratios."""
 
@@ -71,9 +71,9 @@ class Blocks:
         return schedules * (self.first + self.counted) + finals * (self.again + self.counted) if schedules > 1 else 0
 
 
-USES = Blocks(counted=1, first=1, again=0, rounds=3, strict=False)
+USES = StepBlocks(counted=1, first=1, again=0, rounds=3, strict=False)
 """Uses of weft.concurrent: each begins and ends by itself."""
-STEPS = Blocks(counted=3, first=2, again=1, rounds=4, strict=True)
+STEPS = StepBlocks(counted=3, first=2, again=1, rounds=4, strict=True)
 """Training steps: one begins where the other ends."""
 
 
@@ -144,7 +144,7 @@ class Sample(NamedTuple):
     end: Any
 
 
-class Turn(NamedTuple):
+class UseTurn(NamedTuple):
     """What is known when a use begins. last: the sample of the one before. collectives: its own; those of another use may not
     be touched any more."""
 
@@ -152,11 +152,13 @@ class Turn(NamedTuple):
     collectives: Sequence[Collective]
 
 
-Turns = Generator[str, Turn, ConcurrentChoice]
+Turns = Generator[str, UseTurn, ConcurrentChoice]
 """Yields the name of each use's schedule, is sent the next one's turn, and returns the choice."""
 
 
-def in_blocks(tuner: Tuner, blocks: Blocks, specs: Sequence[str], problem: ConcurrentProblem | None = None) -> Turns:
+def in_blocks(
+    tuner: ConcurrentTuner, blocks: StepBlocks, specs: Sequence[str], problem: ConcurrentProblem | None = None
+) -> Turns:
     """The fastest of some schedules. specs: first the one to beat, which every other has to do by more than 1%."""
     base, *others = specs
     if not others:
@@ -171,7 +173,7 @@ def in_blocks(tuner: Tuner, blocks: Blocks, specs: Sequence[str], problem: Concu
     return ConcurrentChoice(key=tuner.key, way=way, problem=problem, trials=trials)
 
 
-def _round(specs: Sequence[str], uncounted: int, counted: int) -> Generator[str, Turn, dict[str, tuple[Any, Any]]]:
+def _round(specs: Sequence[str], uncounted: int, counted: int) -> Generator[str, UseTurn, dict[str, tuple[Any, Any]]]:
     """A block of each schedule; where what counts of it begins and ends."""
     spans = {}
     for spec in specs:
@@ -182,7 +184,7 @@ def _round(specs: Sequence[str], uncounted: int, counted: int) -> Generator[str,
     return spans
 
 
-def _us(tuner: Tuner, blocks: Blocks, text: str, spans: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
+def _us(tuner: ConcurrentTuner, blocks: StepBlocks, text: str, spans: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
     """A use's time in each block, on the slowest rank. Ranks meet."""
     return {spec: tuner.slowest_us(f"{text}, {spec}", [span]) / blocks.counted for spec, span in spans.items()}
 
@@ -204,7 +206,7 @@ def _fastest(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuner:
+class ConcurrentTuner:
     """What all measurements of one key have in common.
 
     rank_group: the ranks that agree. meet: how they do. executor: runs and times. problem: of some collectives. residents: caps
@@ -256,7 +258,7 @@ class Tuner:
         specs, problem = self._sounded(before[1:], (yield BASE))
         return (yield from in_blocks(self, USES, specs, problem))
 
-    def _sounded(self, before: Sequence[Sample], turn: Turn) -> tuple[tuple[str, ...], ConcurrentProblem]:
+    def _sounded(self, before: Sequence[Sample], turn: UseTurn) -> tuple[tuple[str, ...], ConcurrentProblem]:
         """(the schedules that uses try, what each part takes alone). turn: the use that begins now, whose collectives are
         rehearsed."""
         sounded, collectives = [*before, turn.last], turn.collectives

@@ -18,12 +18,12 @@ from weft.compat.comm_streams import Priority, comm_stream, give_back, lane_prio
 from weft.overlap.controls.budget import SmPartition, sm_budget, sm_partition
 from weft.overlap.controls.device import this_device
 from weft.overlap.controls.nccl import nccl_group
-from weft.overlap.controls.residency import DEVICES, Device, Occupancy, blocks_per_sm, padding_bytes
+from weft.overlap.controls.residency import DEVICES, Multiprocessor, Occupancy, blocks_per_sm, padding_bytes
 from weft.overlap.controls.shaping import occupancy, shape
 
 __all__ = [
     "DEVICES",
-    "Device",
+    "Multiprocessor",
     "Occupancy",
     "Priority",
     "SmPartition",

@@ -7,10 +7,10 @@ from functools import cache
 import torch
 
 from weft.compat.cuda_driver import checked, driver_api
-from weft.overlap.controls.residency import DEVICES, Device
+from weft.overlap.controls.residency import DEVICES, Multiprocessor
 
 
-def this_device(index: int | None = None) -> Device:
+def this_device(index: int | None = None) -> Multiprocessor:
     """A GPU's multiprocessors; index: default, torch's current one. Raises ValueError where no rule is known for it."""
     if not torch.cuda.is_available():
         raise ValueError(f"no GPU here; name a device of weft.overlap.controls.DEVICES: {', '.join(DEVICES)}")
@@ -18,7 +18,7 @@ def this_device(index: int | None = None) -> Device:
 
 
 @cache
-def _device(index: int) -> Device:
+def _device(index: int) -> Multiprocessor:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return _by_architecture(str(properties.gcnArchName).split(":")[0])
@@ -30,7 +30,7 @@ def _device(index: int) -> Device:
     return _asked(index, str(properties.name), f"{properties.major}.{properties.minor}")
 
 
-def _by_architecture(name: str) -> Device:
+def _by_architecture(name: str) -> Multiprocessor:
     """On AMD HIP does not say all of it: the table does."""
     found = next((device for device in DEVICES.values() if device.capability == name), None)
     if found is None:
@@ -39,7 +39,7 @@ def _by_architecture(name: str) -> Device:
     return found
 
 
-def _asked(index: int, name: str, capability: str) -> Device:
+def _asked(index: int, name: str, capability: str) -> Multiprocessor:
     """What the driver says of a device. Units of allocation it does not say: they are those of capability 8.0 and later."""
     api = driver_api()
     attributes, handle = api.CUdevice_attribute, checked(api.cuDeviceGet(index))
@@ -47,7 +47,7 @@ def _asked(index: int, name: str, capability: str) -> Device:
     def ask(attribute: str) -> int:
         return int(checked(api.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{attribute}"), handle)))
 
-    return Device(
+    return Multiprocessor(
         name=name,
         capability=capability,
         shared_bytes=ask("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),

@@ -22,7 +22,7 @@ KIB = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class Multiprocessor:
     """What a multiprocessor has, and in which units it is given away.
 
     capability: as torch names it, "9.0" or "gfx90a". shared_block_bytes: the most that a block may ask for, by opting in.
@@ -50,11 +50,13 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device(name="A100", capability="8.0", shared_bytes=164 * KIB, shared_block_bytes=163 * KIB),
-        Device(name="A40", capability="8.6", shared_bytes=100 * KIB, shared_block_bytes=99 * KIB, threads=1536, blocks=16),
-        Device(name="H100", capability="9.0", shared_bytes=228 * KIB, shared_block_bytes=227 * KIB),
-        Device(name="H200", capability="9.0", shared_bytes=228 * KIB, shared_block_bytes=227 * KIB),
-        Device(
+        Multiprocessor(name="A100", capability="8.0", shared_bytes=164 * KIB, shared_block_bytes=163 * KIB),
+        Multiprocessor(
+            name="A40", capability="8.6", shared_bytes=100 * KIB, shared_block_bytes=99 * KIB, threads=1536, blocks=16
+        ),
+        Multiprocessor(name="H100", capability="9.0", shared_bytes=228 * KIB, shared_block_bytes=227 * KIB),
+        Multiprocessor(name="H200", capability="9.0", shared_bytes=228 * KIB, shared_block_bytes=227 * KIB),
+        Multiprocessor(
             name="MI250X",
             capability="gfx90a",
             shared_bytes=64 * KIB,
@@ -111,7 +113,7 @@ class Occupancy:
         )
 
 
-def blocks_per_sm(device: Device, *, threads: int, registers: int, shared_bytes: int = 0) -> Occupancy:
+def blocks_per_sm(device: Multiprocessor, *, threads: int, registers: int, shared_bytes: int = 0) -> Occupancy:
     """How many blocks fit, and why. threads: of a block. registers: of a thread. shared_bytes: of a block, static and dynamic.
 
     blocks is 0 where not even one can run. Raises ValueError for a count that no kernel has.
@@ -144,7 +146,7 @@ def _at_least(low: int, **counts: int) -> None:
             raise ValueError(f"{name} is {count}; a kernel has at least {low}")
 
 
-def _taken_bytes(device: Device, shared_bytes: int) -> int:
+def _taken_bytes(device: Multiprocessor, shared_bytes: int) -> int:
     """What a block takes of the multiprocessor's shared memory."""
     return _up(shared_bytes + device.shared_reserved_bytes, device.shared_unit_bytes)
 
@@ -153,7 +155,7 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _by_registers(device: Device, warps: int, registers: int) -> tuple[int, int]:
+def _by_registers(device: Multiprocessor, warps: int, registers: int) -> tuple[int, int]:
     """(registers that a block takes, blocks that they allow)."""
     a_warp = _up(registers * device.warp, device.register_unit)
     if registers > device.registers_thread or a_warp * _up(warps, device.parts) > device.registers_block:
@@ -163,7 +165,7 @@ def _by_registers(device: Device, warps: int, registers: int) -> tuple[int, int]
     return a_warp * warps, device.registers // device.parts // a_warp * device.parts // warps
 
 
-def padding_bytes(device: Device, *, threads: int, registers: int, shared_bytes: int, blocks_per_sm: int) -> int:
+def padding_bytes(device: Multiprocessor, *, threads: int, registers: int, shared_bytes: int, blocks_per_sm: int) -> int:
     """Shared memory to add to each block so that exactly `blocks_per_sm` of them fit; 0 where that many fit anyway.
 
     The least that does it, so that the most is left for other kernels. Raises ValueError, with the numbers, where fewer fit
@@ -188,11 +190,11 @@ def padding_bytes(device: Device, *, threads: int, registers: int, shared_bytes:
     return total - shared_bytes
 
 
-def _occupancy(device: Device, threads: int, registers: int, shared_bytes: int) -> Occupancy:
+def _occupancy(device: Multiprocessor, threads: int, registers: int, shared_bytes: int) -> Occupancy:
     return blocks_per_sm(device, threads=threads, registers=registers, shared_bytes=shared_bytes)
 
 
-def _capping_bytes(device: Device, blocks: int) -> int | None:
+def _capping_bytes(device: Multiprocessor, blocks: int) -> int | None:
     """The least shared memory of a block of which exactly `blocks` fit; None if there is none."""
     taken = (device.shared_bytes // (blocks + 1) // device.shared_unit_bytes + 1) * device.shared_unit_bytes
     asked = taken - device.shared_reserved_bytes

@@ -16,7 +16,7 @@ from typing import Any
 from weft.compat.triton_kernels import is_compiled
 from weft.overlap.controls import raw_kernels, triton_kernels
 from weft.overlap.controls.device import this_device
-from weft.overlap.controls.residency import Device, Occupancy
+from weft.overlap.controls.residency import Multiprocessor, Occupancy
 from weft.overlap.controls.usage import Cap, Usage
 
 _KINDS = "a Triton kernel, a CuPy RawKernel, or a cuda-core Kernel"
@@ -43,7 +43,9 @@ def shape(kernel: Any, *, blocks_per_sm: int) -> Any:
     raise ValueError(f"kernel is {type(kernel).__name__}; use {_KINDS}")
 
 
-def occupancy(kernel: Any, *, threads: int | None = None, dynamic_bytes: int = 0, device: Device | None = None) -> Occupancy:
+def occupancy(
+    kernel: Any, *, threads: int | None = None, dynamic_bytes: int = 0, device: Multiprocessor | None = None
+) -> Occupancy:
     """How many blocks of a kernel an SM holds at once, and what limits that.
 
     kernel: what launching a Triton kernel returns, or a Triton kernel with one compiled variant; a CuPy or cuda-core kernel,

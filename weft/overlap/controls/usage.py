@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import TracebackType
 
-from weft.overlap.controls.residency import Device, Occupancy, blocks_per_sm, padding_bytes
+from weft.overlap.controls.residency import Multiprocessor, Occupancy, blocks_per_sm, padding_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Usage:
     registers: int
     shared_bytes: int
 
-    def on(self, device: Device) -> Occupancy:
+    def on(self, device: Multiprocessor) -> Occupancy:
         return blocks_per_sm(device, threads=self.threads, registers=self.registers, shared_bytes=self.shared_bytes)
 
 
@@ -31,7 +31,7 @@ class Cap:
         if self.blocks_per_sm < 1:
             raise ValueError(f"blocks_per_sm is {self.blocks_per_sm}; at least one block an SM has to run")
 
-    def padding(self, device: Device, usage: Usage) -> int:
+    def padding(self, device: Multiprocessor, usage: Usage) -> int:
         """Bytes of shared memory to add to each block. Raises ValueError where that cannot do it."""
         if not self.strict and usage.on(device).blocks <= self.blocks_per_sm:
             return 0

@@ -31,7 +31,7 @@ from weft.overlap import collectives
 from weft.overlap.concurrent.collectives import COPY_ENGINE, Works, vendor_all_gather, vendor_reduce_scatter
 from weft.overlap.concurrent.steps import StepTuner, specs_of, why_not_summed
 from weft.overlap.controls import comm_stream
-from weft.overlap.hooks.gathered import Gathered
+from weft.overlap.hooks.gathered import GatherOrder
 from weft.schedules.concurrent import PLAIN
 
 WAYS = ("vendor", "vendor+ahead=1", "vendor+ahead=2", "vendor+ctas=16", "copy_engine+ctas=32+ahead=1")
@@ -79,7 +79,7 @@ def fsdp(
     if any(isinstance(collectives_of(group)[0], _Ours) for module in sharded for group in param_groups(module)):
         raise ValueError("model communicates by weft already; call weft.hooks.fsdp once a model")
     device = _computing(parameter.device, parameter.device_mesh.device_type)
-    steps = _Steps(StepTuner(key, specs, device, group), Gathered(sharded), sharded)
+    steps = _Steps(StepTuner(key, specs, device, group), GatherOrder(sharded), sharded)
     model.register_forward_pre_hook(steps.forward, prepend=True)
     for module in sharded:
         before_registered_methods(module, steps.enter)
@@ -117,7 +117,7 @@ class _Steps:
     What moves the bytes as fully_shard does is fully_shard's own, once the trial has ended: weft's collectives cost the host 8%
     of a step that it limits."""
 
-    def __init__(self, tuner: StepTuner, gathered: Gathered, sharded: Sequence[FSDPModule]) -> None:
+    def __init__(self, tuner: StepTuner, gathered: GatherOrder, sharded: Sequence[FSDPModule]) -> None:
         self.tuner, self._gathered = tuner, gathered
         self._fresh = False
         self._groups = dict.fromkeys(group for module in sharded for group in param_groups(module))

@@ -18,7 +18,7 @@ from weft.compat.fsdp import param_groups, prefetched, reshards_after_forward, s
 from weft.schedules.concurrent import Method
 
 
-class Gathered:
+class GatherOrder:
     """The sharded modules of one model. The first forward pass shows in which order they come."""
 
     def __init__(self, modules: Sequence[Any]) -> None:

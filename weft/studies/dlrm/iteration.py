@@ -27,7 +27,7 @@ from typing import Literal, get_args
 import simpy
 
 from weft.core.span import Kind, Span
-from weft.perf.fluid import Resource, Usage
+from weft.perf.fluid import Carried, Resource
 from weft.studies.dlrm import kernels
 from weft.studies.dlrm.network import Network, Process
 from weft.studies.dlrm.system import System
@@ -51,7 +51,7 @@ class Run:
     ns: int
     spans: tuple[Span, ...]
     log: tuple[str, ...]
-    usage: dict[Resource, Usage]
+    usage: dict[Resource, Carried]
 
     @property
     def waits_ns(self) -> int:
@@ -119,7 +119,7 @@ class Node:
         yield from self._wait("gradients", gradients)
         yield from self.kernel("reduce", "update", kernels.update_ns(self.system, self.bags))
 
-    def result(self, usage: dict[Resource, Usage]) -> Run:
+    def result(self, usage: dict[Resource, Carried]) -> Run:
         """What came of it, once it is over."""
         start, end = self.ends[-2:]
         spans = [_moved(span, start / 1e3) for span in self._spans if round(span.start_us * 1e3) >= start]

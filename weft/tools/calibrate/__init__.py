@@ -23,7 +23,7 @@ from weft.runtime.ranks import Ranks
 from weft.tools.calibrate import common, host_probes
 from weft.tools.calibrate.base import base
 from weft.tools.calibrate.profile import COLLECTIVES, Profile
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 
 Progress = Callable[[str, int, int], None]
 PROBE_TIMEOUT_S = 60.0
@@ -45,7 +45,7 @@ class Probe:
     """work: run on every rank; all give the same samples."""
 
     name: str
-    work: Callable[..., list[Sample]]
+    work: Callable[..., list[ProbeSample]]
     arguments: tuple[Any, ...] = ()
 
 
@@ -76,7 +76,7 @@ def probes(device: str) -> tuple[Probe, ...]:
     return tuple(found)
 
 
-def calibrate(*, device: str, ranks: int, name: str, progress: Progress) -> tuple[Machine, tuple[Sample, ...]]:
+def calibrate(*, device: str, ranks: int, name: str, progress: Progress) -> tuple[Machine, tuple[ProbeSample, ...]]:
     """This machine's profile as `ranks` processes measure it, and every sample.
 
     device: "cpu" or "cuda". name: of the profile. progress(what, done, total) is called before each probe.
@@ -96,8 +96,8 @@ def calibrate(*, device: str, ranks: int, name: str, progress: Progress) -> tupl
     return made.machine(name, words, device=torch.cuda.get_device_name(0) if device == "cuda" else "cpu"), samples
 
 
-def _run(device: str, ranks: int, todo: Sequence[Probe], progress: Progress) -> list[Sample]:
-    found: list[Sample] = []
+def _run(device: str, ranks: int, todo: Sequence[Probe], progress: Progress) -> list[ProbeSample]:
+    found: list[ProbeSample] = []
     with Ranks(ranks, device=device) as pool:
         for done, probe in enumerate(todo):
             progress(probe.name, done, len(todo))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.runtime.replay import Captures
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 
 ROUNDS = 7
 Work = Callable[[], object]
@@ -28,7 +28,7 @@ class Clock:
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._rounds = rounds
 
-    def sample(self, what: str, key: tuple[int, ...], work: Work, *, repeat: int = 1, per: int = 1) -> Sample:
+    def sample(self, what: str, key: tuple[int, ...], work: Work, *, repeat: int = 1, per: int = 1) -> ProbeSample:
         """The time of one of `per` equal parts of a work. Collective. repeat: calls in a round."""
         work()
         run = self._captured(work, repeat) if self.device.type == "cuda" else _repeated(work, repeat)
@@ -36,7 +36,7 @@ class Clock:
         times = [self._once(run) for _ in range(self._rounds)]
         return self.slowest(what, key, [us / repeat / per for us in times])
 
-    def beside(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> Sample:
+    def beside(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> ProbeSample:
         """The time of `work` while `other`, which is begun `others` times before it, runs on a stream of its own. Collective.
 
         On GPUs alone. The others must last until the work has ended, and the work be enqueued before they end.
@@ -56,11 +56,11 @@ class Clock:
         give_back(side)
         return self.slowest(what, (), times)
 
-    def slowest(self, what: str, key: tuple[int, ...], mine_us: list[float]) -> Sample:
+    def slowest(self, what: str, key: tuple[int, ...], mine_us: list[float]) -> ProbeSample:
         """A sample of the slowest rank's times, from this rank's. Collective."""
         times = torch.tensor(mine_us, dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        return Sample(what=what, key=key, us=tuple(times.tolist()))
+        return ProbeSample(what=what, key=key, us=tuple(times.tolist()))
 
     def meet(self) -> None:
         """All ranks are here, and their devices are idle."""

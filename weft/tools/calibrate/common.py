@@ -13,7 +13,7 @@ from weft.core.schedule import Collective
 from weft.runtime.nccl import NcclCollective
 from weft.schedules import build
 from weft.tools.calibrate.clock import Clock
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 
 COLLECTIVES: dict[str, Op] = {
     "all_gather": "all_gather_matmul",
@@ -27,7 +27,7 @@ _SHORT_US = 2000.0
 _FLOPS_PER_US = {"cuda": 4e8, "cpu": 5e4}
 
 
-def gemms(device: str, shapes: Sequence[tuple[int, int, int]], dtype: str) -> list[Sample]:
+def gemms(device: str, shapes: Sequence[tuple[int, int, int]], dtype: str) -> list[ProbeSample]:
     """The vendor's matmul; key: M, N, K of it."""
     clock = Clock(device)
     found = []
@@ -40,7 +40,7 @@ def gemms(device: str, shapes: Sequence[tuple[int, int, int]], dtype: str) -> li
     return found
 
 
-def memory(device: str, nbytes: int) -> list[Sample]:
+def memory(device: str, nbytes: int) -> list[ProbeSample]:
     """A copy within the rank's memory; key: bytes of it."""
     clock = Clock(device)
     src = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
@@ -48,13 +48,13 @@ def memory(device: str, nbytes: int) -> list[Sample]:
     return [clock.sample("memory", (nbytes,), lambda: dst.copy_(src), repeat=4)]
 
 
-def collectives(device: str, op: str, sizes: Sequence[int]) -> list[Sample]:
+def collectives(device: str, op: str, sizes: Sequence[int]) -> list[ProbeSample]:
     """A collective as `sequential` runs it; key: bytes of a shard, of what goes to one peer, or of an all-reduce's part."""
     clock = Clock(device)
     return [_collective(clock, op, nbytes) for nbytes in sizes]
 
 
-def _collective(clock: Clock, op: str, nbytes: int) -> Sample:
+def _collective(clock: Clock, op: str, nbytes: int) -> ProbeSample:
     """float32 on CPUs, whose libraries may lack other types."""
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     size, cols = dist.get_world_size(), min(_COLS, nbytes // dtype.itemsize)

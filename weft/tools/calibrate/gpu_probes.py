@@ -19,7 +19,7 @@ from weft.compat.streams import Driver, Word
 from weft.core.schedule import Region
 from weft.kernels.push import push, push_tables
 from weft.tools.calibrate.clock import Clock
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 
 COPY_BYTES = tuple(1 << power for power in (16, 18, 20, 22, 24, 26))
 _MANY, _HOPS = 16, 16
@@ -48,14 +48,14 @@ def stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-def launches(device: str) -> list[Sample]:
+def launches(device: str) -> list[ProbeSample]:
     """Kernels of one element, one after the other; key: how many, the time is of one."""
     clock = Clock(device)
     one = torch.zeros(1, device=clock.device)
     return [clock.sample("launch", (_MANY,), lambda: [one.add_(1) for _ in range(_MANY)], per=_MANY)]
 
 
-def flags(device: str) -> list[Sample]:
+def flags(device: str) -> list[ProbeSample]:
     """A stream's signal to itself, wait for it, and lowering: three operations; the time is of one."""
     clock = Clock(device)
     words = torch.zeros(_MANY, dtype=torch.int32, device=clock.device)
@@ -65,7 +65,7 @@ def flags(device: str) -> list[Sample]:
     return [clock.sample("flag", (_MANY,), lambda: enqueue(stream()), per=3 * _MANY)]
 
 
-def hops(device: str) -> list[Sample]:
+def hops(device: str) -> list[ProbeSample]:
     """A signal to the next rank and the wait for the one before, round after round; the time is of one round.
 
         rank 0                              rank 1
@@ -86,7 +86,7 @@ def hops(device: str) -> list[Sample]:
     return [clock.sample("hop", (_HOPS,), lambda: enqueue(stream()), per=_HOPS)]
 
 
-def copies(device: str, direction: str) -> list[Sample]:
+def copies(device: str, direction: str) -> list[ProbeSample]:
     """Copy engines, to or from the next rank, on one stream; key: bytes, copies; the time is of all of them."""
     clock = Clock(device)
     area = peers(clock, 2 * COPY_BYTES[-1])
@@ -112,7 +112,7 @@ def _copy_round_the_ring(area: Allocation, direction: str, nbytes: int, count: i
     return work
 
 
-def several(device: str) -> list[Sample]:
+def several(device: str) -> list[ProbeSample]:
     """A push to every peer; key: bytes to each, streams. On one stream, and on one for each peer."""
     clock = Clock(device)
     size, nbytes = dist.get_world_size(), COPY_BYTES[-2]
@@ -152,7 +152,7 @@ def _push_to_all(area: Allocation, nbytes: int, lanes: list[torch.cuda.Stream], 
     return work
 
 
-def power(device: str) -> list[Sample]:
+def power(device: str) -> list[ProbeSample]:
     """A matmul after a pause, and one of many in a row; key: how many, the time is of one."""
     clock = Clock(device)
     options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16}
@@ -161,7 +161,7 @@ def power(device: str) -> list[Sample]:
     return [clock.sample("power", (count,), lambda: torch.mm(a, b, out=out), repeat=count) for count in (1, _LONG)]
 
 
-def stores(device: str) -> list[Sample]:
+def stores(device: str) -> list[ProbeSample]:
     """Stores to every peer by so many SMs; key: bytes to each, SMs."""
     clock = Clock(device)
     area = peers(clock, dist.get_world_size() * _STORE_BYTES)
@@ -189,7 +189,7 @@ def _stored(area: Allocation, device: torch.device) -> Any:
     )
 
 
-def beside(device: str) -> list[Sample]:
+def beside(device: str) -> list[ProbeSample]:
     """Of pairs, each beside the other and alone: matmuls and copies, matmuls and NCCL's all-gather."""
     clock = Clock(device)
     area = peers(clock, 2 * COPY_BYTES[-1])

@@ -11,21 +11,21 @@ import torch.distributed as dist
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import HostAllocation
 from weft.tools.calibrate.clock import Clock
-from weft.tools.calibrate.samples import Sample
+from weft.tools.calibrate.samples import ProbeSample
 
 COPY_BYTES = tuple(1 << power for power in (14, 16, 18, 20, 22))
 _MANY = 64
 _BESIDE = 384
 
 
-def launches(device: str) -> list[Sample]:
+def launches(device: str) -> list[ProbeSample]:
     """A matmul of one element: what a step costs whatever its size."""
     clock = Clock(device)
     one, out = torch.ones(1, 1), torch.empty(1, 1)
     return [clock.sample("launch", (_MANY,), lambda: [torch.mm(one, one, out=out) for _ in range(_MANY)], per=_MANY)]
 
 
-def _with_rank_group(probe: Callable[[Clock, RankGroup], list[Sample]], device: str) -> list[Sample]:
+def _with_rank_group(probe: Callable[[Clock, RankGroup], list[ProbeSample]], device: str) -> list[ProbeSample]:
     group = dist.group.WORLD
     assert group is not None
     rank_group = RankGroup.of(group)
@@ -42,10 +42,10 @@ def _allocated(rank_group: RankGroup, nbytes: int) -> HostAllocation:
     return piece
 
 
-def flags(device: str) -> list[Sample]:
+def flags(device: str) -> list[ProbeSample]:
     """A store and a load of a word; the time is of one."""
 
-    def probe(clock: Clock, rank_group: RankGroup) -> list[Sample]:
+    def probe(clock: Clock, rank_group: RankGroup) -> list[ProbeSample]:
         words = _allocated(rank_group, 8 * _MANY).words(rank_group.rank)
 
         def work() -> None:
@@ -58,10 +58,10 @@ def flags(device: str) -> list[Sample]:
     return _with_rank_group(probe, device)
 
 
-def hops(device: str) -> list[Sample]:
+def hops(device: str) -> list[ProbeSample]:
     """A word raised at the next rank, and the wait for the one before; the time is of one round."""
 
-    def probe(clock: Clock, rank_group: RankGroup) -> list[Sample]:
+    def probe(clock: Clock, rank_group: RankGroup) -> list[ProbeSample]:
         piece = _allocated(rank_group, 8)
         theirs, mine = piece.words((rank_group.rank + 1) % rank_group.world_size), piece.words(rank_group.rank)
         rounds = [0]
@@ -77,10 +77,10 @@ def hops(device: str) -> list[Sample]:
     return _with_rank_group(probe, device)
 
 
-def copies(device: str) -> list[Sample]:
+def copies(device: str) -> list[ProbeSample]:
     """Into the next rank's memory, all ranks at once; key: bytes, copies."""
 
-    def probe(clock: Clock, rank_group: RankGroup) -> list[Sample]:
+    def probe(clock: Clock, rank_group: RankGroup) -> list[ProbeSample]:
         piece, peer = _allocated(rank_group, COPY_BYTES[-1]), (rank_group.rank + 1) % rank_group.world_size
         found = []
         for nbytes in COPY_BYTES:
@@ -92,7 +92,7 @@ def copies(device: str) -> list[Sample]:
     return _with_rank_group(probe, device)
 
 
-def beside(device: str) -> list[Sample]:
+def beside(device: str) -> list[ProbeSample]:
     """A matmul while a thread copies, and copies while a thread multiplies, each beside its time alone."""
     clock = Clock(device)
     a = torch.randn(_BESIDE, _BESIDE)

@@ -16,7 +16,7 @@ import numpy as np
 
 from weft.core.machine import CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, numbers
 from weft.perf.cost import gemm_us
-from weft.tools.calibrate.samples import Sample, of, typical_spread
+from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 PAIRS = ("gemm beside copy", "copy beside gemm", "gemm beside all_gather", "all_gather beside gemm")
@@ -28,31 +28,31 @@ _ENOUGH = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LinearCost:
     """us = fixed_us + bytes / (gbps * 1e3)."""
 
     fixed_us: float
     gbps: float
 
 
-def line(points: Iterable[tuple[float, float]]) -> Line:
+def line(points: Iterable[tuple[float, float]]) -> LinearCost:
     """Through (bytes, us), with the least relative errors.
 
     >>> line([(1000, 3.0), (3000, 5.0), (5000, 7.0)])
-    Line(fixed_us=2.0, gbps=1.0)
+    LinearCost(fixed_us=2.0, gbps=1.0)
     """
     pairs = list(points)
     weighted = np.array([[1 / us, nbytes / us] for nbytes, us in pairs])
     (fixed, slope), *_ = np.linalg.lstsq(weighted, np.ones(len(pairs)), rcond=None)
     if slope <= 0:  # no size was large enough to show a rate
         slope = min(us / nbytes for nbytes, us in pairs)
-    return Line(fixed_us=round(max(_LEAST_US, float(fixed)), 3), gbps=round(1e-3 / float(slope), 3))
+    return LinearCost(fixed_us=round(max(_LEAST_US, float(fixed)), 3), gbps=round(1e-3 / float(slope), 3))
 
 
 class Profile:
     """A machine in the making. when: the date, and on what."""
 
-    def __init__(self, base: Machine, samples: Sequence[Sample], *, world_size: int, when: str) -> None:
+    def __init__(self, base: Machine, samples: Sequence[ProbeSample], *, world_size: int, when: str) -> None:
         self.base, self.samples, self.world_size, self._when = base, samples, world_size, when
         self._sources: dict[str, str] = {"world_size": f"measured {when}"}
         self._spreads: dict[str, float] = {}
@@ -81,7 +81,7 @@ class Profile:
         sources = {path: self._sources.get(path) or f"{self.base.name}: {self.base.sources[path]}" for path in paths}
         return Machine(**values, sources=sources, spreads=self._spreads)
 
-    def _say(self, path: str, what: str, samples: Sequence[Sample]) -> None:
+    def _say(self, path: str, what: str, samples: Sequence[ProbeSample]) -> None:
         self._sources[path] = f"measured {self._when}: {what}"
         self._spreads[path] = typical_spread(samples)
 
@@ -139,7 +139,7 @@ class Profile:
         self._say("gpu.tile_us", what, samples)
         return best
 
-    def _matmuls(self, gpu: Gpu) -> tuple[str, list[Sample]]:
+    def _matmuls(self, gpu: Gpu) -> tuple[str, list[ProbeSample]]:
         """The dtype with most samples, and those."""
         by_dtype = {dtype: [s for s in self.samples if s.what == f"gemm {dtype}"] for dtype in gpu.tflops}
         dtype = max(by_dtype, key=lambda each: len(by_dtype[each]))
@@ -170,7 +170,7 @@ class Profile:
         faster = more.median_us < 0.95 * one.median_us
         return dataclasses.replace(copies, several_gbps=round(several_gbps, 2), engines=more.key[1] if faster else 1)
 
-    def _with_turns(self, copies: CopyEngines, several: Sequence[Sample]) -> CopyEngines:
+    def _with_turns(self, copies: CopyEngines, several: Sequence[ProbeSample]) -> CopyEngines:
         """By how much copies to all peers in turns take longer than whole ones, less the fixed cost of there being more."""
         turns = [sample for sample in self.samples if sample.what == "turns"]
         if not turns:
@@ -240,11 +240,11 @@ class Profile:
         return found
 
 
-def _gemm_us(machine: Machine, sample: Sample, dtype: str) -> float:
+def _gemm_us(machine: Machine, sample: ProbeSample, dtype: str) -> float:
     m, n, k = sample.key
     return gemm_us(machine, m, n, k, dtype)
 
 
-def _tflops_of(sample: Sample) -> float:
+def _tflops_of(sample: ProbeSample) -> float:
     m, n, k = sample.key
     return 2 * m * n * k / sample.median_us / 1e6

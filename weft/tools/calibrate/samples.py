@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class ProbeSample:
     """what: which probe. key: its sizes, as the probe says. us: one call's time on the slowest rank, in each round."""
 
     what: str
@@ -23,7 +23,7 @@ class Sample:
     def spread(self) -> float:
         """Half of what lies between the quartiles, as a share of the median; 0 of fewer than three rounds.
 
-        >>> Sample(what="", key=(), us=(9.0, 10.0, 11.0)).spread
+        >>> ProbeSample(what="", key=(), us=(9.0, 10.0, 11.0)).spread
         0.1
         """
         if len(self.us) < 3 or not self.median_us:
@@ -35,7 +35,7 @@ class Sample:
         return f"{self.what} {' x '.join(map(str, self.key))}: {self.median_us:.1f} us (+-{self.spread:.1%})"
 
 
-def of(samples: Iterable[Sample], what: str) -> list[Sample]:
+def of(samples: Iterable[ProbeSample], what: str) -> list[ProbeSample]:
     """Those of one probe.
 
     Raises ValueError if there is none.
@@ -46,6 +46,6 @@ def of(samples: Iterable[Sample], what: str) -> list[Sample]:
     return found
 
 
-def typical_spread(samples: Iterable[Sample]) -> float:
+def typical_spread(samples: Iterable[ProbeSample]) -> float:
     """The median of their spreads."""
     return round(statistics.median([sample.spread for sample in samples]), 4)

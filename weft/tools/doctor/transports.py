@@ -15,7 +15,7 @@ from weft.tools.doctor.finding import Finding
 from weft.tools.doctor.rates import Rates
 
 if TYPE_CHECKING:
-    from weft.tools.calibrate.samples import Sample
+    from weft.tools.calibrate.samples import ProbeSample
 
 BOUND_S = 20.0
 PROBE_S = 8.0
@@ -29,7 +29,7 @@ _SLOW_CURE = (
     "see that nothing else uses the GPUs (nvidia-smi), and their links (nvidia-smi nvlink --status, nvidia-smi topo -m); "
     "NCCL_DEBUG=INFO says what NCCL chose"
 )
-Answer: TypeAlias = "list[Sample] | str"
+Answer: TypeAlias = "list[ProbeSample] | str"
 """What a probe found, or why it found nothing."""
 
 
@@ -140,15 +140,15 @@ def _first(failed: Exception) -> str:
     return str(failed).splitlines()[0]
 
 
-def _probe(device: str, probe: str, *arguments: Any) -> list[Sample]:
+def _probe(device: str, probe: str, *arguments: Any) -> list[ProbeSample]:
     """One rank's part of a probe of weft.tools.calibrate."""
     from weft.tools.calibrate import common, gpu_probes
 
-    found: list[Sample] = getattr(common if probe == "collectives" else gpu_probes, probe)(device, *arguments)
+    found: list[ProbeSample] = getattr(common if probe == "collectives" else gpu_probes, probe)(device, *arguments)
     return found
 
 
-def overlap(device: str) -> list[Sample]:
+def overlap(device: str) -> list[ProbeSample]:
     """All-gather and matmul of one shape: each alone, and weft's operator by SPEC."""
     import torch
     import torch.distributed as dist
