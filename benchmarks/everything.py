@@ -94,7 +94,7 @@ def parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "failures": checked(150, "failures", "handshake"),
         "operators": checked(240, "ops"),
         "exchanges": checked(240, "all_reduce", "all_to_all", "scatter", "embedding"),
-        "trials": checked(150, "trial", "widened"),
+        "trials": checked(150, "trial", "buckets"),
         "modules": checked(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
         "collectives": checked(120, "collectives"),
         "across_nodes": checked(150, "nodes"),

@@ -1,14 +1,15 @@
-"""What does a row count cost that was never called before? Of `auto` between measured ones, and of a schedule by name.
+"""What does a row count cost that was never called before? Of `auto`, padded to a bucket, and of a schedule by name.
 
-Serving calls with another number of tokens at nearly every step. `auto` is measured at the row counts EDGES; then it is called
-with many between two that speak for one schedule, each of them three times, and with some of them by name, which binds a
-program of its own. A sample is one call; LEADS calls of a known row count go before it, so that the host is ahead of the GPU.
+Serving calls with another number of tokens at nearly every step. `auto` is measured at the row counts OWN, which get programs
+of their own; then it is called with many in the doubling LOW to HIGH, each of them three times, and with some of them by name,
+which binds a program of its own. A sample is one call; LEADS calls of a known row count go before it, so that the host is ahead
+of the GPU.
 
     first    the call that brings a new row count, where the program that it runs by was bound before (what binds it is apart)
     chosen   of the host's, until that program is found: all that a known row count does without
     again    the next call of the same rows
     moved    the one after that, of another a
-    bound    the same where it has to be bound: of a step on the scale of row counts
+    bound    the same where the bucket's program has to be bound
     named    the first call of a new row count by name, which binds a program of its own
     own      the next one by name: what the copies of rows cost
 
@@ -20,7 +21,6 @@ tensors lie where none lay is enqueued step by step.
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import sys
@@ -35,9 +35,11 @@ import torch.distributed as dist
 from measure import Failed, alarm, append, parser, release, row, say, start, stop
 
 import weft
-from weft.runtime.groups import GROUPS, GroupState
+from weft.runtime.groups import GROUPS
+from weft.runtime.programs import Programs
 
-EDGES = (1024, 1536, 2048, 3072, 4096)
+OWN = (1024, 1536, 2048, 3072)
+LOW, HIGH = 2048, 4096
 COUNTS = 60
 LEADS = 2
 N, K = 28672, 8192
@@ -72,16 +74,16 @@ def sample(call: Callable[[], object], lead: Callable[[], object]) -> Sample:
 def choosing() -> Iterator[list[float]]:
     """us of the host's in finding what runs a call, of those that are new."""
     found: list[float] = []
-    meet = GroupState._meet
+    agree = Programs._agree
 
-    def clocked(self: GroupState, *given: Any) -> Any:
+    def clocked(self: Programs, *given: Any) -> Any:
         begun = time.perf_counter()
         try:
-            return meet(self, *given)
+            return agree(self, *given)
         finally:
             found.append(1e6 * (time.perf_counter() - begun))
 
-    with mock.patch.object(GroupState, "_meet", clocked):
+    with mock.patch.object(Programs, "_agree", clocked):
         yield found
 
 
@@ -94,18 +96,7 @@ def slowest_median(own: list[float]) -> float:
 
 def bound() -> int:
     group: Any = dist.group.WORLD
-    return len(GROUPS.state(group.group_name).programs())
-
-
-def _between(op: str, called: Callable[[int], object]) -> tuple[str, int, int]:
-    """(spec, low, high): what runs between the neighbours furthest apart that speak for one schedule."""
-    for low, high in sorted(itertools.pairwise(EDGES), key=lambda edges: edges[0] - edges[1]):
-        called((low + high) // 2)
-        choice = weft.choices()[-1]
-        if choice.like == (low, high):
-            return choice.spec, low, high
-        alarm()
-    raise Failed(op, f"between no two neighbours of {EDGES} is a schedule taken over: {', '.join(map(str, weft.choices()))}")
+    return len(GROUPS.state(group.group_name).programs.bound())
 
 
 def measured(op: str) -> dict[str, Any]:
@@ -120,12 +111,12 @@ def measured(op: str) -> dict[str, Any]:
         a = torch.randn(rows // size if gather else rows, k, device="cuda", dtype=torch.bfloat16)
         return lambda: operator(a, b, schedule=schedule)
 
-    for rows in EDGES:
+    for rows in OWN:
         call(rows, "auto")()
         alarm()
-    spec, low, high = _between(op, lambda rows: call(rows, "auto")())
-    lead = call(high, "auto")
-    drawn = random.Random(1).sample(range(low // size + 1, high // size), COUNTS)
+    spec = weft.choices()[OWN.index(LOW)].spec
+    lead = call(LOW, "auto")
+    drawn = random.Random(1).sample(range(LOW // size + 1, HIGH // size), COUNTS)
     found: dict[str, list[Sample]] = {"first": [], "again": [], "moved": [], "bound": [], "named": [], "own": []}
     chosen: list[float] = []
     for shard in drawn:
@@ -147,7 +138,7 @@ def measured(op: str) -> dict[str, Any]:
     us = {name: round(median.us, 1) for name, median in medians.items()}
     host_us = {name: round(median.host_us, 1) for name, median in medians.items()}
     host_us["chosen"] = round(slowest_median(chosen), 1)
-    return {"rows": f"{low} to {high}", "schedule": spec, "programs": bound(), "us": us, "host_us": host_us}
+    return {"rows": f"{LOW} to {HIGH}", "schedule": spec, "programs": bound(), "us": us, "host_us": host_us}
 
 
 def main() -> None:

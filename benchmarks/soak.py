@@ -2,7 +2,7 @@
 
 Rank processes make calls that are mixed at random, from a seed: operators, schedules, extents, dtypes, layouts, the world and a
 group of all ranks but the last. A window of kinds is in use at a time and moves on through a catalogue that is larger than what
-a group keeps (weft.runtime.groups.PROGRAMS_PER_GROUP), so that programs are dropped and made again throughout. The catalogue is
+a group keeps (weft.runtime.programs), so that programs are dropped and made again throughout. The catalogue is
 called through once before anything is measured. Then, part by part,
 
     resident memory, descriptors, threads, names in /dev/shm of each rank; on GPUs what torch holds, and what the driver gives

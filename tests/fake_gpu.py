@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from weft.runtime import groups, kept
+from weft.runtime import tuner
 from weft.runtime.calls import MatmulCall
 from weft.runtime.groups import GroupState
 from weft.runtime.host import HostSpace
+from weft.runtime.programs import Programs
 
 
 class Device:
@@ -41,14 +42,16 @@ def _space(self: GroupState, device: Any) -> HostSpace:
 
 
 @contextmanager
-def fake_gpu() -> Iterator[Capture]:
+def fake_gpu(limit: int = 1 << 30) -> Iterator[Capture]:
+    """limit: bytes that programs may take."""
     capture = Capture()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MatmulCall, "device", property(lambda call: Device()))
         patch.setattr(GroupState, "_space", _space)
+        patch.setattr(Programs, "_limit", lambda self, device: limit)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.on)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-        patch.setattr(kept, "gpu_number", lambda device: 5)
-        patch.setattr(kept, "links_between", lambda numbers: "x")
-        patch.setattr(groups, "queued_timer_for", lambda device: None)
+        patch.setattr(tuner, "gpu_number", lambda device: 5)
+        patch.setattr(tuner, "links_between", lambda numbers: "x")
+        patch.setattr(tuner, "queued_timer_for", lambda device: None)
         yield capture

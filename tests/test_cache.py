@@ -21,12 +21,12 @@ from logged import logged, warned
 
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.planner.cache import Cache, Entry, Key, decode, encode, from_environment, space
-from weft.runtime.kept import KeptPlans
+from weft.runtime.tuner import KeptPlans
 from weft.schedules import NAMES, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, space=space())
-ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0}, as_good=("flag_gated:1",))
+ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
 
 
 def mode(path: Path) -> int:
@@ -81,7 +81,6 @@ def spoiled(text: str) -> list[tuple[str, str]]:
         ("[" * 100_000, "is not JSON"),
         (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
         (json.dumps(data | {"spec": "two_shot"}), "is for matmul_all_reduce alone"),
-        (json.dumps(data | {"as_good": ["shard_p2p", "os.system"]}), "schedule is 'os.system'"),
         (json.dumps(data | {"code": "import os"}), "code is not a field of Entry"),
         (json.dumps({"key": data["key"], "us": {}}), "spec is missing"),
         (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),
@@ -165,7 +164,6 @@ WRITER = """
 import sys
 from pathlib import Path
 from weft.planner.cache import Cache, Entry, Key, space
-from weft.planner.between import Between
 from weft.core.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, space=space())

@@ -190,7 +190,7 @@ def _left_bound(fastest: str) -> list[str]:
             exchange.check(turn)
         assert [way for _, way, _ in _told()] == [fastest]
         state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.schedules()]
+        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.programs.schedules()]
     finally:
         weft.close()
         calls.HostExecutor = plain  # type: ignore[misc]

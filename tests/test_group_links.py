@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from weft.core.problem import Problem
-from weft.runtime import kept, versions
-from weft.runtime.kept import KeptPlans
+from weft.runtime import tuner, versions
 from weft.runtime.trial import Choice, Trial
+from weft.runtime.tuner import KeptPlans
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
 BRIDGED = ({0, 1}, {2, 3})
@@ -69,8 +69,8 @@ class RankGroupOf:
 @pytest.mark.usefixtures("four_gpus")
 def test_a_plan_of_linked_gpus_is_not_taken_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kept, "_here", lambda device, world_size: ({}, {}))
-    monkeypatch.setattr(kept, "profile_for", lambda device: kept_profile())
+    monkeypatch.setattr(tuner, "_here", lambda device, world_size: ({}, {}))
+    monkeypatch.setattr(tuner, "profile_for", lambda device: kept_profile())
     device, choice = (
         torch.device("cuda", 0),
         Choice(problem=PROBLEM, spec="shard_p2p", trials=(Trial(spec="shard_p2p", us=1.0),)),

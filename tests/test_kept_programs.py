@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 
 import weft
-from weft.runtime import groups
+from weft.runtime import programs
 from weft.runtime.groups import GROUPS, GroupState
 
 
@@ -28,7 +29,7 @@ def _call(rows: int) -> None:
 
 def _rows() -> list[int]:
     """Of a rank, by program, the least recently used first."""
-    return [program.schedule.problem.m // dist.get_world_size() for program in _state()._programs]
+    return [program.schedule.problem.m // dist.get_world_size() for program in _state().programs._programs]
 
 
 def _captures(rows: int, mine: bool) -> list[int]:
@@ -36,8 +37,10 @@ def _captures(rows: int, mine: bool) -> list[int]:
     that all ranks know. It must not move what others leave where it is."""
     state, before = _state(), _rows()
     if mine and rows in before:
-        program = next(program for program in state._programs if program.schedule.problem.m == rows * dist.get_world_size())
-        known, play = groups.Site(number=0, program=program), program.run
+        program = next(
+            program for program in state.programs._programs if program.schedule.problem.m == rows * dist.get_world_size()
+        )
+        known, play = programs.KnownCall(number=0, program=program), program.run
         call = SimpleNamespace(
             key="captured",
             device=torch.device("cuda"),
@@ -48,34 +51,36 @@ def _captures(rows: int, mine: bool) -> list[int]:
             spans=None,
             tried=False,
         )
-        state._sites["captured"] = known  # type: ignore[index]
+        state.programs._known["captured"] = known  # type: ignore[index]
         capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
         program.run = lambda *_, **__: {}  # type: ignore[method-assign]
         try:
             state.run(call, {})  # type: ignore[arg-type]
         finally:
             torch.cuda.is_current_stream_capturing, program.run = capturing, play  # type: ignore[method-assign]
-            state._sites.clear()
+            state.programs._known.clear()
     return before
 
 
 def _held(captured_on: int) -> list[list[int]]:
-    """At most 3 programs beside those in graphs. One rank has captured those of 1 and 3 rows."""
+    """Room for 3 programs beside those in graphs. One rank has captured those of 1 and 3 rows."""
     weft.close()  # of what other tests have called
-    groups.PROGRAMS_PER_GROUP, groups._TOLD_AT_ONCE = 3, 2
+    usual, programs._AT_ONCE = (programs.OVERHEAD_BYTES, programs._AT_ONCE), 2
+    programs.OVERHEAD_BYTES, os.environ["WEFT_PROGRAM_MEMORY_GB"] = 10**9, "3.1" if dist.get_rank() else "3.9"
     found = []
     try:
         for rows in range(1, 9):
             _call(rows)
             if rows in (1, 3) and dist.get_rank() == captured_on:
-                next(reversed(_state()._programs)).captured = True
+                next(reversed(_state().programs._programs)).captured = True
             assert rows < 3 or _captures(3, dist.get_rank() == captured_on) == _rows()
             found.append(_rows())
         _call(1)
         found.append(_rows())
     finally:
         weft.close()
-        groups.PROGRAMS_PER_GROUP, groups._TOLD_AT_ONCE = 128, 48
+        programs.OVERHEAD_BYTES, programs._AT_ONCE = usual
+        del os.environ["WEFT_PROGRAM_MEMORY_GB"]
     return found
 
 

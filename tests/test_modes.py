@@ -65,7 +65,7 @@ def test_a_profile_of_another_device_is_used_with_a_warning(monkeypatch: pytest.
 
 def _measured(schedule: str) -> int:
     """How many calls are timed, by a clock that makes all schedules the same."""
-    from weft.runtime import groups
+    from weft.runtime import tuner
 
     timed = 0
 
@@ -75,14 +75,14 @@ def _measured(schedule: str) -> int:
         call()
         return 1000
 
-    timer_for, groups.timer_for = groups.timer_for, lambda device: clock  # type: ignore[assignment,return-value]
+    timer_for, tuner.timer_for = tuner.timer_for, lambda device: clock  # type: ignore[assignment,return-value]
     weft.close()
     try:
         for seed in range(30):
             check_gather(64, 48, 32, torch.float32, schedule, seed)
         return timed
     finally:
-        groups.timer_for = timer_for
+        tuner.timer_for = timer_for
         weft.close()
 
 

@@ -231,29 +231,28 @@ def test_how_matrices_lie() -> None:
 
 def _which_products_are_timed() -> dict[str, bool]:
     """By what was called, whether the program that runs it may look for the fastest way to multiply."""
-    from weft.runtime import groups
+    from weft.runtime import groups, tuner
 
-    timer_for, contenders = groups.timer_for, groups.contenders
+    timer_for, contenders = tuner.timer_for, tuner.contenders
     group = dist.group.WORLD
     assert group is not None
     weft.close()
-    groups.timer_for = lambda device: lambda call, calls: (call() and 0) or 1000  # type: ignore[assignment, return-value]
-    groups.contenders = lambda problem, device: ("sequential", "shard_p2p")
+    tuner.timer_for = lambda device: lambda call, calls: (call() and 0) or 1000  # type: ignore[assignment, return-value]
+    tuner.contenders = lambda problem, device: ("sequential", "shard_p2p")
     found = {}
     try:
         for name, rows, spec in (
-            ("measured", 64, "auto"),
-            ("measured, too", 96, "auto"),
-            ("in between", 80, "auto"),
+            *((f"measured, {rows} rows", rows, "auto") for rows in (64, 96, 48, 32)),
+            ("padded to a bucket", 78, "auto"),
             ("by name", 72, "sequential"),
             ("planned", 88, "planned"),
         ):
-            before = groups.GROUPS.state(group.group_name).programs()
+            before = groups.GROUPS.state(group.group_name).programs.bound()
             weft.all_gather_matmul(torch.ones(rows // 2, 32), torch.ones(32, 16), schedule=spec)
-            (made,) = groups.GROUPS.state(group.group_name).programs() - before
+            (made,) = set(groups.GROUPS.state(group.group_name).programs.bound()) - set(before)
             found[name] = made.times_products
     finally:
-        groups.timer_for, groups.contenders = timer_for, contenders
+        tuner.timer_for, tuner.contenders = timer_for, contenders
     weft.close()
     return found
 
@@ -261,5 +260,6 @@ def _which_products_are_timed() -> dict[str, bool]:
 @pytest.mark.ranks
 def test_products_are_timed_where_schedules_are(ranks: RankFixture) -> None:
     """Not in programs whose choice is taken over from other row counts, nor by "planned", which measures nothing."""
-    expected = {"measured": True, "measured, too": True, "in between": False, "by name": True, "planned": False}
+    expected = {f"measured, {rows} rows": True for rows in (64, 96, 48, 32)}
+    expected |= {"padded to a bucket": False, "by name": True, "planned": False}
     assert ranks(2).run(_which_products_are_timed) == [expected] * 2

@@ -42,7 +42,7 @@ def test_values_that_nobody_has_are_forgotten() -> None:
     specs = {groups.keep(build(dataclasses.replace(PROBLEM, m=2 + 2 * number), "shard_p2p")) for number in range(1000)}
     assert len(specs) == 1000
     gc.collect()
-    assert len(groups._kept) == 0
+    assert len(groups._values) == 0
 
 
 def test_equal_values_have_one_name() -> None:
@@ -59,7 +59,7 @@ def _equal_values() -> int:
         gc.collect()
         assert (weft.all_gather_matmul(a, b, schedule=build(PROBLEM, "flag_gated", 2)) == 8).all()
     state = GROUPS.state(torch.distributed.group.WORLD.group_name)
-    return len(state.programs())
+    return len(state.programs.bound())
 
 
 @pytest.mark.ranks

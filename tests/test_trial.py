@@ -323,14 +323,15 @@ def _measured(fault: str = "") -> Found:
 
     fault: a family that rank 1 cannot bind.
     """
-    from weft.runtime import groups
+    from weft.runtime import groups, tuner
+    from weft.runtime.programs import Programs
 
-    bind, timer_for, contenders = groups.GroupState._bind, groups.timer_for, groups.contenders
+    bind, timer_for, contenders = Programs._bind, tuner.timer_for, tuner.contenders
     made: list[BoundProgram] = []
     rank = dist.get_rank()
     weft.close()
 
-    def noted(self: groups.GroupState, schedule: weft.Schedule, device: torch.device) -> BoundProgram:
+    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> BoundProgram:
         program = bind(self, schedule, device)
         if rank == 1 and schedule.name == fault:
             program.close()
@@ -345,20 +346,20 @@ def _measured(fault: str = "") -> Found:
         turn = LISTED.index(spec(made[-1].schedule.name, made[-1].schedule.chunks)) % dist.get_world_size()
         return 1_000_000 * (4 if made[-1].schedule.name == "flag_gated" else 3 + 3 * (turn != rank))
 
-    groups.GroupState._bind = noted  # type: ignore[method-assign]
-    groups.timer_for = lambda device: clock  # type: ignore[assignment]
-    groups.contenders = lambda problem, device: LISTED
+    Programs._bind = noted  # type: ignore[method-assign]
+    tuner.timer_for = lambda device: clock  # type: ignore[assignment]
+    tuner.contenders = lambda problem, device: LISTED
     try:
         with logged() as seen:
             for call in range(3):
                 check_gather(64, 48, 32, torch.float32, "auto", call)
                 check_scatter(64, 48, 32, torch.float32, "auto", call)
     finally:
-        groups.GroupState._bind, groups.timer_for = bind, timer_for  # type: ignore[method-assign]
-        groups.contenders = contenders
+        Programs._bind, tuner.timer_for = bind, timer_for  # type: ignore[method-assign]
+        tuner.contenders = contenders
     group = dist.group.WORLD
     assert group is not None
-    kept = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).schedules()]
+    kept = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).programs.schedules()]
     found = [(choice.spec, choice.us) for choice in weft.choices()]
     weft.close()
     return found, kept, len(made), seen
@@ -393,9 +394,9 @@ def test_what_one_rank_cannot_bind_all_leave_out(ranks: RankFixture) -> None:
 
 def _broken_in_a_trial() -> str:
     """Rank 1's clock breaks; then the group goes on."""
-    from weft.runtime import groups
+    from weft.runtime import tuner
 
-    timer_for = groups.timer_for
+    timer_for = tuner.timer_for
     weft.close()
 
     def clock(call: Callable[[], object], calls: int) -> int:
@@ -404,14 +405,14 @@ def _broken_in_a_trial() -> str:
             raise OSError("the clock stands still")
         return 1000
 
-    groups.timer_for = lambda device: clock  # type: ignore[assignment]
+    tuner.timer_for = lambda device: clock  # type: ignore[assignment]
     message = "right"
     try:
         check_gather(64, 48, 32, torch.float32, "auto", 0)
     except (WeftError, OSError) as error:
         message = f"{type(error).__name__}: {error}"
     finally:
-        groups.timer_for = timer_for
+        tuner.timer_for = timer_for
     dist.barrier()
     weft.close()
     gc.collect()
@@ -439,7 +440,7 @@ def _planned() -> list[tuple[str, dict[str, float]]]:
 
     group = dist.group.WORLD
     assert group is not None
-    built = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
+    built = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).programs.schedules()]
     assert built == [text for text, _ in found] * 2
     weft.close()
     return found
@@ -456,7 +457,7 @@ def test_mistakes_name_planned() -> None:
     from weft.ops.common import spec_of
 
     assert spec_of("planned", "all_gather_matmul") == "planned"
-    with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or auto, or planned"):
+    with pytest.raises(ValueError, match=r"schedule is 'plan'; use auto, or one of .*, or planned"):
         spec_of("plan", "all_gather_matmul")
     with pytest.raises(ValueError, match=r"families that have chunks$"):
         spec_of("flag_gated:0", "all_gather_matmul")

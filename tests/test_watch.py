@@ -25,14 +25,14 @@ from weft.core.problem import Problem
 from weft.overlap.collectives import work
 from weft.runtime import cuda_space, release, watchdog
 from weft.runtime.bound import BoundProgram
-from weft.runtime.calls import MatmulCall
+from weft.runtime.calls import PLAIN, MatmulCall
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.environment import check_environment
-from weft.runtime.groups import GROUPS, GroupState, Site
+from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.invalid import results_of
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
-from weft.runtime.plain import PLAIN
+from weft.runtime.programs import KnownCall, Programs
 from weft.runtime.tickets import IN_FLIGHT, PendingCall
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
@@ -477,8 +477,9 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 
 def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
-    empty: dict[str, Any] = {"_attached": {}, "_programs": {}, "_spaces": {}, "_side": {}, "_sites": {}, "_handed_out": []}
-    empty |= {"lock": threading.Lock()} | {"_ragged": SimpleNamespace(close=lambda: None)}
+    empty: dict[str, Any] = {"_attached": {}, "_spaces": {}, "_side": {}, "_handed_out": []}
+    empty |= {"programs": Programs(rank_group, cast(Any, None)), "lock": threading.Lock()}
+    empty |= {"_ragged": SimpleNamespace(close=lambda: None)}
     for name, value in {**empty, **attributes, "rank_group": rank_group}.items():
         setattr(state, name, value)
     return state
@@ -497,7 +498,8 @@ class Closes:
 def test_a_group_gives_back_all_it_has_whatever_is_raised(ranks: Ranks) -> None:
     closed: list[Any] = []
     attached, program, other = (Closes(closed, raises=raises) for raises in (False, True, False))
-    state = _state(ranks.rank_group, _attached={int: attached}, _programs={program: None, other: None})
+    state = _state(ranks.rank_group, _attached={int: attached})
+    state.programs.bound = lambda: [program, other]  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the device is lost"):
         state.close()
     assert closed == [attached, program, other]
@@ -530,7 +532,8 @@ def test_nothing_is_captured_in_a_group_that_has_failed(ranks: Ranks, monkeypatc
     monkeypatch.setattr(MatmulCall, "key", "known")
     monkeypatch.setattr(MatmulCall, "device", torch.device("cuda", 0))
     call = MatmulCall(op="all_gather_matmul", a=torch.ones(1, 1), bs=[], rows=1, row_multiple=1, schedule="auto")
-    state = _state(ranks.rank_group, _sites={"known": Site(number=2, program=cast(Any, None))})
+    state = _state(ranks.rank_group)
+    state.programs._known["known"] = KnownCall(number=2, program=cast(Any, None))
     ranks.rank_group.fail(PeerLost("rank 1 died"))
     with pytest.raises(WeftError, match=r"has failed \(rank 1 died\)"):
         state.run(call, {})

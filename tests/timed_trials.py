@@ -22,12 +22,13 @@ def trials_by_a_clock(fast: str = "shard_p2p", rival: str = "shard_p2p") -> Iter
 @contextmanager
 def timed_trials(specs: tuple[str, ...], us: Callable[[weft.Schedule], int]) -> Iterator[list[str]]:
     """Trials on any device, by a clock that shows what it is told to; what is bound meanwhile. us: of a call by a schedule."""
-    from weft.runtime import groups
+    from weft.runtime import tuner
+    from weft.runtime.programs import Programs
 
-    bind = groups.GroupState._bind
+    bind = Programs._bind
     made: list[str] = []
 
-    def noted(self: groups.GroupState, schedule: weft.Schedule, device: torch.device) -> object:
+    def noted(self: Programs, schedule: weft.Schedule, device: torch.device) -> object:
         made.append(schedule.name)
         return bind(self, schedule, device)
 
@@ -37,9 +38,9 @@ def timed_trials(specs: tuple[str, ...], us: Callable[[weft.Schedule], int]) -> 
         return 1000 * us(program.schedule)
 
     with (
-        mock.patch.object(groups.GroupState, "_bind", noted),
+        mock.patch.object(Programs, "_bind", noted),
         mock.patch.multiple(
-            groups,
+            tuner,
             timer_for=lambda device: clock,
             queued_timer_for=lambda device: None,  # a GPU's own, which goes by the load
             contenders=lambda problem, device: specs,

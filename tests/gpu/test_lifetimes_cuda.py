@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import time
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ from rank_work import bound, check_gather, whole
 import weft
 from weft import collectives
 from weft.compat.symmetric_memory import free_unused
-from weft.runtime import groups
+from weft.runtime import programs
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks
@@ -238,7 +239,8 @@ def test_symmetric_memory_is_freed_in_no_capture(pool: Ranks) -> None:
 @alarm(60)
 def _held_by_a_graph() -> list[float]:
     """A replay's result after many other problems have come and gone, and each of theirs, which use what was given back."""
-    groups.PROGRAMS_PER_GROUP, kept = 2, groups.PROGRAMS_PER_GROUP
+    kept = programs.OVERHEAD_BYTES
+    programs.OVERHEAD_BYTES, os.environ["WEFT_PROGRAM_MEMORY_GB"] = 10**9, "2.5"  # two beside those in graphs
     size = dist.get_world_size()
 
     def call(rows: int) -> torch.Tensor:
@@ -260,7 +262,8 @@ def _held_by_a_graph() -> list[float]:
             wrong.append(float((others.float().view(size, rows, 64)[:, 0, 0] - expected[::32]).abs().max()))
         del graph
     finally:
-        groups.PROGRAMS_PER_GROUP = kept
+        programs.OVERHEAD_BYTES = kept
+        del os.environ["WEFT_PROGRAM_MEMORY_GB"]
     weft.close()
     return wrong
 

@@ -102,7 +102,7 @@ def _reach() -> list[int]:
     check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:1", 0)
     group = dist.group.WORLD
     assert group is not None
-    programs = GROUPS.state(group.group_name)._programs
+    programs = GROUPS.state(group.group_name).programs._programs
     return [program._area.handle.world_size for program in programs]  # type: ignore[attr-defined]
 
 

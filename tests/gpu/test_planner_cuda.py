@@ -17,7 +17,7 @@ from weft.core import codec
 from weft.core.machine import load
 from weft.core.schedule import Schedule
 from weft.runtime.choose import profile_for
-from weft.runtime.groups import GroupState
+from weft.runtime.programs import Programs
 from weft.runtime.ranks import Ranks
 from weft.tools.calibrate import common, gpu_probes
 from weft.tools.calibrate.samples import Sample
@@ -47,19 +47,19 @@ def test_planned_is_right_and_measures_nothing(pool: Ranks) -> None:
 def _auto(folder: str) -> tuple[list[tuple[str, bool, dict[str, float]]], int]:
     """What auto stands for, in a group that is new, and how many schedules were bound."""
     os.environ["WEFT_CACHE_DIR"] = folder
-    bind, bound = GroupState._bind, []
+    bind, bound = Programs._bind, []
 
-    def binding(self: GroupState, schedule: Schedule, device: torch.device) -> object:
+    def binding(self: Programs, schedule: Schedule, device: torch.device) -> object:
         bound.append(schedule.name)
         return bind(self, schedule, device)
 
-    GroupState._bind = binding  # type: ignore[method-assign, assignment]
+    Programs._bind = binding  # type: ignore[method-assign, assignment]
     try:
         for call in range(6):
             check_gather(2048, 2048, 1024, torch.bfloat16, "auto", call)
         found = [(choice.spec, choice.kept, choice.us) for choice in weft.choices()]
     finally:
-        GroupState._bind = bind  # type: ignore[method-assign]
+        Programs._bind = bind  # type: ignore[method-assign]
         os.environ["WEFT_CACHE_DIR"] = ""
         weft.close()
     return found, len(bound)

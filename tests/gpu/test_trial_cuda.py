@@ -14,7 +14,8 @@ from weft.core.problem import split
 from weft.core.schedule import Schedule
 from weft.planner.shortlist import AT_MOST
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.groups import GROUPS, GroupState
+from weft.runtime.groups import GROUPS
+from weft.runtime.programs import Programs
 from weft.runtime.ranks import Ranks
 from weft.schedules import spec
 
@@ -28,16 +29,16 @@ pool = ranks_on_gpus(SIZES, BOUND_S)
 def _schedules() -> list[str]:
     group = dist.group.WORLD
     assert group is not None
-    return [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
+    return [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).programs.schedules()]
 
 
 @alarm(300)
 def _auto() -> tuple[list[tuple[str, dict[str, float]]], list[str], int, int]:
     """What was chosen and measured, what stays, how many programs were bound, how many of them closed."""
-    bind, close = GroupState._bind, CudaProgram.close
+    bind, close = Programs._bind, CudaProgram.close
     bound, closed = [], []
 
-    def binding(self: GroupState, schedule: Schedule, device: torch.device) -> object:
+    def binding(self: Programs, schedule: Schedule, device: torch.device) -> object:
         bound.append(bind(self, schedule, device))
         return bound[-1]
 
@@ -45,14 +46,14 @@ def _auto() -> tuple[list[tuple[str, dict[str, float]]], list[str], int, int]:
         closed.append(self)
         close(self)
 
-    GroupState._bind, CudaProgram.close = binding, closing  # type: ignore[method-assign, assignment]
+    Programs._bind, CudaProgram.close = binding, closing  # type: ignore[method-assign, assignment]
     try:
         for m, n, k in SHAPES:
             for call in range(6):
                 check_gather(m, n, k, torch.bfloat16, "auto", call)
                 check_scatter(m, n, k, torch.bfloat16, "auto", call)
     finally:
-        GroupState._bind, CudaProgram.close = bind, close  # type: ignore[method-assign]
+        Programs._bind, CudaProgram.close = bind, close  # type: ignore[method-assign]
     found = [(choice.spec, choice.us) for choice in weft.choices()], _schedules(), len(bound), len(closed)
     weft.close()
     return found

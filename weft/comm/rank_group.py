@@ -366,11 +366,14 @@ class RankGroup:
         return error
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the group, so that it ends theirs."""
+    def failing(self, *, agreed: bool = False) -> Iterator[None]:
+        """Within, peers may wait for this rank: whatever is raised, be it Ctrl-C, fails the group, so that it ends theirs.
+        agreed: an Exception comes of values that all ranks have, and so is raised on all; the group stays whole."""
         try:
             yield
         except BaseException as error:
+            if agreed and isinstance(error, Exception):
+                raise
             self._is_raised()
             self.fail(error)
             raise

@@ -240,6 +240,11 @@ class DeviceHeap(SymmetricHeap):
         if self._live.pop(piece.number, None) is not None and isinstance(piece, DeviceAllocation) and piece.reusable:
             self._kept.setdefault(piece.nbytes, []).append(piece)
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept to be allocated again. The same on every rank."""
+        return sum(size * len(pieces) for size, pieces in self._kept.items())
+
     def free_kept(self) -> None:
         self._kept.clear()
 

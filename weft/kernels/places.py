@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 import torch
+
+from weft.kernels.tables import DeviceTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,15 @@ def sort_indices(indices: torch.Tensor, places: Places, rows: Sequence[int], bat
     )
 
 
-@cache
 def constant(values: tuple[object, ...], device: torch.device) -> torch.Tensor:
-    """A table on the device, kept for good: CUDA graphs that were captured read it, and none can be made while one is."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    """A table on the device. It is made once, because none can be made while a CUDA graph is captured."""
+
+    def made() -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return _CONSTANTS.get((values, device), device, made)
+
+
+_CONSTANTS: DeviceTables[torch.Tensor] = DeviceTables(256)
+"""For the heights of tables, and for the addresses of gradients, which may differ from step to step."""

@@ -25,10 +25,10 @@ from weft.models.report_page import page
 from weft.models.sites import Ran, Site, sites
 from weft.ops.common import backward_schedule
 from weft.perf.cost import whole_collective_us, whole_gemm_us
+from weft.runtime.buckets import serves
 from weft.runtime.groups import GROUPS
 from weft.runtime.nearest import nearest_profile
 from weft.runtime.trial import Choice
-from weft.runtime.widened import serves
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 """What an operator's gradient communicates by; matmul_all_reduce's is local."""
@@ -162,9 +162,9 @@ def _calls(site: Site, device: torch.device) -> Iterator[Called]:
     state = GROUPS.known(site.group)
     if state is None:
         return
-    choices = {choice.problem: choice for choice in state.choices()}
+    choices = {choice.problem: choice for choice in state.programs.tuner.choices()}
     seen: set[tuple[Problem, str]] = set()
-    for schedule, asked in state.asked():
+    for schedule, asked in state.programs.asked():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
         if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, site):
             continue

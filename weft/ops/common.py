@@ -254,7 +254,7 @@ def _check_name(schedule: str, op: Op) -> None:
     except ValueError as error:
         if schedule.partition(":")[0] in schedules.NAMES:
             raise
-        raise ValueError(f"{error}, or auto, or planned") from None
+        raise ValueError(f"{error}, or planned") from None
 
 
 def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 1) -> None:

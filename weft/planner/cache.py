@@ -28,7 +28,7 @@ from weft.core.logs import warn_once
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.schedules import FAMILIES, check_chunks, check_op, parse, spec
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES = 1 << 20
 _STALE_S = 3600.0
 """After so long an unfinished file is nobody's any more."""
@@ -58,19 +58,17 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """spec: what was chosen. us: what was measured, by spec. as_good: what else could have been chosen, the fastest first.
-    Raises ValueError for a schedule that the operator lacks, or that is not built in so many chunks."""
+    """spec: what was chosen. us: what was measured, by spec. Raises ValueError for a schedule that the operator lacks, or that
+    is not built in so many chunks."""
 
     key: Key
     spec: str
     us: Mapping[str, float]
-    as_good: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for each in (self.spec, *self.as_good):
-            name, chunks = parse(each)
-            check_op(name, self.key.problem.op)
-            check_chunks(chunks or 1, self.key.problem.world_size)
+        name, chunks = parse(self.spec)
+        check_op(name, self.key.problem.op)
+        check_chunks(chunks or 1, self.key.problem.world_size)
 
 
 def encode(spec: str | None) -> int:

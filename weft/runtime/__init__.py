@@ -4,10 +4,10 @@ From a call to a program:
 
     calls.py  collective_calls.py  ragged.py     one rank's call: an operator's, a collective's, of rows that only devices count
     gradients.py                                 the backward of lookups
-    groups.py  plain.py                          what is kept for a process group: its ranks, programs, choices; their mode
+    groups.py  programs.py                       the registry of process groups; a group's calls and its bound programs
     environment.py                               what the environment says, looked at before ranks start
-    ragged_programs.py  widened.py               programs with splits; calls by the program of a few rows more
-    choose.py  trial.py  kept.py                 from `schedule=` to a schedule: by name or plan, by measuring, from before
+    ragged_programs.py  buckets.py               programs with splits; row counts that are padded to a bucket
+    choose.py  tuner.py  trial.py                from `schedule=` to a schedule: by name or plan; measured before, or here
 
 A program, which is a schedule bound to one rank:
 

@@ -84,6 +84,19 @@ def layout(schedule: Schedule) -> Layout:
     return Layout(offsets, max(ends), max(ends) + staged)
 
 
+def scratch_bytes(schedule: Schedule, shared: Layout, itemsize: int) -> int:
+    """What a rank's local buffers take, on the rank that has most."""
+    local = [each for each in schedule.buffers if each.kind in ("local", "symmetric")]
+    return max(
+        sum(
+            buffer.rows[rank] * buffer.cols[rank] * (4 if buffer.float32 else itemsize)
+            for buffer in local
+            if (buffer.name, rank) not in shared.offsets
+        )
+        for rank in range(schedule.problem.world_size)
+    )
+
+
 class Space(Protocol):
     """What the schedules of one group share on this rank."""
 
@@ -237,6 +250,12 @@ class BoundProgram(ABC):
     @abstractmethod
     def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         """A local matrix that keeps its memory from call to call."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of its own, on the rank that needs most: the same on every rank, because all make room by it. 0 where
+        all programs of a space share their memory."""
+        return 0
 
     @property
     def words_needed(self) -> int:

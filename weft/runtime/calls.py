@@ -1,27 +1,30 @@
 """One operator call on one rank, before ranks have agreed: its tensors, what it has in common with other calls, its problem.
 
-Call         what GroupState needs of any operator's call
+Call         what every operator's call has
 MatmulCall   a matmul and a collective
 LookupCall   embedding tables and an exchange
-Site         what has been agreed on, for later calls alike
+PLAIN        the mode in which calls run
 
 A collective alone is in weft.runtime.collective_calls.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
 import torch
 
+from weft.compat.dispatch import autocast_enabled, set_grad_enabled, without_autocast
 from weft.core.problem import COLUMN_OPS, EXCHANGES, REDUCTIONS, ColumnProblem, DType, LookupProblem, Op, Problem, split
 from weft.core.span import Span
 from weft.core.version import __version__
-from weft.runtime.bound import BoundProgram, Inputs, Outputs
+from weft.runtime.bound import Inputs, Outputs
 
 _M: dict[Op, str] = {
     "all_gather_matmul": "rows of a of all ranks together (pass rows= if ranks have different numbers of rows)",
@@ -142,22 +145,12 @@ class MatmulCall(Call):
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         return (fixed, a.shape, a.dtype, a.get_device(), shapes, *self.extras)
 
-    @property
-    def but_rows(self) -> tuple[object, ...]:
-        """What calls that differ in their row count alone have in common, on this rank."""
-        fixed = (self.op, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
-        return (fixed, self.a.shape[1], self.a.dtype, self.a.get_device(), tuple([b.shape for b in self.bs]), *self.extras)
-
-    def rows_line(self, rows: int) -> str:
-        """The line of its description that says how many rows it has."""
-        return f"{_M.get(self.op, 'M')}: {rows}\n"
-
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
         common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
         return (
-            f"op: {self.op}\n{self.rows_line(self.rows)}row_multiple: {self.row_multiple}\n{common}\n"
+            f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\n"
             f"number of b: {len(self.bs)}\n"
             f"dtype: {self.a.dtype}\ndevice: {self.a.device.type}\nschedule: {self.schedule}\n"
             f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
@@ -269,13 +262,33 @@ def _dims(own: tuple[int, ...]) -> str:
     return ", ".join(f"{len(list(same))} x {dim}" for dim, same in groupby(own)) or "no tables"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """What calls alike share: the number by which ranks compare them, and the program that runs them. empty: they have nothing
-    to multiply, and the program is for them as filled. wide: the program's rows, where it is for calls widened
-    (weft.runtime.widened), else 0."""
+class PlainMode(threading.local):
+    """The mode in which calls run: tensors are plain ones, nothing is recorded for a backward pass, and matmuls keep to their
+    dtypes, because the compute lane runs on the caller's thread, whose autocast would round what is summed in float32. torch's
+    own contexts take some 20 us of a call, so those of inference mode and of autocast are entered only where they are on. It
+    may be entered again within itself, and whatever is raised on the way in or out, the modes that were entered are left."""
 
-    number: int
-    program: BoundProgram
-    empty: bool = False
-    wide: int = 0
+    def __init__(self) -> None:
+        self._entered: list[tuple[bool, ExitStack | None]] = []
+        """For each time that this thread has entered: whether gradients were recorded, and torch's contexts."""
+
+    def __enter__(self) -> None:
+        contexts: ExitStack | None = None
+        if autocast_enabled() or torch.is_inference_mode_enabled():
+            with ExitStack() as entering:
+                if autocast_enabled():
+                    entering.enter_context(without_autocast())
+                if torch.is_inference_mode_enabled():
+                    entering.enter_context(torch.inference_mode(False))
+                contexts = entering.pop_all()
+        self._entered.append((torch.is_grad_enabled(), contexts))
+        set_grad_enabled(False)
+
+    def __exit__(self, *raised: object) -> None:
+        grad, contexts = self._entered.pop()
+        set_grad_enabled(grad)
+        if contexts is not None:
+            contexts.close()
+
+
+PLAIN = PlainMode()

@@ -150,7 +150,7 @@ class CollectiveCall(Call):
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that may be written in any mode: one of inference mode may be only there, and calls run in
-    none (weft.runtime.plain)."""
+    none (weft.runtime.calls.PLAIN)."""
     if not tensor.is_inference():
         return tensor.detach()
     place = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -39,7 +39,7 @@ from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, FusedCollective, Gemm, Region, Schedule, SendReceive, Wait, waits
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs
+from weft.runtime.bound import DTYPES, NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.flag_words import WaiterWords
@@ -153,6 +153,11 @@ class CudaProgram(BoundProgram):
     def _give_back(self) -> None:
         while self._pieces:
             self.space.heap.free(self._pieces.pop())
+
+    @property
+    def nbytes(self) -> int:
+        symmetric = sum(piece.nbytes for piece in self._pieces)
+        return symmetric + scratch_bytes(self.schedule, self.layout, self.dtype.itemsize)
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self._area.view(rank, offset, rows, cols, dtype)

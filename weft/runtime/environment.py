@@ -12,6 +12,7 @@ from weft.comm.timeouts import timeout_from_environment
 from weft.runtime.choose import profile_for
 from weft.runtime.collective_calls import staging_from_environment
 from weft.runtime.invalid import on_failure_from_environment
+from weft.runtime.programs import memory_from_environment
 
 _PREFIX = "WEFT_"
 
@@ -26,6 +27,7 @@ READ: dict[str, Callable[[], object]] = {
     "WEFT_ON_FAILURE": on_failure_from_environment,
     "WEFT_MACHINE": _load_machine,
     "WEFT_CACHE_DIR": lambda: None,
+    "WEFT_PROGRAM_MEMORY_GB": memory_from_environment,
     "WEFT_RANKS_PER_NODE": ranks_per_node,
     "WEFT_STAGING_BYTES": lambda: staging_from_environment(torch.device("cpu")),
 }

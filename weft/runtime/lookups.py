@@ -11,6 +11,7 @@ import torch
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Flag, Lookup, Region, Schedule
 from weft.kernels.lookup import LookupTables, Target, launcher, lookup, lookup_tables, tiles_of_bags, variant
+from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.fused import FlagWords, FusedStep
 
@@ -27,6 +28,10 @@ def lookup_growth(schedule: Schedule) -> dict[Flag, int]:
     }
 
 
+_PLANS = 64
+"""Places of the embedding tables for which a program keeps the tables of addresses. Tables seldom move."""
+
+
 class FusedLookup(FusedStep):
     """A lookup as one kernel. Its tables, and the buffers that it stores to, may lie elsewhere in a later call."""
 
@@ -37,7 +42,7 @@ class FusedLookup(FusedStep):
         self._columns = problem.table_columns(where.rank)
         self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
         self._launcher = launcher()
-        self._plans: dict[tuple[int, ...], LookupTables] = {}
+        self._plans: DeviceTables[LookupTables] = DeviceTables(_PLANS)
         self._loaded: set[tuple[object, ...]] = set()
 
     def runs(self, bindings: Bindings) -> bool:
@@ -97,11 +102,12 @@ class FusedLookup(FusedStep):
         tables = bindings.loose["tables"]
         fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
         key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
-        if key not in self._plans:
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise ValueError("tables lie where no call has found them: call once with these before capturing a graph")
-            self._plans[key] = self._lay_out(bindings)
-        return self._plans[key]
+        return self._plans.get(key, self._device, lambda: self._planned(bindings))
+
+    def _planned(self, bindings: Bindings) -> LookupTables:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("tables lie where no call has found them: call once with these before capturing a graph")
+        return self._lay_out(bindings)
 
     def _lay_out(self, bindings: Bindings) -> LookupTables:
         def target(region: Region) -> Target:

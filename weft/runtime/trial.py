@@ -48,8 +48,6 @@ Timer = Callable[[Callable[[], object], int], int]
 BASE = "sequential"
 MARGIN = 0.01
 """An overlap is chosen if it takes less than sequential by more than this: medians of repeated runs differ by as much."""
-ALIKE = 0.03
-"""By how much two that are as fast differ in a trial."""
 _FIRST_CALLS = 2
 _RUNS, _FINAL_RUNS = 3, 5
 _FINALISTS, _CLOSE = 4, 0.1
@@ -79,8 +77,8 @@ class Trial:
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What "auto" stands for: the spec chosen for a problem, and what was measured, in this order; nothing where the choice
-    is the planner's, or there was only one spec. kept: by an earlier process. like: the row counts on both sides of the
-    problem's that were measured, and whose choice it has taken over."""
+    is the planner's, or there was only one spec. kept: by an earlier process. like: the row count that was measured in place of
+    the problem's (weft.runtime.buckets), if it was another one."""
 
     problem: Problem
     spec: str
@@ -121,17 +119,6 @@ def leader(trials: Sequence[Trial]) -> Trial:
     """The fastest that beats the first, which is the sequential program; the first if none does."""
     base = trials[0]
     return min((t for t in trials if _beats(t, base)), key=lambda trial: sum(_ratios(trial, base)), default=base)
-
-
-def as_good(trials: Sequence[Trial], spec: str) -> tuple[str, ...]:
-    """What else could have been chosen for all that its times say: at most ALIKE slower than `spec` by each clock, and slower
-    than sequential by none; the fastest first."""
-    by_spec = {trial.spec: trial for trial in trials}
-    if spec not in by_spec or BASE not in by_spec:
-        return ()
-    chosen, base = by_spec[spec], by_spec[BASE]
-    good = [t for t in trials if t is not chosen and max(_ratios(t, chosen)) <= 1 + ALIKE and max(_ratios(t, base)) <= 1]
-    return tuple(trial.spec for trial in sorted(good, key=lambda trial: sum(_ratios(trial, chosen))))
 
 
 def finalists(trials: Sequence[Trial], *, base_again: bool = False) -> tuple[str, ...]:

@@ -343,7 +343,7 @@ class Tuner:
 def _bound(collectives: Sequence[Collective]) -> dict[GroupState, set[BoundProgram]]:
     """The programs of the collectives' groups."""
     states = (GROUPS.known(collective.ranks.group_name) for collective in collectives)
-    return {state: state.programs() for state in states if state}
+    return {state: set(state.programs.bound()) for state in states if state}
 
 
 def _forget_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[Collective]) -> None:

@@ -1,0 +1,295 @@
+"""The operator calls of one process group, and the programs that are bound for them.
+
+    Programs.run      first call of its kind: agree with the other ranks, choose (weft.runtime.tuner), bind; then as a later one
+                      later calls: find the program, leave the call's number for the other ranks, run
+    bound programs    the least recently used are closed where their memory passes WEFT_PROGRAM_MEMORY_GB
+
+Ranks make the same calls in the same order, so what is kept here is the same on every rank: the known calls, the programs and
+the order of their last use. Therefore all ranks close the same programs at the same call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from weft import schedules
+from weft.checker import check
+from weft.comm.rank_group import RankGroup
+from weft.compat.symmetric_memory import free_unused
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.runtime.bound import BoundProgram, MayBeHeld, Outputs
+from weft.runtime.buckets import RowCounts, cut, pad
+from weft.runtime.calls import PLAIN, Call, MatmulCall
+from weft.runtime.choose import choose, fans_out
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.cuda_space import CudaSpace
+from weft.runtime.host import HostProgram, HostSpace
+from weft.runtime.trial import Trial
+from weft.runtime.tuner import Key, Tuner
+
+Held = TypeVar("Held", bound=MayBeHeld)
+Space = HostSpace | CudaSpace
+KNOWN_CALLS = 2048
+"""Calls that ranks make without a handshake. Fewer than the texts that a group remembers, so that each can be compared."""
+OVERHEAD_BYTES = 8 << 20
+"""What each program counts beside its buffers: launch tables, CUDA graphs, Python objects. It bounds the number of programs,
+too: with the default of CPUs to 128."""
+_SHARE = 8
+"""By default programs take an eighth of a GPU's memory: 17.6 GB of an H200's. For the shapes of a 70B model they were computed
+to need 5 to 12 GiB; the rest belongs to the model."""
+_CPU_BYTES = 1 << 30
+"""The default on CPUs, where all programs of a group share one memory, and each counts its overhead alone."""
+_AT_ONCE = 48
+"""Programs that a rank can say it has captured in one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownCall:
+    """What ranks have agreed on for calls with the same key. number: by which ranks compare it. empty: there is nothing to
+    multiply, and the program is for the call as `Call.filled` has it. rows: those of the program, where the call is padded to a
+    bucket (weft.runtime.buckets), else 0."""
+
+    number: int
+    program: BoundProgram
+    empty: bool = False
+    rows: int = 0
+
+
+def memory_from_environment() -> int | None:
+    """WEFT_PROGRAM_MEMORY_GB in bytes; None where it is not set. Raises ValueError where it is no number above 0."""
+    text = os.environ.get("WEFT_PROGRAM_MEMORY_GB")
+    if not text:
+        return None
+    try:
+        gb = float(text)
+    except ValueError:
+        gb = 0.0
+    if not 0 < gb < 1e6:
+        raise ValueError(f"WEFT_PROGRAM_MEMORY_GB is {text!r}; it must be a number of gigabytes above 0")
+    return int(gb * 1e9)
+
+
+class Programs:
+    """space: what the programs of a device share. Calls are made under the group's lock."""
+
+    def __init__(self, rank_group: RankGroup, space: Callable[[torch.device], Space]) -> None:
+        self._rank_group, self._space = rank_group, space
+        self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
+        self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
+        """The least recently used first."""
+        self._limits: dict[torch.device, int] = {}
+        self._row_counts = RowCounts()
+        self.tuner = Tuner(rank_group, self._row_counts)
+
+    def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
+        """One call. values: schedules that were given as values, by the string that names them in calls.
+
+        Tensors are plain ones whatever mode the caller is in: lanes on other threads write to them, and scratch outlives the
+        mode."""
+        with PLAIN:
+            # CPU ranks agree in every call, because their buffers are shared by all programs (weft.runtime.host).
+            on_gpu = call.device.type == "cuda"
+            known = self._known.get(call.key) if on_gpu else None
+            capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+            if known is None:
+                known = self._agree(call, values)
+            elif capturing:
+                self._rank_group.check_usable()
+            else:
+                self._rank_group.repeat(known.number)
+            changed = known.empty or known.rows
+            given = self._as_bound(call, empty=known.empty, rows=known.rows) if changed else call
+            if not capturing:
+                # A call that one rank captures, others may make without a graph: the order of use has to be that of all.
+                if self.tuner.unconfirmed and call.tried and self.tuner.due(known.program):
+                    known = self._confirm(given, known)
+                self._programs.move_to_end(known.program)
+            with self._rank_group.failing():
+                found = known.program.run(
+                    given.inputs, outputs=given.outputs, reached=given.reached, invalidated=given.invalidated, spans=given.spans
+                )
+            return self._as_asked(found, call, known) if changed else found
+
+    def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
+        """The call as the program is for it. Peers are in the call: what is raised on the way ends theirs."""
+        with self._rank_group.failing():
+            call = call.filled(self._rank_group.world_size) if empty else call
+            if not rows:
+                return call
+            assert isinstance(call, MatmulCall)
+            return pad(call, rows, self._rank_group.rank, self._rank_group.world_size)
+
+    def _as_asked(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
+        """The results as the call has them."""
+        if known.rows:
+            assert isinstance(call, MatmulCall)
+            found = cut(found, call, self._rank_group.rank, self._rank_group.world_size)
+        return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if known.empty else found
+
+    def _agree(self, call: Call, values: Mapping[str, Schedule]) -> KnownCall:
+        """Agree with the other ranks on a call; choose, check and bind its schedule unless a program is bound for it."""
+        on_gpu = call.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
+        sizes = self._rank_group.enter(call.describe(), call.share)
+        # From here on ranks use values that all of them have: what those are refused for is raised on every rank.
+        with self._rank_group.failing(agreed=True):
+            empty = call.sums_nothing(sizes)
+            problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
+            if self._rank_group.nodes:
+                problem = replace(problem, nodes=self._rank_group.nodes)
+            runs = self._row_counts.padded(call, problem) if call.schedule == "auto" else problem
+            rows = runs.m if runs is not problem else 0
+            program = self._find((runs, call.schedule, call.device))
+            program = program or self._bind_for(call, runs, values, empty=empty, rows=rows)
+            program.refuse_several_results(call.results)
+        known = KnownCall(number=0, program=program, empty=empty, rows=rows)
+        if on_gpu:
+            known = replace(known, number=self._rank_group.remember(call.agreed(sizes)))
+            self._known.pop(call.key, None)
+            self._known[call.key] = known
+            if len(self._known) > KNOWN_CALLS:
+                self._known.popitem(last=False)
+        return known
+
+    def _find(self, key: Key) -> BoundProgram | None:
+        rows = key[0].m  # compared first, because there may be hundreds
+        return next((program for program, known in self._programs.items() if known[0].m == rows and known == key), None)
+
+    def _bind_for(
+        self, call: Call, problem: Problem, values: Mapping[str, Schedule], *, empty: bool, rows: int
+    ) -> BoundProgram:
+        """A program for a call: of the one schedule that it asks for, or of the fastest of several."""
+        key = problem, call.schedule, call.device
+        specs = self.tuner.specs(problem, call)
+        schedule = _checked(problem, specs[0], call.device, values)
+        named, blocks = schedules.spec(schedule.name, schedule.chunks), self._space(call.device).blocks
+        lanes = "one for each peer" if fans_out(call.device) else "one"
+        self._rank_group.enter(
+            f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
+        )
+        trials: tuple[Trial, ...] = ()
+        with self._rank_group.failing():
+            if len(specs) == 1:
+                program = self._keep(schedule, key)
+                program.times_products = self.tuner.measures(problem, call)
+            else:
+                given = self._as_bound(call, empty=empty, rows=rows)
+                program, trials = self.tuner.contest(given, self._candidate(key), self._drop).fastest(specs)
+            self._make_room(call.device)
+            self.tuner.chose(program, key, trials)
+        return program
+
+    def _candidate(self, key: Key) -> Callable[[str], BoundProgram]:
+        """A function from a spec to its program. Candidates are kept like other programs: if the autotuning run fails, `close`
+        gives them back."""
+        return lambda spec: self._keep(_checked(key[0], spec, key[2], {}), key)
+
+    def _confirm(self, call: Call, known: KnownCall) -> KnownCall:
+        """Compare a choice that was not measured here with the sequential program; if it does not win, sequential replaces it.
+
+        The program that lost stays bound, under its own name: a CUDA graph of the caller's may be replaying it."""
+        key = self._programs[known.program]
+        problem, _, device = key
+        with self._rank_group.failing():
+            contest = self.tuner.contest(call, self._candidate(key), self._drop)
+            program = self.tuner.confirmed(contest, known.program.schedule, key)
+            if program is None:
+                return known
+        lost = known.program.schedule
+        self._programs[known.program] = problem, schedules.spec(lost.name, lost.chunks), device
+        for each, other in self._known.items():
+            if other.program is known.program:
+                self._known[each] = replace(other, program=program)
+        return replace(known, program=program)
+
+    def _keep(self, schedule: Schedule, key: Key) -> BoundProgram:
+        program = self._bind(schedule, key[2])
+        self._programs[program] = key
+        return program
+
+    def _bind(self, schedule: Schedule, device: torch.device) -> BoundProgram:
+        space = self._space(device)
+        return HostProgram(space, schedule) if isinstance(space, HostSpace) else CudaProgram(space, schedule)
+
+    def _drop(self, program: BoundProgram) -> None:
+        del self._programs[program]
+        self.tuner.forget(program)
+        program.close()
+
+    def _forget(self, program: BoundProgram) -> None:
+        for key in [key for key, known in self._known.items() if known.program is program]:
+            del self._known[key]
+        self._drop(program)
+
+    def _make_room(self, device: torch.device) -> None:
+        """Close the least recently used programs of a device, but for the last one, until the others, and what lies ready for
+        the next, fit into the limit. Those that a CUDA graph holds stay, and do not count. Collective."""
+        limit, space = self._limit(device), self._space(device)
+        heap = space.heap if isinstance(space, CudaSpace) else None
+        bytes_of = {each: OVERHEAD_BYTES + each.nbytes for each, key in self._programs.items() if key[2] == device}
+        if sum(bytes_of.values()) + (heap.kept_bytes if heap else 0) <= limit:
+            return
+        *older, _ = bytes_of
+        held = self.in_graphs(older)
+        used = sum(size for program, size in bytes_of.items() if program not in held)
+        for program in older:
+            if used > limit and program not in held:
+                used -= bytes_of[program]
+                self._forget(program)
+        if heap and used + heap.kept_bytes > limit:
+            heap.settle()  # no rank's GPU uses any more what was given back
+            heap.free_kept()
+            free_unused()
+
+    def _limit(self, device: torch.device) -> int:
+        """The bytes that programs of a device may take: the least that any rank says. Collective at its first use."""
+        if device not in self._limits:
+            mine = memory_from_environment()
+            if mine is None:
+                mine = torch.cuda.mem_get_info(device)[1] // _SHARE if device.type == "cuda" else _CPU_BYTES
+            self._limits[device] = min(self._rank_group.enter("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
+        return self._limits[device]
+
+    def in_graphs(self, programs: Sequence[Held]) -> set[Held]:
+        """Those that any rank has captured: its graphs go on using them, and all ranks keep theirs. Collective."""
+        held: set[Held] = set()
+        for first in range(0, len(programs), _AT_ONCE):
+            some = programs[first : first + _AT_ONCE]
+            mine = sum(1 << at for at, program in enumerate(some) if program.captured)
+            captured = self._rank_group.enter(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in captured)}
+        return held
+
+    def bound(self) -> list[BoundProgram]:
+        """What is bound now, the least recently used first."""
+        return list(self._programs)
+
+    def schedules(self) -> list[Schedule]:
+        """The schedules that are bound, the least recently used first."""
+        return [program.schedule for program in self.bound()]
+
+    def forget(self, programs: Collection[BoundProgram]) -> None:
+        """Give programs back, with their memory, but for those in graphs. Collective: the same on every rank."""
+        mine = [program for program in self._programs if program in programs]
+        held = self.in_graphs(mine)
+        for program in mine:
+            if program not in held:
+                self._forget(program)
+
+    def asked(self) -> list[tuple[Schedule, str]]:
+        """As `schedules`, each with what the callers asked for that run it."""
+        return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
+
+
+def _checked(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:
+    schedule = choose(problem, spec, device, values)
+    check(schedule)
+    return schedule

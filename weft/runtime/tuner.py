@@ -1,0 +1,213 @@
+"""Which schedule "auto" stands for in a group: what was measured here, or in an earlier process, or at another row count.
+
+    specs       what could run a problem: one spec, or several to measure
+    contest     the autotuning run of those (weft.runtime.trial)
+    chose       note the fastest; rank 0 writes it into the user's folder of kept plans (weft.planner.cache)
+    confirmed   what was not measured here is compared with the sequential program at its CONFIRMED_AT-th call
+
+All ranks run what rank 0 has read, so ranks whose folders differ still run the same schedule; a rank that can read nothing
+costs no more than the handshake. Everything else here is a function of the calls that ranks have agreed on, the same on all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from weft import schedules
+from weft.comm.rank_group import RankGroup
+from weft.core.logs import warn_once
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.planner import cache as plans
+from weft.runtime.bound import BoundProgram
+from weft.runtime.buckets import RowCounts
+from weft.runtime.calls import Call
+from weft.runtime.choose import MODES, contenders, planned, profile_for
+from weft.runtime.trial import BASE, Choice, Contest, Trial, queued_timer_for, timer_for
+from weft.runtime.versions import gpu_number, links_between, machine_of, versions
+
+CONFIRMED_AT = 20
+"""The call at which a choice that was not measured here is compared with the sequential program: all is warm by then."""
+CHOICES = 4096
+"""Problems whose choice a group remembers; the oldest is measured, or read, again."""
+
+Key = tuple[Problem, str, torch.device]
+"""What a program is for: the problem, what the caller asked for, and where."""
+
+
+class Tuner:
+    """What a group knows about the speed of schedules."""
+
+    def __init__(self, rank_group: RankGroup, row_counts: RowCounts) -> None:
+        self._rank_group, self._row_counts = rank_group, row_counts
+        self._choices: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
+        self._kept = KeptPlans(rank_group)
+        self.unconfirmed: dict[BoundProgram, int] = {}
+        """Programs whose schedule was not measured here, and the calls that are left until it is confirmed."""
+        self._confirmed: OrderedDict[Key, None] = OrderedDict()
+
+    def choices(self) -> list[Choice]:
+        return list(self._choices.values())
+
+    def specs(self, problem: Problem, call: Call) -> tuple[str, ...]:
+        """What could run a call: one spec, unless it is to be measured, as a problem is once. Collective. Raises ValueError, on
+        all ranks, where a rank cannot read its machine profile."""
+        device = call.device
+        if call.schedule in MODES:
+            agree(self._rank_group, device)
+        if call.schedule != "auto":
+            return (call.schedule,)
+        known = self._choices.get((problem, device))
+        if known is None and not _timed(call):
+            return (planned(problem, device),)
+        known = known or self._kept.find(problem, device) or self._row_counts.like(problem, device)
+        if known is None:
+            return contenders(problem, device)
+        self._note(known, device)
+        if known.kept:
+            self._row_counts.measured(known, device)
+        return (known.spec,)
+
+    def measures(self, problem: Problem, call: Call) -> bool:
+        """Whether a program that is bound for a call without an autotuning run may time how it multiplies: not by "planned",
+        which measures nothing, and not at the first call of a row count whose schedule was taken over from another one."""
+        known = self._choices.get((problem, call.device)) if call.schedule == "auto" else None
+        return call.schedule != "planned" and not (known and known.like)
+
+    def contest(
+        self, call: Call, bind: Callable[[str], BoundProgram], drop: Callable[[BoundProgram], None]
+    ) -> Contest[BoundProgram]:
+        """An autotuning run of calls like this one."""
+        timer = timer_for(call.device)
+        assert timer is not None, "schedules are measured only where calls can be timed"
+        return Contest(
+            bind=bind,
+            drop=drop,
+            call=lambda program: program.run(call.inputs),
+            timer=timer,
+            queued=queued_timer_for(call.device),
+            meet=self._rank_group.enter,
+        )
+
+    def chose(self, program: BoundProgram, key: Key, trials: tuple[Trial, ...]) -> None:
+        """Note which program was bound for a call. trials: what was measured; nothing where there was one spec."""
+        problem, asked, device = key
+        if asked != "auto":
+            return
+        known = self._choices.get((problem, device))
+        if known is None:
+            chosen = program.schedule
+            self._measured(Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), trials=trials), device)
+        elif known.taken_over and timer_for(device) is not None and key not in self._confirmed:
+            self.unconfirmed[program] = CONFIRMED_AT
+
+    def due(self, program: BoundProgram) -> bool:
+        """Count a call. Whether it is the one at which the program's schedule is to be confirmed. All ranks make as many calls
+        with the same key, so they come to the same one."""
+        if program not in self.unconfirmed:
+            return False
+        self.unconfirmed[program] -= 1
+        return self.unconfirmed[program] == 0 and self.unconfirmed.pop(program) == 0
+
+    def confirmed(self, contest: Contest[BoundProgram], schedule: Schedule, key: Key) -> BoundProgram | None:
+        """Compare a schedule with the sequential program: that program where the schedule is no faster, with a warning; else
+        None, with nothing more bound than before."""
+        problem, _, device = key
+        spec = schedules.spec(schedule.name, schedule.chunks)
+        program, trials = contest.fastest((BASE, spec))
+        self._confirmed[key] = None
+        if len(self._confirmed) > CHOICES:
+            self._confirmed.popitem(last=False)
+        if program.schedule.name != BASE:
+            contest.drop(program)
+            return None
+        choice = Choice(problem=problem, spec=BASE, trials=trials)
+        warn_once(f"{choice}: {spec} was taken over, but is no faster here; sequential is put back")
+        self._measured(choice, device)
+        return program
+
+    def forget(self, program: BoundProgram) -> None:
+        self.unconfirmed.pop(program, None)
+
+    def _measured(self, choice: Choice, device: torch.device) -> None:
+        self._note(choice, device)
+        if choice.trials:
+            self._row_counts.measured(choice, device)
+            self._kept.keep(choice, device)
+
+    def _note(self, choice: Choice, device: torch.device) -> None:
+        self._choices[choice.problem, device] = choice
+        if len(self._choices) > CHOICES:
+            self._choices.popitem(last=False)
+
+
+def _timed(call: Call) -> bool:
+    """Whether candidates may be measured with calls like this one."""
+    return call.tried and timer_for(call.device) is not None
+
+
+def agree(rank_group: RankGroup, device: torch.device) -> None:
+    """See that every rank can read its machine profile, and that all profiles have as many copy lanes. Raises ValueError on all
+    ranks where one cannot, or where they differ; the group goes on. Collective."""
+    wrong: ValueError | None = None
+    mine = 0
+    try:
+        mine = 2 if profile_for(device).fans_out else 1
+    except ValueError as error:
+        wrong = error
+    found = rank_group.enter("the machine profile can be read", mine)
+    if wrong is not None:
+        raise wrong
+    if 0 in found:
+        raise ValueError(f"rank {found.index(0)} cannot read its machine profile (WEFT_MACHINE): see the error there")
+    if len(set(found)) > 1:
+        one, each = found.index(1), found.index(2)
+        raise ValueError(
+            f"machine profiles differ: rank {one} has one copy lane by its own, rank {each} one for each peer "
+            "(copies.engines); set WEFT_MACHINE alike on all ranks"
+        )
+
+
+class KeptPlans:
+    """What earlier processes have measured, by the user's folder of kept plans."""
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
+        self._cache = plans.from_environment()
+        self._links: dict[torch.device, str] = {}
+
+    def find(self, problem: Problem, device: torch.device) -> Choice | None:
+        """What an earlier process chose by measuring; None if it must be measured. Collective."""
+        if device.type == "cuda":
+            numbers = self._rank_group.enter("GPUs of the group", gpu_number(device))
+            self._links[device] = links_between([numbers[rank] for rank in self._rank_group.near])
+        with self._rank_group.failing():
+            entry = self._cache.read(self._key(problem, device)) if self._cache else None
+        mine = plans.encode(entry.spec) if entry else 0
+        chosen = plans.decode(self._rank_group.enter(f"kept plan of {problem}", mine)[0])
+        if chosen is None:
+            return None
+        us = entry.us if entry and entry.spec == chosen else {}
+        return Choice(problem=problem, spec=chosen, trials=tuple(Trial(spec=s, us=t) for s, t in us.items()), kept=True)
+
+    def keep(self, choice: Choice, device: torch.device) -> None:
+        """Write what was measured for later processes, on rank 0."""
+        if self._cache and self._rank_group.rank == 0:
+            with self._rank_group.failing():
+                self._cache.write(plans.Entry(key=self._key(choice.problem, device), spec=choice.spec, us=choice.us))
+
+    def _key(self, problem: Problem, device: torch.device) -> plans.Key:
+        machine, known = _here(device, self._rank_group.world_size)
+        if device in self._links:
+            machine = machine | {"links": self._links[device]}
+        machine = machine | {"profile": profile_for(device).digest}  # says what is worth measuring
+        return plans.Key(machine=machine, versions=known, problem=problem, space=plans.space())
+
+
+@cache
+def _here(device: torch.device, world_size: int) -> tuple[dict[str, str], dict[str, str]]:
+    return machine_of(device, world_size), versions(device.type)
