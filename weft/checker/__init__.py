@@ -18,6 +18,8 @@ is added to, only local buffers are wider than the problem's dtype, and a rank h
 left open is a schedule whose kernels share the SMs of a rank in more orders than `weft.checker.starvation` tries; it is
 refused, and told so.
 
+Schedules whose row counts live on devices have a walk of their own, by segments (`weft.checker.ragged`).
+
 The proof is one walk through two calls (`weft.checker.walk`). It does no work per element: its cost is that of steps, parts
 and gates, whatever M, N and K are. 8 ranks with chunks=8, so that the matrix moves in 64 chunks, take 8 to 16 ms a schedule,
 every family whose chunks are free, both operators, best of five; with chunks=64, which is 512 chunks, 110 to 230 ms.
@@ -28,6 +30,7 @@ from __future__ import annotations
 from weft.checker.concurrent import check_concurrent
 from weft.checker.fused_collective import check_mailboxes, check_room, check_shapes
 from weft.checker.program import ScheduleError
+from weft.checker.ragged import check_ragged
 from weft.checker.shapes import check_buffers
 from weft.checker.starvation import check_starvation, crowded_ranks
 from weft.checker.structure import compile_schedule
@@ -35,6 +38,7 @@ from weft.checker.walk import Walk
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.fused_collective import spelled_out
+from weft.core.problem import RaggedProblem
 from weft.core.schedule import Schedule
 
 __all__ = ["ScheduleError", "check"]
@@ -45,6 +49,9 @@ def check(schedule: Schedule) -> None:
     require("schedule", schedule, Schedule, "use a weft.Schedule, as weft.build makes")
     if isinstance(schedule.problem, ConcurrentProblem):
         check_concurrent(schedule, schedule.problem, check)
+        return
+    if isinstance(schedule.problem, RaggedProblem):
+        check_ragged(schedule)
         return
     check_buffers(schedule)
     check_shapes(schedule)

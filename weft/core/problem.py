@@ -30,6 +30,7 @@ Ranks of one node load from and store to each other's memory; ranks of different
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -49,6 +50,8 @@ Op = Literal[
     "all_reduce",
     "all_to_all",
     "concurrent",
+    "ragged_all_to_all_matmul",
+    "ragged_matmul_all_to_all",
 ]
 DType = Literal["bfloat16", "float16", "float32", "uint8"]
 Ops = tuple[Op, ...]
@@ -60,6 +63,8 @@ COLUMN_OPS: Ops = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
 """Those around a matmul one side of whose exchange lies across columns: a ColumnProblem each."""
 COLLECTIVE_OPS: Ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """Those of no computation but a sum: a CollectiveProblem each."""
+RAGGED_OPS: Ops = ("ragged_all_to_all_matmul", "ragged_matmul_all_to_all")
+"""Those around a grouped matmul whose row counts live on devices: a RaggedProblem each."""
 EXCHANGES: Ops = ("matmul_all_to_all", "all_to_all_matmul")
 """Those around a matmul whose rows go all to all."""
 REDUCTIONS: Ops = ("matmul_reduce_scatter", "matmul_all_reduce")
@@ -490,6 +495,90 @@ class CollectiveProblem(Problem):
     def __str__(self) -> str:
         flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
         return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}{flags}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedProblem(Problem):
+    """A dispatch or a combine of mixture-of-experts, whose row counts only devices know (calls with `splits`).
+
+    ragged_all_to_all_matmul (dispatch): rows go to the ranks of their experts and are multiplied there.
+    ragged_matmul_all_to_all (combine): rows are multiplied by their expert's b and go to the ranks that own them.
+
+    m: max_rows, the most rows that may arrive at a rank. capacity: the most rows that a rank's a may have. experts: on each
+    rank; expert e of a rank has a b of its own, k by n. gated: the result is silu(left half) * right half of a product of 2 n
+    columns. return_received: a dispatch hands back the rows that it multiplies, too. world_size, dtype: as in Problem.
+
+    A segment is the rows that rank src sends to rank dst for one expert. Their number may be any, 0 included. A buffer holds
+    whole segments, one after the other without gaps, so that a segment begins at the sum of the counts of all segments before
+    it in the buffer's order (`sent_order`, `received_order`). What does not fit into `capacity` rows of a, or `m` rows at the
+    receiver, is cut off the end of the order, on both ranks alike, is reported, and nothing is written past the capacity.
+    Raises ValueError as Problem does, and for a capacity or experts below 1, or an option that the operator does not have.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    KNOWN: ClassVar[tuple[Op, ...]] = RAGGED_OPS
+
+    op: Op = "ragged_all_to_all_matmul"
+    capacity: int = 1
+    experts: int = 1
+    gated: bool = False
+    return_received: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("m", "capacity", "experts"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("gated", "return_received"):
+            if getattr(self, name) and not self.dispatches:
+                raise ValueError(f"{name} is True; {self.op} has no such option, use False")
+        if self.row_multiple != 1 or self.nodes:
+            raise ValueError(f"row_multiple is {self.row_multiple}, nodes {self.nodes}; {self.op} has neither, leave them out")
+
+    def _check_sizes(self) -> None:
+        raise ValueError(f"b_sizes is {self.b_sizes}; {self.op} has no sharded b, use ()")
+
+    @property
+    def dispatches(self) -> bool:
+        """Whether rows travel before they are multiplied."""
+        return self.op == "ragged_all_to_all_matmul"
+
+    def sent_order(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """The segments (src, dst, expert) that `rank` sends, in the order in which they lie in its a and in its products."""
+        ranks, experts = range(self.world_size), range(self.experts)
+        if self.dispatches:
+            return tuple((rank, dst, expert) for dst in ranks for expert in experts)
+        return tuple((rank, dst, expert) for expert in experts for dst in ranks)
+
+    def received_order(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """The segments (src, dst, expert) that arrive at `rank`, in the order in which they land there."""
+        ranks, experts = range(self.world_size), range(self.experts)
+        if self.dispatches:
+            return tuple((src, rank, expert) for expert in experts for src in ranks)
+        return tuple((src, rank, expert) for src in ranks for expert in experts)
+
+    def places(self, counts: Mapping[tuple[int, int, int], int]) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+        """By segment, for given counts: where it begins on its sender, where on its receiver, and how many rows move: those
+        that lie within `capacity` on the sender, and of these, those that land within `m` on the receiver."""
+        begins, held = dict[tuple[int, int, int], int](), dict[tuple[int, int, int], int]()
+        for rank in range(self.world_size):
+            at = 0
+            for name in self.sent_order(rank):
+                begins[name], held[name] = at, min(counts[name], max(self.capacity - at, 0))
+                at += counts[name]
+        found = {}
+        for rank in range(self.world_size):
+            at = 0
+            for name in self.received_order(rank):
+                found[name] = begins[name], at, min(held[name], max(self.m - at, 0))
+                at += held[name]
+        return found
+
+    def __str__(self) -> str:
+        sizes = f"max_rows={self.m} N={self.n} K={self.k} experts={self.experts} capacity={self.capacity}"
+        flags = " gated" * self.gated + " +received" * self.return_received
+        return f"{self.op} {sizes} {self.dtype} world_size={self.world_size}{flags}"
 
 
 def _whole_numbers(name: str, rows: Any) -> tuple[tuple[int, ...], ...]:

@@ -37,7 +37,7 @@ from typing import ClassVar, Literal
 
 from weft.core import codec
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, Span1D
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem, Span1D
 
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
@@ -394,7 +394,91 @@ class UserCall:
         return ", ".join([f"call {self.name}", *numbers, *["keep"] * self.keep])
 
 
-Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive | UserCall
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows of a buffer on `rank` that rank src sends to an expert of rank dst. How many they are, and so where they begin,
+    is read on the device: help(weft.core.problem.RaggedProblem) says how segments lie."""
+
+    buffer: str
+    rank: int
+    src: int
+    dst: int
+    expert: int
+
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """The segment itself, in whichever buffer it lies."""
+        return self.src, self.dst, self.expert
+
+    def __str__(self) -> str:
+        return f"{self.buffer}@{self.rank}[{self.src}->{self.dst}, expert {self.expert}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCounts:
+    """Write this rank's row counts into the counts buffer of each rank that has a flag here, and advance that flag.
+
+    The counts buffer has two places for each rank, which calls take in turn: a peer may be one call behind, but not two.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    flags: tuple[Flag, ...]
+
+    def __str__(self) -> str:
+        return f"share counts with {len(self.flags)} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCopy:
+    """One copy of a SegmentCopies: dst = src, the same segment. It waits for its gates, and advances count at its end."""
+
+    src: Segment
+    dst: Segment
+    gates: tuple[Wait, ...] = ()
+    count: Flag | None = None
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.dst}{_conditions(self.gates, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCopies:
+    """One kernel that copies segments. Nothing orders its parts. A part pushes if dst lies on a peer, and pulls if src does."""
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[SegmentCopy, ...]
+
+    def __str__(self) -> str:
+        return f"copy {len(self.parts)} segments"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentProduct:
+    """One part of a GroupedGemm: out = a @ (b of the segment's expert on this rank), once its gates are open."""
+
+    a: Segment
+    out: Segment
+    gates: tuple[Wait, ...] = ()
+    count: Flag | None = None
+
+    def __str__(self) -> str:
+        return f"{self.a} -> {self.out}{_conditions(self.gates, self.count)}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedGemm:
+    """One GEMM kernel that multiplies each segment by the b of its expert. Nothing orders its parts; each has its own gates."""
+
+    TAGGED: ClassVar[bool] = True
+    parts: tuple[SegmentProduct, ...]
+
+    def __str__(self) -> str:
+        return f"grouped gemm of {len(self.parts)} segments"
+
+
+RaggedStep = ShareCounts | SegmentCopies | GroupedGemm
+"""Steps of a RaggedProblem alone, which read row counts on the device. Their flags count calls, and are not lowered."""
+Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive | UserCall | RaggedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +518,7 @@ class Schedule:
     A Schedule may be wrong; `weft.check` proves one right.
     """
 
-    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem | RaggedProblem
     name: str
     buffers: tuple[Buffer, ...]
     ranks: tuple[tuple[Lane, ...], ...]
@@ -479,6 +563,8 @@ def waits(step: Step) -> tuple[Wait, ...]:
         return (step,)
     if isinstance(step, (Gemm, Reduce)):
         return tuple(wait for part in step.parts for wait in part.waits)
+    if isinstance(step, (SegmentCopies, GroupedGemm)):
+        return tuple(gate for part in step.parts for gate in part.gates)
     return ()
 
 
@@ -486,7 +572,9 @@ def advances(step: Step) -> tuple[Flag, ...]:
     """Every flag that a step advances, in order."""
     if isinstance(step, Signal):
         return (step.flag,)
-    if isinstance(step, (Push, Gemm, Reduce, Lookup)):
+    if isinstance(step, ShareCounts):
+        return step.flags
+    if isinstance(step, (Push, Gemm, Reduce, Lookup, SegmentCopies, GroupedGemm)):
         return tuple(part.count for part in step.parts if part.count is not None)
     return ()
 

@@ -10,13 +10,16 @@ from weft.core.schedule import (
     Copy,
     FusedCollective,
     Gemm,
+    GroupedGemm,
     Lane,
     Lookup,
     Push,
     Reduce,
     Region,
     Schedule,
+    SegmentCopies,
     SendReceive,
+    ShareCounts,
     Signal,
     Step,
     UserCall,
@@ -60,7 +63,7 @@ def region_bytes(schedule: Schedule, region: Region) -> int:
 
 def label(rank: int, step: Step) -> str:
     """A short text for one step on `rank`, such as "gemm 8192x1792x4096" or "copy a[0:128] -> 3"."""
-    if isinstance(step, (Gemm, Reduce, Lookup, UserCall)):
+    if isinstance(step, (Gemm, Reduce, Lookup, UserCall, ShareCounts, SegmentCopies, GroupedGemm)):
         return str(step)
     if isinstance(step, Push):
         return _push_label(step)

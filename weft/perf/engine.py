@@ -29,7 +29,7 @@ from pathlib import Path
 
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
-from weft.core.problem import CollectiveProblem, Span1D
+from weft.core.problem import CollectiveProblem, RaggedProblem, Span1D
 from weft.core.schedule import (
     Collective,
     Copy,
@@ -95,6 +95,8 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
     simulated.
     """
+    if isinstance(schedule.problem, RaggedProblem):
+        raise ValueError(f"schedule is for {schedule.problem.op}; weft has no prediction for row counts that live on devices")
     world, _ = _ran(schedule, machine, MOST_NS)
     return Outcome(
         schedule=world.schedule,

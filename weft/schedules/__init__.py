@@ -12,12 +12,12 @@ from functools import lru_cache, partial
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
-from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, Op, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.schedules import all_gather_matmul as ag
 from weft.schedules import all_to_all_columns_matmul as beside
 from weft.schedules import all_to_all_matmul as dispatch
-from weft.schedules import collectives, concurrent
+from weft.schedules import collectives, concurrent, ragged
 from weft.schedules import embedding_bag_all_to_all as bags
 from weft.schedules import matmul_all_reduce as ar
 from weft.schedules import matmul_all_to_all as combine
@@ -326,11 +326,16 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     Of a ConcurrentProblem the name is as `weft.concurrent` takes it, and says all.
     fan_out: a copy lane for each peer instead of one for all; right for a mesh, slower behind a switch.
     Raises ValueError for an unknown name, one that the operator does not have, one that cannot serve where the problem's ranks
-    are, or a chunk count below one or past MOST_CHUNKS and world_size.
+    are, or a chunk count below one or past MOST_CHUNKS and world_size. A RaggedProblem has families of its own
+    (`weft.schedules.ragged`), without chunks.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem, CollectiveProblem or ConcurrentProblem")
     if isinstance(problem, ConcurrentProblem):
         return concurrent.build(problem, name, fan_out=fan_out)
+    if isinstance(problem, RaggedProblem):
+        if chunks is not None or fan_out:
+            raise ValueError(f"chunks is {chunks}, fan_out {fan_out}; {problem.op} has neither, leave them out")
+        return ragged.build(problem, name)
     if name not in FAMILIES:
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
     check_op(name, problem.op)

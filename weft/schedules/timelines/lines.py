@@ -18,6 +18,7 @@ from weft.core.schedule import (
     Flag,
     FusedCollective,
     Gemm,
+    GroupedGemm,
     Lane,
     Lookup,
     Part,
@@ -25,7 +26,11 @@ from weft.core.schedule import (
     Reduce,
     Region,
     Schedule,
+    SegmentCopies,
+    SegmentCopy,
+    SegmentProduct,
     SendReceive,
+    ShareCounts,
     Signal,
     Store,
     Sum,
@@ -200,10 +205,24 @@ def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
             found.append(Line(column, str(step)))
         elif isinstance(step, SendReceive):
             found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
+        elif isinstance(step, ShareCounts):
+            found.append(Line(column, str(step), signals=step.flags))
+        elif isinstance(step, (SegmentCopies, GroupedGemm)):
+            found.append(Line(column, str(step)))
+            found += [Line(column, f"  {_segments(part)}", part.gates, _advanced(part), part=True) for part in step.parts]
         else:
             assert not isinstance(step, FusedCollective), "is spelled out"
             found += _kernel(schedule, column, step)
     return found
+
+
+def _segments(part: SegmentCopy | SegmentProduct) -> str:
+    source, target = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
+    return f"{source} -> {target}"
+
+
+def _advanced(part: SegmentCopy | SegmentProduct) -> tuple[Flag, ...]:
+    return (part.count,) if part.count else ()
 
 
 def _ends(rank: int, step: SendReceive, seen: Counter[tuple[int, int]]) -> tuple[End, ...]:

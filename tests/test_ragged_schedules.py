@@ -1,0 +1,242 @@
+"""Schedules of calls with splits: they print, round-trip, and are proved for all row counts; damaged ones are refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from weft.checker import ScheduleError, check
+from weft.core import codec
+from weft.core.problem import RaggedProblem
+from weft.core.schedule import (
+    GroupedGemm,
+    Schedule,
+    Segment,
+    SegmentCopies,
+    SegmentCopy,
+    SegmentProduct,
+    ShareCounts,
+    Signal,
+    Step,
+    Wait,
+    advances,
+)
+from weft.perf import simulate
+from weft.schedules import build, ragged
+from weft.schedules.timelines import timeline
+
+KINDS: list[dict[str, Any]] = [
+    {"op": "ragged_all_to_all_matmul"},
+    {"op": "ragged_all_to_all_matmul", "return_received": True},
+    {"op": "ragged_matmul_all_to_all"},
+]
+BOTH = [(kind, name) for kind in KINDS for name in ragged.FAMILIES]
+
+
+def problem_of(kind: dict[str, Any], world_size: int = 2, experts: int = 2, **sizes: int) -> RaggedProblem:
+    return RaggedProblem(**{"m": 6, "n": 8, "k": 8, "capacity": 5, **sizes}, world_size=world_size, experts=experts, **kind)
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_families_are_proved_print_and_round_trip(kind: dict[str, Any], name: str, world_size: int) -> None:
+    schedule = ragged.build(problem_of(kind, world_size), name)
+    check(schedule)
+    assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
+    drawn = timeline(schedule, width=200)
+    assert "grouped gemm" in drawn
+    assert "never" not in drawn
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="other"):
+        build(problem_of(KINDS[0]), "other")
+    with pytest.raises(ValueError, match="chunks"):
+        build(problem_of(KINDS[0]), "fused", 4)
+
+
+def test_no_prediction_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match="prediction"):
+        simulate(build(problem_of(KINDS[0]), "fused"), "h200x8")
+
+
+def test_segments_lie_apart_and_within_the_capacity_for_all_counts() -> None:
+    for kind in KINDS:
+        problem = problem_of(kind, m=3, capacity=3, world_size=2, experts=1)
+        names = [name for rank in range(2) for name in problem.sent_order(rank)]
+        for counts in itertools.product(range(4), repeat=len(names)):
+            found = problem.places(dict(zip(names, counts, strict=True)))
+            for side, capacity, holder in ((0, problem.capacity, 0), (1, problem.m, 1)):
+                used = [(n[holder], at) for n in names for at in range(found[n][side], found[n][side] + found[n][2])]
+                assert len(set(used)) == len(used)
+                assert all(at < capacity for _, at in used)
+
+
+def changed(schedule: Schedule, change: Any) -> Schedule:
+    """change: a step to the steps that replace it."""
+    ranks = tuple(
+        tuple(replace(lane, steps=tuple(new for step in lane.steps for new in change(step))) for lane in lanes)
+        for lanes in schedule.ranks
+    )
+    return replace(schedule, ranks=ranks)
+
+
+def without_gates(step: Step) -> list[Step]:
+    if isinstance(step, (GroupedGemm, SegmentCopies)):
+        return [type(step)(tuple(replace(part, gates=()) for part in step.parts))]  # type: ignore[arg-type,type-var]
+    return [step]
+
+
+def without_arrivals(step: Step) -> list[Step]:
+    if isinstance(step, (GroupedGemm, SegmentCopies)):
+        return [type(step)(tuple(replace(part, count=None) for part in step.parts))]  # type: ignore[arg-type,type-var]
+    return [step]
+
+
+def without_counts(step: Step) -> list[Step]:
+    return [] if isinstance(step, Wait) and step.flag.name == "counted" and step.flag.index != step.flag.rank else [step]
+
+
+def wrong_segment(step: Step) -> list[Step]:
+    if not isinstance(step, SegmentCopies):
+        return [step]
+    one, two, *more = step.parts
+    return [SegmentCopies((replace(one, src=two.src), replace(two, src=one.src), *more))]
+
+
+def twice(step: Step) -> list[Step]:
+    return [step, GroupedGemm(tuple(replace(p, count=None) for p in step.parts))] if isinstance(step, GroupedGemm) else [step]
+
+
+def nothing_pulled_or_pushed(step: Step) -> list[Step]:
+    return [SegmentCopies(step.parts[1:])] if isinstance(step, SegmentCopies) else [step]
+
+
+DAMAGE = [without_gates, without_arrivals, without_counts, wrong_segment, twice, nothing_pulled_or_pushed]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_schedules_are_refused(kind: dict[str, Any], damage: Any) -> None:
+    damaged = changed(ragged.build(problem_of(kind), "fused"), damage)
+    with pytest.raises(ScheduleError):
+        check(damaged)
+
+
+def test_a_schedule_without_its_output_is_refused() -> None:
+    schedule = ragged.build(problem_of(KINDS[0]), "fused")
+    with pytest.raises(ScheduleError, match="out"):
+        check(replace(schedule, buffers=tuple(b for b in schedule.buffers if b.name != "out")))
+
+
+def test_rows_that_are_pushed_before_all_counts_are_here_are_refused() -> None:
+    """A peer that has not shared its counts for this call may still multiply the rows of the call before."""
+    schedule = ragged.build(problem_of(KINDS[0]), "fused")
+    lanes = []
+    for rank, (compute, movers) in enumerate(schedule.ranks):
+        signal = next(step for step in compute.steps if isinstance(step, Signal))
+        rest = [step for step in compute.steps if step is not signal]
+        own = rest.index(Wait(type(signal.flag)("counted", rank, rank)))
+        rest.insert(own + 1, signal)
+        lanes.append((replace(compute, steps=tuple(rest)), movers))
+    with pytest.raises(ScheduleError, match="counts"):
+        check(replace(schedule, ranks=tuple(lanes)))
+
+
+def played(schedule: Schedule, counts: dict[tuple[int, int, int], int], seed: int, calls: int = 3) -> bool:
+    """Run a schedule row by row for concrete counts, in a random order of lanes; whether all results were right."""
+    problem, chance = schedule.problem, random.Random(seed)
+    assert isinstance(problem, RaggedProblem)
+    places = problem.places(counts)
+    memory: dict[tuple[str, int, int], object] = {}
+    seen: dict[Any, int] = {}
+    shared: dict[tuple[int, int], int] = {}
+    lanes = [[r, i, 0, 0, []] for r, ls in enumerate(schedule.ranks) for i in range(len(ls))]
+    """Rank, lane, call, position, parts that are left."""
+
+    def rows(segment: Segment) -> list[tuple[str, int, int]]:
+        side = 0 if segment.buffer in ("a", "product") else 1
+        begin, count = places[segment.name][side], places[segment.name][2]
+        return [(segment.buffer, segment.rank, at) for at in range(begin, begin + count)]
+
+    def act(part: Any, call: int, rank: int) -> bool:
+        if any(shared.get((rank, s), -1) < call for s in range(problem.world_size)):
+            return False
+        src, dst = (part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out)
+        for nth, (one, two) in enumerate(zip(rows(src), rows(dst), strict=True)):
+            held: Any = ("rows", src.name, nth, call) if src.buffer == "a" else memory.get(one)
+            memory[two] = ("product", *held[1:]) if isinstance(part, SegmentProduct) and held else held
+        for flag in (part.count,) if part.count else ():
+            seen[flag] = seen.get(flag, 0) + 1
+        return True
+
+    def right(rank: int, call: int) -> bool:
+        for buffer in (b for b in schedule.buffers if b.kind == "output"):
+            kind = "product" if buffer.name == "out" else "rows"
+            for name in problem.received_order(rank):
+                for nth, row in enumerate(rows(Segment(buffer.name, rank, *name))):
+                    if memory.get(row) != (kind, name, nth, call):
+                        return False
+        return True
+
+    while alive := [lane for lane in lanes if lane[2] < calls]:
+        chance.shuffle(alive)
+        for lane in alive:
+            rank, index, call, position, left = lane
+            steps = schedule.ranks[rank][index].steps
+            if any(other[0] == rank and other[2] < call for other in lanes):
+                continue
+            step: Any = steps[position]
+            if isinstance(step, Wait):
+                if seen.get(step.flag, 0) <= call:
+                    continue
+            elif isinstance(step, (GroupedGemm, SegmentCopies)):
+                if not left:
+                    left.extend(step.parts)
+                ready = [p for p in left if all(seen.get(g.flag, 0) > call for g in p.gates)]
+                if not ready:
+                    continue
+                part = chance.choice(ready)
+                if not act(part, call, rank):
+                    return False
+                left.remove(part)
+                if left:
+                    break
+            else:
+                for flag in advances(step):
+                    seen[flag] = seen.get(flag, 0) + 1
+                    if isinstance(step, ShareCounts):
+                        shared[flag.rank, rank] = call
+            lane[3] += 1
+            if lane[3] == len(steps):
+                lane[2], lane[3] = call + 1, 0
+                if all(other[2] > call for other in lanes if other[0] == rank) and not right(rank, call):
+                    return False
+            break
+        else:
+            return False
+    return True
+
+
+def some_counts(problem: RaggedProblem, chance: random.Random) -> dict[tuple[int, int, int], int]:
+    return {name: chance.randrange(4) for rank in range(problem.world_size) for name in problem.sent_order(rank)}
+
+
+@pytest.mark.parametrize(("kind", "name"), BOTH)
+def test_what_is_proved_is_right_for_concrete_counts(kind: dict[str, Any], name: str) -> None:
+    problem = problem_of(kind)
+    for seed in range(60):
+        assert played(ragged.build(problem, name), some_counts(problem, random.Random(seed)), seed)
+
+
+@pytest.mark.parametrize("damage", [without_gates, without_counts, nothing_pulled_or_pushed])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_refused_goes_wrong_for_concrete_counts(kind: dict[str, Any], damage: Any) -> None:
+    problem = problem_of(kind, m=40, capacity=40)
+    damaged = changed(ragged.build(problem, "fused"), damage)
+    chance = random.Random(1)
+    assert not all(played(damaged, some_counts(problem, chance), seed) for seed in range(200))
