@@ -164,9 +164,10 @@ class Recorder:
         assert program is not None
         size = tensor.element_size()
         shape, stride = tuple(tensor.shape), tuple(size * step for step in tensor.stride())
-        for rank, segment in program.space.data.items():
-            if segment.address <= at < segment.address + segment.nbytes:
-                return Place(("shared", rank), at - segment.address, shape, stride, size)
+        data = program.space.data
+        for rank, address in zip(data.ranks, data.addresses, strict=True):
+            if address <= at < address + data.nbytes:
+                return Place(("shared", rank), at - address, shape, stride, size)
         base = tensor.untyped_storage().data_ptr()
         if base not in self._kept_storages():
             return None

@@ -236,7 +236,7 @@ def test_auto_without_a_profile_says_so() -> None:
     pytest.importorskip("torch")
     import torch
 
-    from weft.runtime.groups import choose
+    from weft.runtime.choose import choose
 
     with warned(r"no machine profile has 9 GPUs .*: sequential"):
         chosen = choose(Problem(op="all_gather_matmul", m=18, n=9, k=4, world_size=9), "auto", torch.device("cpu"), {})

@@ -24,6 +24,7 @@ _UNITS = {
     "stores.stall": "of a store's time",
     "stores.tiles": "of the rate",
     "network.sms": "SMs",
+    "collective_sms": "SMs",
 }
 """Of numbers whose names do not say it."""
 _BY_END = {
@@ -48,6 +49,7 @@ def print_profile(machine: Machine, named: str) -> None:
     out.print()
     spreads = bool(machine.spreads)
     listed = output.table("number", "value", *["spread"] * spreads, "unit", "from", left=4 + spreads)
+    listed.columns[0].no_wrap = True  # a path is one word
     for path, value in fields(machine):
         if path in machine.sources:
             spread = [f"+-{machine.spreads[path]:.1%}" if path in machine.spreads else ""] * spreads
