@@ -112,17 +112,17 @@ def test_a_fork_of_a_rank_leaves_its_group_alone(ranks: RankFixture) -> None:
 
 def _interrupted_choosing() -> tuple[str, float]:
     """Rank 1 is interrupted while it looks for a schedule that rank 0 has. What each is told, and how soon."""
-    from weft.runtime import groups
+    from weft.runtime import programs
 
-    plain = groups.choose
+    plain = programs.choose
     if dist.get_rank() == 1:
-        groups.choose = _interrupt  # type: ignore[assignment]
+        programs.choose = _interrupt  # type: ignore[assignment]
     began = time.monotonic()
     try:
         with pytest.raises((KeyboardInterrupt, PeerLost)) as caught:
             weft.all_gather_matmul(A[:, :5], B[:5], schedule="shard_p2p")
     finally:
-        groups.choose = plain
+        programs.choose = plain
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
 
 
