@@ -1,4 +1,5 @@
-"""Ranks that are lost, late or raise where gloo moves the data: every other rank is told whose fault it is, within the bound.
+"""Ranks that are lost, late or raise where gloo moves the data, or in the middle of a call with splits: every other rank is told
+whose fault it is, within the bound.
 
 Afterwards, once all have closed the group, it works again, and so does the process group of the caller's.
 """
@@ -22,6 +23,7 @@ import weft
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.runtime import bounded
 from weft.runtime.host_wire import HostWire
+from weft.runtime.ragged import RowsOfCall
 from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks
@@ -68,11 +70,19 @@ def _concurrent() -> Callable[[], torch.Tensor]:
 CALLS = {"dispatch": _dispatch, "backward": _backward, "concurrent": _concurrent}
 
 
+_MOVES: dict[str, tuple[Any, str]] = {
+    "dispatch": (RowsOfCall, "of"),
+    "backward": (HostWire, "begin"),
+    "concurrent": (dist, "all_reduce"),
+}
+"""What moves data in each call."""
+
+
 @contextmanager
 def _struck_within(what: str, strike: Callable[[], object], skip: int) -> Iterator[None]:
-    """On the victim, something happens while a call moves data, once it has begun to exchange so many times."""
+    """On the victim, something happens while a call moves data, once it has begun to move so many times."""
     left = skip
-    owner, name = (dist, "all_reduce") if what == "concurrent" else (HostWire, "begin")
+    owner, name = _MOVES[what]
     plain = getattr(owner, name)
 
     def struck(*arguments: Any, **options: Any) -> Any:
@@ -104,7 +114,7 @@ def _lost(what: str, how: int, skip: int) -> tuple[str, float, float]:
     return message, told - began, time.monotonic() - told
 
 
-@pytest.mark.parametrize(("what", "skip"), [("dispatch", 0), ("dispatch", 1), ("backward", 0), ("concurrent", 0)])
+@pytest.mark.parametrize(("what", "skip"), [("dispatch", 0), ("dispatch", 5), ("backward", 0), ("concurrent", 0)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_in_time(what: str, skip: int, how: int) -> None:
     with Ranks(3, environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as pool:
@@ -147,7 +157,7 @@ def _raises_between(what: str, skip: int) -> str:
     return said
 
 
-@pytest.mark.parametrize(("what", "skip"), [("dispatch", 1), ("backward", 0), ("concurrent", 0)])
+@pytest.mark.parametrize(("what", "skip"), [("dispatch", 5), ("backward", 0), ("concurrent", 0)])
 def test_an_error_between_exchanges_leaves_nothing_posted(what: str, skip: int) -> None:
     with Ranks(3, environment={"WEFT_TIMEOUT_S": "20"}) as pool:
         told = pool.run(_raises_between, what, skip, timeout_s=60)

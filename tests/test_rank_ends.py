@@ -214,12 +214,12 @@ def test_a_rank_that_is_interrupted_with_a_segment_leaves_none_and_tells_the_oth
 
 def _raises_between_exchanges() -> tuple[str, float]:
     """Rank 0 raises on the way to rows that rank 1 waits for. What each is told, and how soon."""
-    from weft.runtime import ragged
+    from weft.runtime.ragged import RowsOfCall
 
     splits = torch.tensor([2, 2])
     weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)
     if dist.get_rank() == 0:
-        ragged._grouped = _out_of_memory  # type: ignore[assignment]
+        RowsOfCall.of = _out_of_memory  # type: ignore[method-assign]
     began = time.monotonic()
     with pytest.raises((MemoryError, PeerLost)) as caught:
         weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)

@@ -109,33 +109,6 @@ def test_branches_of_one_capture_come_one_after_the_other() -> None:
     assert driver.log[-1] == "forget"
 
 
-def test_calls_with_splits_come_one_after_the_other_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a capture, as out of it: calls of one program share its memory."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from weft.runtime import ragged
-
-    driver, at = Capturing(), [FIRST]
-    monkeypatch.setattr(ragged, "Driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=at[0]))
-    program = ragged.RaggedProgram.__new__(ragged.RaggedProgram)
-    program._last = program._branches = None
-    arrived: Any = object()
-
-    def enqueue(call: ragged.RaggedCall) -> ragged.Arrived:
-        driver.log.append("call")
-        return cast(ragged.Arrived, arrived)
-
-    monkeypatch.setattr(program, "_enqueue", enqueue)
-    call: Any = SimpleNamespace(a=SimpleNamespace(device=torch.device("cuda")))
-    for at[0] in (FIRST, SECOND):
-        assert program.run(call) is arrived
-    assert driver.log == ["call", ("record", FIRST), ("wait", SECOND), "call", ("record", SECOND)]
-    program.let_go()
-    program.let_go()
-    assert driver.log[5:] == ["forget"]
-
-
 def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be made anew for each residual, also while a graph holds the one before."""
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -479,7 +479,6 @@ def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
     empty: dict[str, Any] = {"_attached": {}, "_spaces": {}, "_side": {}, "_handed_out": []}
     empty |= {"programs": Programs(rank_group, cast(Any, None)), "lock": threading.Lock()}
-    empty |= {"_ragged": SimpleNamespace(close=lambda: None)}
     for name, value in {**empty, **attributes, "rank_group": rank_group}.items():
         setattr(state, name, value)
     return state

@@ -96,9 +96,7 @@ def _check_structure(schedule: Schedule, problem: RaggedProblem) -> None:
 
 def _check_buffers(schedule: Schedule, problem: RaggedProblem) -> None:
     """The buffers that the problem may have, as large as its capacities, and all outputs."""
-    counts = (2 * problem.world_size, problem.experts * problem.world_size)
     known = {
-        "counts": ("symmetric", *counts),
         "a": ("input", problem.capacity, problem.k),
         "landing": ("symmetric", problem.m, problem.k),
         "product": ("symmetric", problem.capacity, problem.n),
@@ -107,7 +105,7 @@ def _check_buffers(schedule: Schedule, problem: RaggedProblem) -> None:
     outputs = ["out"] + ["received"] * problem.return_received
     if problem.return_received:
         known["received"] = ("output", problem.m, problem.k)
-    missing = [name for name in ("counts", "a", *outputs) if name not in schedule.buffer]
+    missing = [name for name in ("a", *outputs) if name not in schedule.buffer]
     if missing or len(schedule.buffer) < len(schedule.buffers):
         raise ScheduleError(
             f"buffers must each have a name of their own, and these are missing: {', '.join(missing) or 'none'}"
@@ -127,7 +125,7 @@ def _check_part(schedule: Schedule, problem: RaggedProblem, rank: int, part: Par
         raise ScheduleError(f"{where}: {source} is not the segment of {target}")
     for side in (source, target):
         buffer = schedule.buffer.get(side.buffer)
-        if buffer is None or side.buffer == "counts":
+        if buffer is None:
             raise ScheduleError(f"{where}: {side} lies in no buffer of segments")
         holder = side.src if side.buffer in ("a", "product") else side.dst
         ranks = range(problem.world_size)
@@ -190,7 +188,8 @@ class _Walk:
         elif isinstance(step, Signal):
             self._signal(lane, step.flag, lane.mask)
         elif isinstance(step, ShareCounts):
-            self._share(lane, step)
+            if not self._share(lane, step):
+                return False
         else:
             assert isinstance(step, (SegmentCopies, GroupedGemm))
             if not self._parts(lane, step.parts):
@@ -214,13 +213,22 @@ class _Walk:
         self.nodes += 1
         return self.nodes - 1
 
-    def _share(self, lane: _Lane, step: ShareCounts) -> None:
-        for flag in step.flags:
-            node = self._node()
+    def _share(self, lane: _Lane, step: ShareCounts) -> bool:
+        """Write the counts everywhere, then wait for the gates; False if it must wait."""
+        while lane.part < len(step.flags):
+            flag, node = step.flags[lane.part], self._node()
             cell = ("counts", flag.rank, lane.rank, lane.call % 2)
             self._write(cell, node, lane.mask, self._where(lane), ("counts", lane.rank, lane.call))
-            lane.joined = lane.mask = lane.mask | 1 << node
+            lane.mask |= 1 << node
             self._signal(lane, flag, lane.mask)
+            lane.part += 1
+        opened = [self.signals.get((gate.flag, lane.call)) for gate in step.gates]
+        if None in opened:
+            return False
+        for mask in opened:
+            lane.mask |= mask or 0
+        lane.part = 0
+        return True
 
     def _parts(self, lane: _Lane, parts: tuple[Part, ...]) -> bool:
         if lane.part == 0:

@@ -30,7 +30,7 @@ Ranks of one node load from and store to each other's memory; ranks of different
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -544,6 +544,12 @@ class RaggedProblem(Problem):
         """Whether rows travel before they are multiplied."""
         return self.op == "ragged_all_to_all_matmul"
 
+    @property
+    def arriving(self) -> tuple[int, int]:
+        """The extents of the counts of what arrives at a rank, in the order in which it lands."""
+        extents = (self.experts, self.world_size)
+        return extents if self.dispatches else extents[::-1]
+
     def sent_order(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """The segments (src, dst, expert) that `rank` sends, in the order in which they lie in its a and in its products."""
         ranks, experts = range(self.world_size), range(self.experts)
@@ -558,20 +564,23 @@ class RaggedProblem(Problem):
             return tuple((src, rank, expert) for expert in experts for src in ranks)
         return tuple((src, rank, expert) for src in ranks for expert in experts)
 
-    def places(self, counts: Mapping[tuple[int, int, int], int]) -> dict[tuple[int, int, int], tuple[int, int, int]]:
+    def places(
+        self, counts: Mapping[tuple[int, int, int], int], rows: Sequence[int] = (), *, room: int = 0
+    ) -> dict[tuple[int, int, int], tuple[int, int, int]]:
         """By segment, for given counts: where it begins on its sender, where on its receiver, and how many rows move: those
-        that lie within `capacity` on the sender, and of these, those that land within `m` on the receiver."""
+        that lie within a on the sender, and of these, those that land within `m` on the receiver. rows: by rank, how many its a
+        has in this call (default: capacity). room: for rows that arrive, in place of `m`."""
         begins, held = dict[tuple[int, int, int], int](), dict[tuple[int, int, int], int]()
         for rank in range(self.world_size):
-            at = 0
+            at, limit = 0, rows[rank] if rows else self.capacity
             for name in self.sent_order(rank):
-                begins[name], held[name] = at, min(counts[name], max(self.capacity - at, 0))
+                begins[name], held[name] = at, min(counts[name], max(limit - at, 0))
                 at += counts[name]
         found = {}
         for rank in range(self.world_size):
             at = 0
             for name in self.received_order(rank):
-                found[name] = begins[name], at, min(held[name], max(self.m - at, 0))
+                found[name] = begins[name], at, min(held[name], max((room or self.m) - at, 0))
                 at += held[name]
         return found
 

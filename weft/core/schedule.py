@@ -416,22 +416,27 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ShareCounts:
-    """Write this rank's row counts into the counts buffer of each rank that has a flag here, and advance that flag.
+    """Write this rank's row counts at each rank that has a flag here, and advance that flag; then wait for the gates, which are
+    for the counts of the other ranks.
 
-    The counts buffer has two places for each rank, which calls take in turn: a peer may be one call behind, but not two.
+    The counts lie in memory of the step's own. It has two places for each rank, which calls take in turn: a peer may be one
+    call behind, but not two.
     """
 
     TAGGED: ClassVar[bool] = True
     flags: tuple[Flag, ...]
+    gates: tuple[Wait, ...] = ()
 
     def __str__(self) -> str:
-        return f"share counts with {len(self.flags)} ranks"
+        return f"share counts with {len(self.flags)} ranks, wait for those of {len(self.gates)}"
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """One copy of a SegmentCopies: dst = src, the same segment. It waits for its gates, and advances count at its end."""
+    """dst = src, the same segment, in a SegmentCopies or a GroupedGemm. It waits for its gates, and advances count at its end.
+    It pushes if dst lies on a peer, and pulls if src does."""
 
+    TAGGED: ClassVar[bool] = True
     src: Segment
     dst: Segment
     gates: tuple[Wait, ...] = ()
@@ -443,7 +448,7 @@ class SegmentCopy:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopies:
-    """One kernel that copies segments. Nothing orders its parts. A part pushes if dst lies on a peer, and pulls if src does."""
+    """One kernel that copies segments. Nothing orders its parts."""
 
     TAGGED: ClassVar[bool] = True
     parts: tuple[SegmentCopy, ...]
@@ -456,6 +461,7 @@ class SegmentCopies:
 class SegmentProduct:
     """One part of a GroupedGemm: out = a @ (b of the segment's expert on this rank), once its gates are open."""
 
+    TAGGED: ClassVar[bool] = True
     a: Segment
     out: Segment
     gates: tuple[Wait, ...] = ()
@@ -467,13 +473,18 @@ class SegmentProduct:
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemm:
-    """One GEMM kernel that multiplies each segment by the b of its expert. Nothing orders its parts; each has its own gates."""
+    """One kernel that multiplies segments by the b of their experts, and copies segments on some of its blocks.
+
+    Each part has gates of its own. Parts run in the order given as far as waiting goes: one that waits may hold the SMs that
+    later ones need. Beyond that, nothing orders them.
+    """
 
     TAGGED: ClassVar[bool] = True
-    parts: tuple[SegmentProduct, ...]
+    parts: tuple[SegmentProduct | SegmentCopy, ...]
 
     def __str__(self) -> str:
-        return f"grouped gemm of {len(self.parts)} segments"
+        copies = sum(isinstance(part, SegmentCopy) for part in self.parts)
+        return f"grouped gemm of {len(self.parts) - copies} segments" + (f", {copies} copies" if copies else "")
 
 
 RaggedStep = ShareCounts | SegmentCopies | GroupedGemm
@@ -565,6 +576,8 @@ def waits(step: Step) -> tuple[Wait, ...]:
         return tuple(wait for part in step.parts for wait in part.waits)
     if isinstance(step, (SegmentCopies, GroupedGemm)):
         return tuple(gate for part in step.parts for gate in part.gates)
+    if isinstance(step, ShareCounts):
+        return step.gates
     return ()
 
 
@@ -577,6 +590,17 @@ def advances(step: Step) -> tuple[Flag, ...]:
     if isinstance(step, (Push, Gemm, Reduce, Lookup, SegmentCopies, GroupedGemm)):
         return tuple(part.count for part in step.parts if part.count is not None)
     return ()
+
+
+def segments(step: Step) -> tuple[Segment, ...]:
+    """Every segment that a step reads or writes."""
+    if not isinstance(step, (SegmentCopies, GroupedGemm)):
+        return ()
+    return tuple(
+        segment
+        for part in step.parts
+        for segment in ((part.src, part.dst) if isinstance(part, SegmentCopy) else (part.a, part.out))
+    )
 
 
 def regions(step: Step) -> tuple[Region, ...]:

@@ -1,5 +1,6 @@
 """One operator of one shape with splits on the device: what it keeps there between calls, and the launches of its kernels.
 
+    lay_out(rows)   where rows land, or products wait, on every rank               before the first launch
     start(splits)   layout_kernel, one block: counts exchanged, tables made        first in every call
     dispatch()      dispatch_kernel
     collect()       collect_kernel, after a dispatch
@@ -11,8 +12,9 @@ What they do is in weft.kernels.segments, weft.kernels.ragged and weft.kernels.r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +28,6 @@ from weft.kernels.ragged_rows import collect_kernel
 from weft.kernels.segments import GROUP_FIELDS, MOVE_FIELDS, NOTES, PART_FIELDS, layout_kernel
 from weft.kernels.shapes import INTERPRETED, TileShape, push_sms, shapes_for
 from weft.triton.flags import asynchronous
-from weft.triton.peers import SymmetricTensor
 
 MOST_SEGMENTS = 256
 """World size times experts: the layout compares each of a rank's segments with each."""
@@ -95,15 +96,33 @@ class Shape:
         return min(most, max(least, math.ceil(1.5 * per_us / _PULL_BYTES_PER_US)))
 
 
+class Shared(NamedTuple):
+    """A tensor that every rank has: this rank's, and int64 [world_size], the address of each rank's."""
+
+    local: torch.Tensor
+    peers: torch.Tensor
+
+
 class RaggedExchange:
     """What one operator of one shape keeps on a device between calls, and its kernels.
 
-    symmetric: tensors of `symmetric_shapes`, zero at first. sms: blocks that may run at once.
+    addresses, memory: `word_bytes` of symmetric memory, zero at first: by rank where it lies, and this rank's. sms: blocks that
+    may run at once. tries: how often a kernel looks at a word.
     """
 
-    def __init__(self, shape: Shape, symmetric: dict[str, SymmetricTensor], *, sms: int, tries: int) -> None:
+    def __init__(self, shape: Shape, addresses: Sequence[int], memory: torch.Tensor, *, sms: int, tries: int) -> None:
         self.shape, self.sms, self.tries = shape, sms, tries
-        self.counts, self.told, self.arrived, self.rows = (symmetric[name] for name in symmetric_shapes(shape))
+        at = 0
+
+        def shared(count: int) -> Shared:
+            nonlocal at
+            first, at = at, at + 4 * count
+            peers = torch.tensor([address + first for address in addresses], dtype=torch.int64, device=shape.device)
+            return Shared(memory[first:at].view(torch.int32), peers)
+
+        self.counts, self.told, self.arrived = map(shared, _word_counts(shape))
+        self.rows: Shared | None = None
+        self._row_addresses: list[int] = []
 
         def words(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=shape.device)
@@ -116,6 +135,18 @@ class RaggedExchange:
         self.host_notes = torch.zeros(NOTES, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
         kernels: tuple[Any, ...] = (layout_kernel, dispatch_kernel, combine_kernel, collect_kernel)
         self._layout, self._dispatch, self._combine, self._collect = map(Launcher, kernels)
+
+    def lay_out(self, rows: Sequence[torch.Tensor]) -> None:
+        """rows: by rank, where rows land (dispatch), or products wait (combine), contiguous."""
+        addresses = [each.data_ptr() for each in rows]
+        if addresses != self._row_addresses:
+            peers = torch.tensor(addresses, dtype=torch.int64, device=self.shape.device)
+            self.rows, self._row_addresses = Shared(rows[self.shape.rank], peers), addresses
+
+    @property
+    def _laid(self) -> Shared:
+        assert self.rows is not None, "lay_out comes first"
+        return self.rows
 
     def start(self, splits: torch.Tensor, received: torch.Tensor, *, a_rows: int) -> None:
         """Exchange counts and lay out. splits: this rank's, int32 or int64. received: int32, written. a_rows: what a holds."""
@@ -159,7 +190,7 @@ class RaggedExchange:
         a_block = [blocks.m, blocks.k]
         arguments = (
             TensorDescriptor.from_tensor(a, a_block),
-            TensorDescriptor.from_tensor(self.rows.local, a_block),
+            TensorDescriptor.from_tensor(self._laid.local, a_block),
             _b_descriptor(b, blocks),
             _descriptor(out, blocks),
             a,
@@ -175,7 +206,7 @@ class RaggedExchange:
         arguments = (
             TensorDescriptor.from_tensor(a, [blocks.m, blocks.k]),
             _b_descriptor(b, blocks),
-            _descriptor(self.rows.local, blocks),
+            _descriptor(self._laid.local, blocks),
             out,
             *self._grouped_arguments(),
         )
@@ -185,8 +216,8 @@ class RaggedExchange:
         """What both kernels with GEMMs take in the same order."""
         shape = self.shape
         return (
-            self.rows.local,
-            self.rows.peers,
+            self._laid.local,
+            self._laid.peers,
             self.arrived.local,
             self.arrived.peers,
             self.groups,
@@ -238,7 +269,7 @@ class RaggedExchange:
         """out = what a dispatch has brought, in its order; zeros below."""
         shape = self.shape
         arguments = (
-            self.rows.local,
+            self._laid.local,
             out,
             self.arrived.local,
             self.groups,
@@ -277,16 +308,15 @@ def _tallest(rows: int, gpu: Capabilities) -> TileShape:
     return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
 
 
-def symmetric_shapes(shape: Shape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What an RaggedExchange needs of symmetric memory, by name. rows: where rows land, or products that peers pull."""
-    ranks, segments = shape.world_size, shape.world_size * shape.experts
-    rows = (shape.max_rows, shape.k) if shape.dispatch else (shape.a_rows, shape.n)
-    return {
-        "counts": ((2, ranks, segments), torch.int32),
-        "told": ((ranks,), torch.int32),
-        "arrived": ((segments,), torch.int32),
-        "rows": (rows, shape.dtype),
-    }
+def _word_counts(shape: Shape) -> tuple[int, int, int]:
+    """How many words of 32 bits there are: for counts, in two places for each rank; for who has told them; for what arrived."""
+    segments = shape.world_size * shape.experts
+    return 2 * shape.world_size * segments, shape.world_size, segments
+
+
+def word_bytes(shape: Shape) -> int:
+    """The symmetric memory that a RaggedExchange needs beside where rows land."""
+    return 4 * sum(_word_counts(shape))
 
 
 def _alignments(*tensors: torch.Tensor) -> tuple[int, ...]:

@@ -213,7 +213,6 @@ def layout_kernel(
 ):
     """One block. Writes the tables, goals, and received, the counts in the order of landing; sets both words of turn to 0."""
     words = tl.arange(0, NOTES)
-    noted = tl.load(notes_ptr + words)
     call = tl.load(calls_ptr) + 1
     slot = call % 2 * W * W * E
     told = _publish(
@@ -236,8 +235,8 @@ def layout_kernel(
     counts_ptr += slot
     place = tl.arange(0, Q)
     # By counts that are not all there, or after a wait that has ended early (note LATE), rows would go where a late peer still
-    # reads: then none go at all.
-    late = tl.sum(tl.where(words == 0, noted, 0), axis=0) != 0
+    # reads: then none go at all. Read after the wait: whoever releases it after a failure notes that first.
+    late = tl.load(notes_ptr)
     # No mask of a block with a scalar: Triton 3.9's interpreter makes 32-bit words of it.
     expert, turn, known = place // W, place % W, place < tl.where((told > 0) & (late == 0), W * E, 0)
     me = tl.zeros((Q,), tl.int32) + rank

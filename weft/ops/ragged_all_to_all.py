@@ -16,18 +16,19 @@ which takes every row back:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from weft.compat.grouped import grouped_mm
+from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.common import check_operands, define, group_of, shape_of
 from weft.runtime.groups import GROUPS
+from weft.runtime.ragged import RaggedCall
 
-if TYPE_CHECKING:
-    from weft.runtime.ragged import Arrived
+_DISPATCH: Op = "ragged_all_to_all_matmul"
 
 
 class _Ragged(NamedTuple):
@@ -53,8 +54,7 @@ def ragged_combine(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    done = _ran(options, dispatch=False, a=a, b=b, splits=splits)
-    return done.out, done.counts
+    return _ran(RaggedCall(op="ragged_matmul_all_to_all", a=a, b=b, splits=splits, max_rows=options.max_rows), options.group)
 
 
 def _combine_fake(
@@ -120,8 +120,10 @@ class _Dispatch(NamedTuple):
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
-    done = _ran(options, dispatch=True, a=a, b=b, splits=splits, return_received=options.return_received)
-    return [done.out, done.counts] + ([] if done.rows is None else [done.rows])
+    received, most = options.return_received, options.max_rows
+    call = RaggedCall(op=_DISPATCH, a=a, b=b, splits=splits, max_rows=most, return_received=received)
+    found = GROUPS.run(options.group, call)
+    return [found["out"][0], found["counts"][0], *found.get("received", [])]
 
 
 def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Dispatch) -> list[torch.Tensor]:
@@ -190,8 +192,7 @@ def ragged_gated(
 
 
 def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    done = _ran(options, dispatch=True, a=a, b=b, splits=splits, gated=True)
-    return done.out, done.counts
+    return _ran(RaggedCall(op=_DISPATCH, a=a, b=b, splits=splits, max_rows=options.max_rows, gated=True), options.group)
 
 
 def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,10 +212,10 @@ _ragged_all_to_all_gated = define(
 # What they share.
 
 
-def _ran(options: _Ragged | _Dispatch, **call: Any) -> Arrived:
-    from weft.runtime.ragged import RaggedCall  # which loads kernels
-
-    return GROUPS.run_ragged(options.group, RaggedCall(max_rows=options.max_rows, **call))
+def _ran(call: RaggedCall, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the counts of what arrived."""
+    found = GROUPS.run(group, call)
+    return found["out"][0], found["counts"][0]
 
 
 def refuse_max_rows(max_rows: int | None) -> None:

@@ -36,6 +36,14 @@ def groups(parts: Sequence[Part]) -> list[list[Part]]:
     return found
 
 
+def multiply_gated(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, matmul: Matmul) -> None:
+    """out = silu(left half) * right half of a @ b, which is made in float32."""
+    product = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    matmul(a, b, product, accumulate=False)
+    gate, up = product.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
 def multiply(bindings: Bindings, step: Gemm, parts: Sequence[Part], matmul: Matmul) -> None:
     """The parts of a group as one matmul; rows that do not lie together are gathered before it and scattered after it."""
     if parts[0].adds:

@@ -14,7 +14,7 @@ import torch
 
 from weft.comm.rank_group import RankGroup
 from weft.core.fused_collective import spelled_out
-from weft.core.problem import CollectiveProblem, LookupProblem
+from weft.core.problem import CollectiveProblem, LookupProblem, RaggedProblem
 from weft.core.schedule import (
     Collective,
     Copy,
@@ -28,6 +28,7 @@ from weft.core.schedule import (
     Wait,
     advances,
     regions,
+    segments,
 )
 from weft.core.span import Span
 from weft.runtime.bindings import Bindings, Where
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from weft.runtime.fused import FusedStep
     from weft.runtime.fused_collective import FusedCollectiveKernel
     from weft.runtime.pushes import FusedPush
+    from weft.runtime.ragged_kernels import RaggedKernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 Inputs = Mapping[str, Sequence[torch.Tensor]]
@@ -69,7 +71,9 @@ class Layout:
 
 def layout(schedule: Schedule) -> Layout:
     """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
-    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
+    touched = {
+        place.buffer for rank, _, _, step in schedule for place in (*regions(step), *segments(step)) if place.rank != rank
+    }
     offsets: dict[tuple[str, int], int] = {}
     ends = []
     for rank in range(schedule.problem.world_size):
@@ -120,6 +124,11 @@ class Space(Protocol):
         """Whether lookups, and sums of collectives alone, of this dtype run as kernels here. The same on every rank."""
         ...
 
+    @property
+    def tries(self) -> int:
+        """How often a kernel looks at a flag before it gives up."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -150,8 +159,14 @@ class BoundProgram(ABC):
         self._space = space
         self.kernels: dict[int, FusedStep] = {}
         self.pushes: dict[tuple[str, int], FusedPush] = {}
+        self.ragged: RaggedKernels | None = None
+        self.refused: ValueError | None = None
+        """What all ranks alike are to raise after the call, which has ended."""
         self._growth: dict[Flag, int] = {}
-        if isinstance(schedule.problem, CollectiveProblem):
+        if isinstance(schedule.problem, RaggedProblem):
+            if space.device.type == "cuda" or space.runs_kernels(self.dtype):
+                self._add_ragged_kernels()
+        elif isinstance(schedule.problem, CollectiveProblem):
             if schedule.problem.sums and space.runs_lookups(self.dtype):
                 self._add_sums(schedule.problem)
         elif space.runs_kernels(self.dtype):
@@ -188,6 +203,14 @@ class BoundProgram(ABC):
             kernel = None if rank != self.rank or moves else fused_step(step, where, device, self, outputs)
             if kernel is not None:
                 self.kernels[id(step)] = kernel
+
+    def _add_ragged_kernels(self) -> None:
+        from weft.runtime.ragged_kernels import RaggedKernels
+
+        space = self._space
+        self.ragged = RaggedKernels(
+            self.schedule, self.rank, self.dtype, space.device, self, sms=space.blocks, tries=space.tries
+        )
 
     def _add_lookups(self) -> None:
         from weft.runtime.lookups import FusedLookup, lookup_growth
@@ -289,6 +312,9 @@ class BoundProgram(ABC):
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
             outputs[buffer.name] = [torch.empty(rows, width, dtype=self.dtype, device=self._space.device) for width in widths]
+        if isinstance(problem := self.schedule.problem, RaggedProblem):
+            counts = torch.zeros(problem.arriving, dtype=torch.int32, device=self._space.device)
+            outputs["counts"] = [counts]
         return outputs
 
     def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:

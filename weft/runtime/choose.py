@@ -24,7 +24,7 @@ from weft import schedules
 from weft.core import machine
 from weft.core.logs import warn_once
 from weft.core.machine import Machine
-from weft.core.problem import COLLECTIVE_OPS, Problem
+from weft.core.problem import COLLECTIVE_OPS, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf.rules import heuristic, measured_for
 from weft.runtime.nearest import nearest_profile
@@ -45,6 +45,8 @@ def choose(problem: Problem, spec: str, device: torch.device, kept: Mapping[str,
         if schedule.problem != problem:
             raise ValueError(f"schedule is for {schedule.problem}; this call is {problem}")
         return schedule
+    if isinstance(problem, RaggedProblem):
+        return schedules.build(problem, spec)
     if spec in MODES:
         spec = planned(problem, device)
     return schedules.build(problem, *schedules.parse(spec), fan_out=fans_out(device))

@@ -94,7 +94,8 @@ class CudaProgram(BoundProgram):
         lanes = schedule.ranks[self.rank]
         self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
         own = (self._words.data_ptr() + 4 * slot for slot in range(self.flags.words))
-        self._raise_all = self.driver.words([Word("signal", address, _RELEASED) for address in own])
+        kernels_own = self.ragged.releases() if self.ragged is not None else []
+        self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         self._raise_what_no_call_left()
         self.fixed = self._fixed_bindings()
         self._plans: dict[frozenset[int], LaunchPlan] = {}
@@ -122,7 +123,7 @@ class CudaProgram(BoundProgram):
         }
         space.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
-        self._replayable = not self.collectives and not sends
+        self._replayable = not self.collectives and not sends and self.ragged is None
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(space.device) for lane in multiplies}
         gemms = [kernel.step for kernel in self.kernels.values() if isinstance(kernel.step, Gemm)]
@@ -130,7 +131,8 @@ class CudaProgram(BoundProgram):
         self.sms_for_kernels = (
             space.sms - (self.sms_for_pushes if self.pushes else 0) - (sms_for(self.rank_group) if sends else 0)
         )
-        self._waits_on_sms = bool(self.fused_collectives) or any(wait.at_least for step in gemms for wait in waits(step))
+        own_waits = bool(self.fused_collectives) or self.ragged is not None
+        self._waits_on_sms = own_waits or any(wait.at_least for step in gemms for wait in waits(step))
 
     def _raise_what_no_call_left(self) -> None:
         """Raise, for the first call, the flags that a call waits for of the calls before it."""
@@ -184,7 +186,7 @@ class CudaProgram(BoundProgram):
         self.streams.close()
         self._give_back()
         del self._words, self._area
-        self.fused_collectives = {}
+        self.fused_collectives, self.ragged = {}, None
         self._scratch, self._plans, self.products, self.fixed, self._reached = {}, {}, {}, Bindings(), NOTHING
 
     def here(self, where: Where) -> Word:
@@ -214,6 +216,8 @@ class CudaProgram(BoundProgram):
         return tensor if name in ("b", "tables") else tensor.contiguous()
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        if self.ragged is not None:
+            self.ragged.check_before(inputs["a"][0])
         if not self._rehearsed:
             self._rehearse(self.bind(inputs, outputs))
             self._loaded.add(self._layout_of(inputs, outputs))
@@ -372,7 +376,8 @@ class CudaProgram(BoundProgram):
         """What the call in flight waits for: the steps that its lanes have reached, and the flags of those that are low."""
         with torch.cuda.stream(self.space.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
-            stuck = list(filter(None, (kernel.missing() for kernel in self.fused_collectives.values())))
+            kernels = (*self.fused_collectives.values(), *([self.ragged] if self.ragged is not None else ()))
+            stuck = list(filter(None, (kernel.missing() for kernel in kernels)))
         # Each lane has written the number of the steps that it has come to.
         come_to = zip(self._progress_at, seen[self.flags.words :], strict=False)
         reached = {lane: count - 1 for lane, count in come_to}

@@ -11,7 +11,7 @@ import gc
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,14 +32,9 @@ from weft.runtime.cuda_space import CudaSpace
 from weft.runtime.host_space import HostSpace
 from weft.runtime.host_wire import HostWire
 from weft.runtime.programs import Programs
-from weft.runtime.ragged_programs import RaggedPrograms
 from weft.runtime.trial import Choice
 from weft.runtime.turn import Turn
 from weft.runtime.unscheduled import AllToAll
-
-if TYPE_CHECKING:
-    from weft.runtime.ragged import Arrived, RaggedCall
-
 
 A = TypeVar("A", bound=Closes)
 T = TypeVar("T")
@@ -56,7 +51,6 @@ class GroupState:
         self.lock = self.rank_group.lock
         self.programs = Programs(self.rank_group, lambda device: self._space(device))
         self._attached: dict[type, Any] = {}
-        self._ragged = RaggedPrograms(self.rank_group, self.programs.in_graphs, lambda device: GROUPS.turn(device), self.wire)
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
 
@@ -64,11 +58,6 @@ class GroupState:
         """As Programs.run."""
         with self.lock:
             return self.programs.run(call, values)
-
-    def run_ragged(self, call: RaggedCall) -> Arrived:
-        """One call whose rows go in numbers that its device knows. As `run`, but without a schedule."""
-        with self.lock, torch.inference_mode(False), torch.no_grad():
-            return self._ragged.run(call)
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
         """As Programs.forget."""
@@ -137,7 +126,7 @@ class GroupState:
             for space in list(self._spaces.values()):
                 if isinstance(space, CudaSpace):
                     space.watchdog.synchronize()
-            self._ragged.synchronize()
+            self.programs.raise_noted()
             self.rank_group.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -165,9 +154,7 @@ class GroupState:
                 # What closed programs and their closures hold of each other holds symmetric memory, too.
                 rest.callback(free_unused)
                 rest.callback(gc.collect)
-            for close in reversed(
-                (*first, *spaces, self._close_side_streams, self._free_handed_out, self._ragged.close, self._leave)
-            ):
+            for close in reversed((*first, *spaces, self._close_side_streams, self._free_handed_out, self._leave)):
                 rest.callback(close)
         if self.rank_group.unraised is not None:
             raise self.rank_group.unraised
@@ -202,9 +189,6 @@ class Groups:
 
     def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
         return self.state(name).run(call, self._values)
-
-    def run_ragged(self, name: str, call: RaggedCall) -> Arrived:
-        return self.state(name).run_ragged(call)
 
     def state(self, name: str) -> GroupState:
         """The group's state, made at its first use. Collective then; ranks may come to two groups in orders of their own."""

@@ -30,16 +30,15 @@ import torch
 from weft.comm.symmetric_heap import HostAllocation
 from weft.compat.cpu import multiplies
 from weft.core.errors import PeerLost, WaitTimeout
-from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Wait, advances, waits
+from weft.core.problem import RaggedProblem
+from weft.core.schedule import Collective, Flag, Gemm, Lane, Lookup, Reduce, Schedule, SendReceive, Step, Wait, advances, waits
 from weft.core.span import Span
 from weft.core.work import span
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs
 from weft.runtime.host_space import INTERPRETED_BLOCKS, HostSpace
 from weft.runtime.interpret import Device, Program
-
-_LOOKS_PER_S = 3_000
-"""How often an interpreted kernel looks at a flag in a second, at most."""
+from weft.runtime.ragged import RowCounts
 
 
 class HostProgram(BoundProgram, Device):
@@ -58,6 +57,9 @@ class HostProgram(BoundProgram, Device):
         self._meetings = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = space.wire if self.rank_group.nodes else None
+        self._row_counts: RowCounts | None = None
+        if isinstance(schedule.problem, RaggedProblem) and self.ragged is None:
+            self._row_counts = RowCounts(schedule.problem, self.rank, space.heap)
 
     def _keep_pushes_that_need_no_lane_of_this_call(self) -> None:
         """Triton interprets one kernel at a time in a process, so lanes of blocks run before all others (`run_lanes`). One
@@ -79,6 +81,8 @@ class HostProgram(BoundProgram, Device):
     def close(self) -> None:
         for piece in (self._flags, *self._mailboxes):
             self.space.heap.free(piece)
+        if self._row_counts is not None:
+            self._row_counts.close()
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         self._mailboxes.append(self.space.heap.allocate(nbytes))
@@ -153,23 +157,21 @@ class HostProgram(BoundProgram, Device):
         return super().run(inputs, outputs=outputs, reached=reached, invalidated=invalidated, spans=spans)
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
+        if self.ragged is not None:
+            self.ragged.check_before(inputs["a"][0])
         self._program.run(self.epoch, self.bind(inputs, outputs))
 
     def fused(self, step: Gemm | Reduce | Lookup, bindings: Bindings, epoch: int, where: Where) -> bool:
         kernel = self.kernels.get(id(step))
         if kernel is None or not kernel.runs(bindings):
             return False
-        kernel.launch(bindings, epoch, silent=False, tries=self._tries, sms=INTERPRETED_BLOCKS)
+        kernel.launch(bindings, epoch, silent=False, tries=self.space.tries, sms=INTERPRETED_BLOCKS)
         try:
             kernel.raise_if_late(str(where), self.raiser)
         except WaitTimeout:
             self.rank_group.check_peers()
             raise
         return True
-
-    @property
-    def _tries(self) -> int:
-        return int(self.rank_group.timeout_s * _LOOKS_PER_S)
 
     def pushed(self, where: Where, bindings: Bindings) -> bool:
         push = self.pushes.get((where.lane, where.position))
@@ -179,8 +181,21 @@ class HostProgram(BoundProgram, Device):
 
     def fused_collective(self, where: Where, bindings: Bindings) -> None:
         kernel = self.fused_collectives[where.lane, where.position]
-        kernel.launch(bindings, silent=False, tries=self._tries)
+        kernel.launch(bindings, silent=False, tries=self.space.tries)
         kernel.raise_if_late(self.rank_group.check_peers)
+
+    def ragged_kernel(self, step: Step, bindings: Bindings) -> bool:
+        if self.ragged is not None:
+            self.ragged.launch(step, bindings)
+        return self.ragged is not None
+
+    @property
+    def row_counts(self) -> RowCounts:
+        assert self._row_counts is not None, "the schedule of a problem whose row counts are known"
+        return self._row_counts
+
+    def refuse(self, why: str) -> None:
+        self.refused = ValueError(why)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
         # A float32 result is not rounded to the dtype of the operands on the way.

@@ -15,6 +15,8 @@ from weft.runtime.host_wire import HostWire
 
 INTERPRETED_BLOCKS = 4
 """How many blocks a kernel has under Triton's interpreter."""
+_LOOKS_PER_S = 3_000
+"""How often an interpreted kernel looks at a flag in a second, at most."""
 
 
 class LaneThread:
@@ -73,6 +75,10 @@ class HostSpace:
     @property
     def blocks(self) -> int:
         return INTERPRETED_BLOCKS
+
+    @property
+    def tries(self) -> int:
+        return int(self.rank_group.timeout_s * _LOOKS_PER_S)
 
     def runs_lookups(self, dtype: torch.dtype) -> bool:
         """Nothing is multiplied as a matrix, so the interpreter has float32, too."""

@@ -14,13 +14,14 @@ from typing import Protocol
 
 import torch
 
-from weft.core.problem import LookupProblem
+from weft.core.problem import LookupProblem, RaggedProblem
 from weft.core.schedule import (
     Collective,
     Copy,
     Flag,
     FusedCollective,
     Gemm,
+    GroupedGemm,
     Lane,
     Lookup,
     Part,
@@ -28,16 +29,20 @@ from weft.core.schedule import (
     Reduce,
     Region,
     Schedule,
+    SegmentCopies,
+    SegmentCopy,
     SendReceive,
+    ShareCounts,
     Signal,
     Step,
     Wait,
     advances,
     waits,
 )
-from weft.runtime.arithmetic import Sliced, add_up, groups, multiply
+from weft.runtime.arithmetic import Sliced, add_up, groups, multiply, multiply_gated
 from weft.runtime.bags import look_up
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.ragged import RowCounts, RowsOfCall
 
 
 class Device(Protocol):
@@ -64,6 +69,18 @@ class Device(Protocol):
         ...
 
     def fused_collective(self, where: Where, bindings: Bindings) -> None: ...
+
+    def ragged_kernel(self, step: Step, bindings: Bindings) -> bool:
+        """Run a step whose row counts live on the device as one kernel, if this device has it."""
+        ...
+
+    @property
+    def row_counts(self) -> RowCounts:
+        """Where the row counts of all ranks lie, for steps that are no kernels."""
+        ...
+
+    def refuse(self, why: str) -> None:
+        """What all ranks alike are to say after the call."""
 
     def run_lanes(self, lanes: Sequence[tuple[Lane, Callable[[], None]]]) -> None: ...
 
@@ -120,6 +137,7 @@ class _LaneRun:
     def __init__(self, program: Program, epoch: int, bindings: Bindings, lane: Lane) -> None:
         self.program, self.epoch, self.bindings, self.lane = program, epoch, bindings, lane
         self.device = program.device
+        self._rows: RowsOfCall | None = None
 
     def run(self) -> None:
         for position, step in enumerate(self.lane.steps):
@@ -147,6 +165,9 @@ class _LaneRun:
             self._lookup(step, where)
         elif isinstance(step, FusedCollective):
             self.device.fused_collective(where, self.bindings)
+        elif isinstance(step, (ShareCounts, GroupedGemm, SegmentCopies)):
+            if not self.device.ragged_kernel(step, self.bindings):
+                self._ragged(step, where)
         elif isinstance(step, SendReceive):
             self.device.send_receive(step, self.bindings, where)
         else:
@@ -223,3 +244,44 @@ class _LaneRun:
 
     def _collective(self, step: Collective, where: Where) -> None:
         self.device.collective(step, self.bindings.view(step.src), self.bindings.view(step.dst), where)
+
+    def _ragged(self, step: ShareCounts | GroupedGemm | SegmentCopies, where: Where) -> None:
+        """A step whose row counts live on the device: here the host reads them."""
+        if isinstance(step, ShareCounts):
+            self._rows = self._shared_counts(step, where)
+            return
+        assert self._rows is not None, "the checker lets no step come before the counts"
+        counts = 0
+        for part in step.parts:
+            for gate in part.gates:
+                self._wait(gate, where)
+            if isinstance(part, SegmentCopy):
+                self._rows.of(part.dst).copy_(self._rows.of(part.src))
+            else:
+                self._product(self._rows.of(part.a), part.a.expert, self._rows.of(part.out))
+            if part.count is not None:
+                self._advance(where, counts)
+                counts += 1
+
+    def _shared_counts(self, step: ShareCounts, where: Where) -> RowsOfCall:
+        counts, (splits,) = self.device.row_counts, self.bindings.loose["splits"]
+        ((a, _),) = self.bindings.tensors["a", self.device.rank]
+        for nth, flag in enumerate(step.flags):
+            counts.write(flag.rank, self.epoch, splits, a.shape[0])
+            self._advance(where, nth)
+        for gate in step.gates:
+            self._wait(gate, where)
+        found = counts.read(self.epoch, self.bindings)
+        found.finish()
+        if found.wrong:
+            self.device.refuse(found.wrong)
+        return found
+
+    def _product(self, rows: torch.Tensor, expert: int, out: torch.Tensor) -> None:
+        (b,) = self.bindings.loose["b"]
+        problem = self.program.schedule.problem
+        assert isinstance(problem, RaggedProblem), f"{problem} has no experts"
+        if problem.gated:
+            multiply_gated(rows, b[expert], out, self.device.matmul)
+        else:
+            self.device.matmul(rows, b[expert], out, accumulate=False)

@@ -7,6 +7,7 @@ A call only fills in where its tensors lie. To walk the steps of the schedule in
     copy                     CopyLaunch
     push                     PushLaunch; for a dtype that kernels do not take, copies and signals
     fused collective         FusedCollectiveLaunch, waits included
+    with counts on devices   RaggedLaunch, waits included
     sends and receives       FlagOperations: write how far the lane has come; MessageLaunch
     collective               CollectiveLaunch
     signal                   FlagOperations: raise, at each waiter
@@ -39,13 +40,16 @@ from weft.core.schedule import (
     Flag,
     FusedCollective,
     Gemm,
+    GroupedGemm,
     Lane,
     Part,
     Push,
     Reduce,
     Region,
     Schedule,
+    SegmentCopies,
     SendReceive,
+    ShareCounts,
     Signal,
     Step,
     Wait,
@@ -65,6 +69,7 @@ from weft.runtime.launches import (
     MatmulLaunch,
     MessageLaunch,
     PushLaunch,
+    RaggedLaunch,
     SliceLaunch,
     SumLaunch,
 )
@@ -77,6 +82,7 @@ if TYPE_CHECKING:
     from weft.runtime.fused import FusedStep
     from weft.runtime.fused_collective import FusedCollectiveKernel
     from weft.runtime.pushes import FusedPush
+    from weft.runtime.ragged_kernels import RaggedKernels
 
 AHEAD = 256
 """How many launches of a lane may be enqueued before other lanes have theirs. A stream takes about 1000 entries, and a launch
@@ -109,6 +115,7 @@ class Planned(Protocol):
     kernels: dict[int, FusedStep]
     pushes: dict[tuple[str, int], FusedPush]
     fused_collectives: dict[tuple[str, int], FusedCollectiveKernel]
+    ragged: RaggedKernels | None
     sms_for_kernels: int
     sms_for_pushes: int
 
@@ -199,6 +206,9 @@ class LaunchPlan:
         elif isinstance(step, FusedCollective):
             kernel = self._program.fused_collectives[where.lane, where.position]
             yield FusedCollectiveLaunch(where=where, kernel=kernel, tries=self._program.space.tries)
+        elif isinstance(step, (ShareCounts, GroupedGemm, SegmentCopies)):
+            assert self._program.ragged is not None, "on GPUs, calls with splits are kernels"
+            yield RaggedLaunch(where=where, step=step, kernels=self._program.ragged)
         elif isinstance(step, Collective):
             collective = self._program.collectives[id(step)]
             yield CollectiveLaunch(where=where, step=step, collective=collective, device=self._program.space.device)

@@ -3,7 +3,8 @@
 FlagOperations     waits and writes of flags, at addresses that never change
 CopyLaunch         one copy by a copy engine
 KernelLaunch       a step as one kernel: a GEMM, a sum, a lookup
-PushLaunch, ExchangeLaunch     a push, or a lane's fused steps, as one kernel
+PushLaunch, FusedCollectiveLaunch     a push, or a fused collective, as one kernel
+RaggedLaunch       a step whose row counts live on the device, as one kernel
 CollectiveLaunch, MessageLaunch     a collective, or messages between nodes, of NCCL
 MatmulLaunch, SliceLaunch, SumLaunch     torch operations, where a step is no kernel
 """
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from weft.compat.streams import Word
-from weft.core.schedule import Collective, Gemm, Part, SendReceive, Sum
+from weft.core.schedule import Collective, Gemm, Part, SendReceive, Step, Sum
 from weft.runtime.arithmetic import Sliced, add_up, multiply
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.nccl import NcclCollective
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from weft.runtime.fused import FusedStep
     from weft.runtime.fused_collective import FusedCollectiveKernel
     from weft.runtime.pushes import FusedPush
+    from weft.runtime.ragged_kernels import RaggedKernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +151,18 @@ class FusedCollectiveLaunch(Launch):
 
     def issue(self, call: IssuedCall, stream: int) -> None:
         self.kernel.launch(call.bindings, silent=call.rehearses, tries=self.tries, stream=stream)
+
+
+@dataclass(kw_only=True, slots=True)
+class RaggedLaunch(Launch):
+    """A step whose row counts live on the device as one kernel. It waits itself, and has words of its own, so all ranks
+    rehearse it by running it."""
+
+    step: Step
+    kernels: RaggedKernels
+
+    def issue(self, call: IssuedCall, stream: int) -> None:
+        self.kernels.launch(self.step, call.bindings)
 
 
 @dataclass(kw_only=True, slots=True)

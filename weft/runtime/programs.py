@@ -47,6 +47,7 @@ _SHARE = 8
 to need 5 to 12 GiB; the rest belongs to the model."""
 _CPU_BYTES = 1 << 30
 """The default on CPUs, where all programs of a group share one memory, and each counts its overhead alone."""
+_MULTIPLIED = ("gathered", "received")
 _AT_ONCE = 48
 """Programs that a rank can say it has captured in one number."""
 
@@ -116,6 +117,9 @@ class Programs:
                 found = known.program.run(
                     given.inputs, outputs=given.outputs, reached=given.reached, invalidated=given.invalidated, spans=given.spans
                 )
+            if known.program.refused is not None:
+                refused, known.program.refused = known.program.refused, None
+                raise refused
             return self._as_asked(found, call, known) if changed else found
 
     def _as_bound(self, call: Call, *, empty: bool, rows: int) -> Call:
@@ -132,7 +136,9 @@ class Programs:
         if known.rows:
             assert isinstance(call, MatmulCall)
             found = cut(found, call, self._rank_group.rank, self._rank_group.world_size)
-        return {**found, "gathered": [each[:, :0] for each in found.get("gathered", [])]} if known.empty else found
+        if known.empty:  # matrices of the rows that were multiplied have no columns
+            return {name: [one[:, :0] for one in some] if name in _MULTIPLIED else some for name, some in found.items()}
+        return found
 
     def _agree(self, call: Call, values: Mapping[str, Schedule]) -> KnownCall:
         """Agree with the other ranks on a call; choose, check and bind its schedule unless a program is bound for it."""
@@ -225,10 +231,20 @@ class Programs:
         self.tuner.forget(program)
         program.close()
 
+    def raise_noted(self) -> None:
+        """Raise what calls with splits that have ended have noted on this rank's device."""
+        for program in list(self._programs):
+            if program.ragged is not None:
+                program.ragged.raise_noted(ended=True)
+
     def _forget(self, program: BoundProgram) -> None:
+        """Close a program, and raise what its last calls have noted."""
+        ragged = program.ragged
         for key in [key for key, known in self._known.items() if known.program is program]:
             del self._known[key]
         self._drop(program)
+        if ragged is not None:
+            ragged.raise_noted(ended=True)
 
     def _make_room(self, device: torch.device) -> None:
         """Close the least recently used programs of a device, but for the last one, until the others, and what lies ready for

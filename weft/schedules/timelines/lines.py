@@ -206,7 +206,8 @@ def _lines(spelled_out: SpelledOut, rank: int, lane: Lane) -> list[Line]:
         elif isinstance(step, SendReceive):
             found.append(Line(column, _messages(schedule, rank, step), ends=_ends(rank, step, sent)))
         elif isinstance(step, ShareCounts):
-            found.append(Line(column, str(step), signals=step.flags))
+            found.append(Line(column, "share counts", signals=step.flags))
+            found.append(Line(column, "  counts of all ranks", step.gates, part=True))
         elif isinstance(step, (SegmentCopies, GroupedGemm)):
             found.append(Line(column, str(step)))
             found += [Line(column, f"  {_segments(part)}", part.gates, _advanced(part), part=True) for part in step.parts]

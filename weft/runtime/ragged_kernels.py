@@ -1,0 +1,175 @@
+"""The steps of a call with splits as kernels, on any device whose memory has addresses (weft.kernels.exchange).
+
+    ShareCounts     layout_kernel: counts exchanged, and where all rows go
+    GroupedGemm     dispatch_kernel or combine_kernel, copies included
+    SegmentCopies   collect_kernel: what has arrived, for the caller
+
+The kernels keep the counts of calls, and words for what has come, in symmetric memory of their own. A dispatch multiplies a
+rank's own rows where they lie in `a` where a tile has no others: what lies in `landing` is a copy of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.compat.streams import Word
+from weft.core.errors import WaitTimeout
+from weft.core.problem import RaggedProblem
+from weft.core.schedule import GroupedGemm, Schedule, ShareCounts, Step
+from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, Shape, word_bytes
+from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
+from weft.runtime.bindings import Bindings
+from weft.runtime.fused_collective import MailboxOwner
+from weft.schedules import ragged
+
+_RAISED = 0x3FFFFFFF
+"""What every word is set to after a failure: more than any wait asks for, and less than where the comparison wraps."""
+
+
+class RaggedKernels:
+    """The kernels of one rank's steps. Collective: takes memory on all ranks. sms: blocks that may run at once. tries: how often
+    a kernel looks at a word before it gives up. Raises ValueError for a problem, or a schedule, that the kernels do not run."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        owner: MailboxOwner,
+        *,
+        sms: int,
+        tries: int,
+    ) -> None:
+        problem = schedule.problem
+        assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
+        _check_kernels(problem, dtype)
+        if schedule.ranks != ragged.build(problem, "fused").ranks:
+            raise ValueError(f"schedule is {schedule.name}; weft's kernels run the fused schedule of {problem.op} alone")
+        self._problem, self._rank = problem, rank
+        shape = Shape(
+            rank=rank,
+            world_size=problem.world_size,
+            experts=problem.experts,
+            max_rows=problem.m,
+            a_rows=problem.capacity,
+            n=problem.n,
+            k=problem.k,
+            dtype=dtype,
+            dispatch=problem.dispatches,
+            gated=problem.gated,
+            device=device,
+        )
+        addresses, words = owner.mailbox(word_bytes(shape))
+        self.exchange = RaggedExchange(shape, addresses, words, sms=sms, tries=tries)
+
+    def check_before(self, a: torch.Tensor) -> None:
+        """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as large
+        as their first call asked for: ValueError if a has more rows than that."""
+        self.raise_noted()
+        if not self._problem.dispatches and a.shape[0] > self._problem.capacity:
+            raise ValueError(
+                f"a has {a.shape[0]} rows; the first call with max_rows={self._problem.m} left room for "
+                f"{self._problem.capacity}: give a as many rows in that call, on any rank, as it will have at most"
+            )
+
+    def launch(self, step: Step, bindings: Bindings) -> None:
+        """Run one step, on torch's current stream."""
+        ((a, _),) = bindings.tensors["a", self._rank]
+        ((out, _),) = bindings.tensors["out", self._rank]
+        if isinstance(step, ShareCounts):
+            (splits,), (counts,) = bindings.loose["splits"], bindings.loose["counts"]
+            self.exchange.start(splits.contiguous(), counts, a_rows=a.shape[0])
+            return
+        if isinstance(step, GroupedGemm):
+            (b,) = bindings.loose["b"]
+            self._lay_out(bindings)
+            if self._problem.dispatches:
+                self.exchange.dispatch(_aligned(a), _unit_stride(b), out, keep_own=self._problem.return_received)
+            else:
+                self.exchange.combine(_aligned(a), _unit_stride(b), out)
+            return
+        ((received, _),) = bindings.tensors["received", self._rank]
+        self.exchange.collect(received)
+
+    def _lay_out(self, bindings: Bindings) -> None:
+        """Where rows land, or products wait, on every rank: on CPUs that may have moved since the last call."""
+        name = "landing" if self._problem.dispatches else "product"
+        self.exchange.lay_out([bindings.tensors[name, rank][0][0] for rank in range(self._problem.world_size)])
+
+    def raise_noted(self, *, ended: bool = False) -> None:
+        """Raise what earlier calls have noted: splits that are wrong (ValueError), a peer that did not come (WaitTimeout).
+        ended: the device has ended these calls, and is asked itself."""
+        notes = (self.exchange.notes if ended else self.exchange.host_notes).tolist()
+        if notes[CUT]:
+            self.exchange.host_notes.zero_()
+            self.exchange.notes.zero_()
+            raise ValueError(_cut(*notes[CUT : CUT + 3]))
+        if notes[LATE]:
+            raise WaitTimeout(f"rank {self._rank}: {self._late_word(notes[LATE])}: expected {notes[1]}, seen {notes[2]}")
+
+    def _late_word(self, address: int) -> str:
+        told = (address - self.exchange.told.local.data_ptr()) // 4
+        if 0 <= told < self._problem.world_size:
+            return f"counts of rank {told}"
+        arrived = (address - self.exchange.arrived.local.data_ptr()) // 4
+        return f"rows of rank {arrived // self._problem.experts}"
+
+    def missing(self) -> str:
+        """What the call under way has yet to receive, in words; nothing if it waits for nothing. Takes copies, and no SM."""
+        call, told = int(self.exchange.calls.cpu()), self.exchange.told.local.cpu().tolist()
+        # A call counts itself once it has all counts.
+        late = [rank for rank, seen in enumerate(told) if seen <= call and told[self._rank] > call]
+        if late:
+            return f"rank {self._rank}: call {call + 1} with splits: rank {late[0]} has not shared its counts"
+        arrived, goals = self.exchange.arrived.local.cpu(), self.exchange.goals.cpu()
+        short = (goals - arrived > 0).nonzero().flatten().tolist()
+        if short:
+            return f"rank {self._rank}: call {call} with splits: not all rows of rank {short[0] // self._problem.experts} have come"
+        return ""
+
+    def releases(self) -> list[Word]:
+        """What ends every wait of the kernels, now and later, in this order: first the note that says that nothing which comes
+        from here on is a result, then the words that they wait for."""
+        words = [Word("signal", self.exchange.notes.data_ptr() + 8 * LATE, 1)]
+        for memory in (self.exchange.told.local, self.exchange.arrived.local):
+            words += [Word("signal", memory.data_ptr() + 4 * at, _RAISED) for at in range(memory.numel())]
+        return words
+
+
+def _cut(kind: int, rows: int, capacity: int) -> str:
+    if kind == NEGATIVE:
+        return f"splits of an earlier call has {rows}; it must be numbers of rows, 0 or more"
+    if kind == IN_A:
+        return f"splits of an earlier call add up to {rows}, but a had {capacity} rows; {rows - capacity} were not sent"
+    return f"max_rows is {capacity}, but {rows} rows arrived in an earlier call; {rows - capacity} of them were dropped"
+
+
+def _check_kernels(problem: RaggedProblem, dtype: torch.dtype) -> None:
+    """What the kernels need beside what every call does; the same on every rank. Raises ValueError."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"a is {dtype}; with splits on GPUs, use bfloat16 or float16")
+    for name, extent, of in (("K", problem.k, 8), ("N", problem.n * (2 if problem.gated else 1), 16 if problem.gated else 8)):
+        if extent % of:
+            raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of {of}")
+    if problem.experts * problem.world_size > MOST_SEGMENTS:
+        raise ValueError(
+            f"b has {problem.experts} experts on each of {problem.world_size} ranks; with splits, at most {MOST_SEGMENTS} in all"
+        )
+
+
+def _aligned(a: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at a multiple of 16 bytes, and at least one row, which no segment has."""
+    if not a.shape[0]:
+        return a.new_zeros(1, a.shape[1])
+    a = (a[0][None] if a.shape[0] == 1 else a).contiguous()
+    return a if a.data_ptr() % 16 == 0 else a.clone()
+
+
+def _unit_stride(b: torch.Tensor) -> torch.Tensor:
+    """With one of the last two dimensions contiguous, and all else at multiples of 16 bytes."""
+    if b.shape[0] == 1:
+        b = b[0][None]  # how far one expert is from the next may be anything then, which contiguous() leaves
+    apart, *strides = b.stride()
+    fits = 1 in strides and all(s == 1 or (s > 0 and s % 8 == 0) for s in strides) and apart > 0 and apart % 8 == 0
+    return b if fits and b.data_ptr() % 16 == 0 else b.clone(memory_format=torch.contiguous_format)
