@@ -1,5 +1,5 @@
-"""Ranks that are lost, late or raise where gloo moves the data, or in the middle of a call with splits: every other rank is told
-whose fault it is, within the bound.
+"""Ranks that are lost, late or raise where gloo moves the data, or in the middle of a call with splits: every other rank is
+told whose fault it is, within the bound.
 
 Afterwards, once all have closed the group, it works again, and so does the process group of the caller's.
 """

@@ -71,9 +71,8 @@ class Layout:
 
 def layout(schedule: Schedule) -> Layout:
     """Symmetric buffers that peers touch, one after the other, on every rank in the order in which they are declared."""
-    touched = {
-        place.buffer for rank, _, _, step in schedule for place in (*regions(step), *segments(step)) if place.rank != rank
-    }
+    touched = {region.buffer for rank, _, _, step in schedule for region in regions(step) if region.rank != rank}
+    touched |= {segment.buffer for rank, _, _, step in schedule for segment in segments(step) if segment.rank != rank}
     offsets: dict[tuple[str, int], int] = {}
     ends = []
     for rank in range(schedule.problem.world_size):

@@ -27,8 +27,9 @@ _RAISED = 0x3FFFFFFF
 
 
 class RaggedKernels:
-    """The kernels of one rank's steps. Collective: takes memory on all ranks. sms: blocks that may run at once. tries: how often
-    a kernel looks at a word before it gives up. Raises ValueError for a problem, or a schedule, that the kernels do not run."""
+    """The kernels of one rank's steps. Collective: takes memory on all ranks. sms: blocks that may run at once. tries: how
+    often a kernel looks at a word before it gives up. Raises ValueError for a problem, or a schedule, that the kernels do not
+    run."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class RaggedKernels:
         self.exchange = RaggedExchange(shape, addresses, words, sms=sms, tries=tries)
 
     def check_before(self, a: torch.Tensor) -> None:
-        """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as large
-        as their first call asked for: ValueError if a has more rows than that."""
+        """Before a call: raise what earlier ones have noted. Products of a combine wait in memory that all ranks share, as
+        large as their first call asked for: ValueError if a has more rows than that."""
         self.raise_noted()
         if not self._problem.dispatches and a.shape[0] > self._problem.capacity:
             raise ValueError(
@@ -125,7 +126,8 @@ class RaggedKernels:
         arrived, goals = self.exchange.arrived.local.cpu(), self.exchange.goals.cpu()
         short = (goals - arrived > 0).nonzero().flatten().tolist()
         if short:
-            return f"rank {self._rank}: call {call} with splits: not all rows of rank {short[0] // self._problem.experts} have come"
+            late = short[0] // self._problem.experts
+            return f"rank {self._rank}: call {call} with splits: not all rows of rank {late} have come"
         return ""
 
     def releases(self) -> list[Word]:
@@ -154,7 +156,8 @@ def _check_kernels(problem: RaggedProblem, dtype: torch.dtype) -> None:
             raise ValueError(f"{name} is {extent}; with splits on GPUs it must be a multiple of {of}")
     if problem.experts * problem.world_size > MOST_SEGMENTS:
         raise ValueError(
-            f"b has {problem.experts} experts on each of {problem.world_size} ranks; with splits, at most {MOST_SEGMENTS} in all"
+            f"b has {problem.experts} experts on each of {problem.world_size} ranks; "
+            f"with splits, at most {MOST_SEGMENTS} in all"
         )
 
 

@@ -18,8 +18,8 @@ Flags of rank r (who advances ~> who waits)
     grouped GEMM:                grouped GEMM:            grouped GEMM:                 grouped GEMM:
       push a -> landing@p  ~~~>    wait, multiply           multiply -> product  ~~~~>    wait, pull product@r -> out
 
-There is one lane. In a sequential schedule each step waits for all of the one before. In a fused one the copies are parts of the
-GEMM's kernel: pushes come before all products, pulls after them, so that no part waits for a later one of its kernel.
+There is one lane. In a sequential schedule each step waits for all of the one before. In a fused one the copies are parts
+of the GEMM's kernel: pushes come before all products, pulls after them, so that no part waits for a later one of its kernel.
 
 Bad interleaving: r, a call ahead, pushes into the landing buffer of p while p still multiplies the old rows. It cannot, because
 r pushes after it has the counts of p for this call, which p shares once it has ended the call before.
