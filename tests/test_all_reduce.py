@@ -222,11 +222,11 @@ def _compiled_for_a_gpu(rows: int, one_hop: bool) -> str:
 
 def _never_sent() -> str:
     """Rank 1 runs its second call without sending; what the others are told, and then all go on."""
-    from weft.runtime import fused_collective, host
+    from weft.runtime import fused_collective, host_space
 
-    launch, looks_per_s = fused_collective.FusedCollectiveKernel.launch, host._LOOKS_PER_S
+    launch, looks_per_s = fused_collective.FusedCollectiveKernel.launch, host_space._LOOKS_PER_S
     check_all_reduce(2, 20, 8, torch.float16, "one_shot", 0)
-    host._LOOKS_PER_S = 1  # interpreted, a look takes milliseconds: in this call nothing comes however long it is waited for
+    host_space._LOOKS_PER_S = 1  # interpreted, a look takes milliseconds, and in this call nothing comes
     if dist.get_rank() == 1:
         fused_collective.FusedCollectiveKernel.launch = lambda self, bindings, **options: launch(  # type: ignore[method-assign]
             self, bindings, **(options | {"silent": True})
@@ -237,7 +237,7 @@ def _never_sent() -> str:
     except (WaitTimeout, AssertionError) as error:
         message = f"{type(error).__name__}: {error}"
     finally:
-        fused_collective.FusedCollectiveKernel.launch, host._LOOKS_PER_S = launch, looks_per_s  # type: ignore[method-assign]
+        fused_collective.FusedCollectiveKernel.launch, host_space._LOOKS_PER_S = launch, looks_per_s  # type: ignore[method-assign]
     dist.barrier()
     weft.close()
     check_all_reduce(2, 20, 8, torch.float16, "one_shot", 2)

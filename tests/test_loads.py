@@ -23,7 +23,13 @@ class Program:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
         program: Any = CudaProgram.__new__(CudaProgram)
-        nothing: dict[str, Any] = {"_rehearsed": False, "_replayable": False, "collectives": {}, "_loading": False}
+        nothing: dict[str, Any] = {
+            "_rehearsed": False,
+            "_replayable": False,
+            "collectives": {},
+            "ragged": None,
+            "_loading": False,
+        }
         nothing |= {
             "_loaded": set(),
             "spans": ["of a timed call"],

@@ -11,7 +11,7 @@ import pytest
 
 from weft.checker import ScheduleError, check
 from weft.core import codec
-from weft.core.problem import RaggedProblem
+from weft.core.problem import RAGGED_OPS, RaggedProblem
 from weft.core.schedule import (
     GroupedGemm,
     Schedule,
@@ -24,6 +24,7 @@ from weft.core.schedule import (
     Wait,
     advances,
 )
+from weft.core.span import total_us
 from weft.perf import simulate
 from weft.schedules import build, ragged
 from weft.schedules.timelines import timeline
@@ -58,9 +59,33 @@ def test_an_unknown_family_is_refused() -> None:
         build(problem_of(KINDS[0]), "fused", 4)
 
 
-def test_no_prediction_is_refused_in_words() -> None:
-    with pytest.raises(ValueError, match="prediction"):
-        simulate(build(problem_of(KINDS[0]), "fused"), "h200x8")
+def predicted(op: str, family: str, **numbers: Any) -> float:
+    sizes = {"m": 8192, "n": 4096, "k": 4096, "capacity": 8192, "experts": 2, "world_size": 4} | numbers
+    return total_us(simulate(build(RaggedProblem(op=op, dtype="bfloat16", **sizes), family), "h200x8"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", RAGGED_OPS)
+def test_a_fused_schedule_is_predicted_between_its_longer_half_and_a_sequential_one(op: str) -> None:
+    whole = predicted(op, "fused")
+    assert whole < predicted(op, "sequential")
+    assert whole > predicted(op, "fused", world_size=1), "the products alone"
+    assert whole > 0.75 * 8192 * 4096 * 2 / 390e3, "what leaves a rank of 4, at the rate of its link"
+
+
+@pytest.mark.parametrize("family", ["sequential", "fused"])
+@pytest.mark.parametrize("op", RAGGED_OPS)
+def test_more_work_is_predicted_to_take_longer(op: str, family: str) -> None:
+    whole = predicted(op, family)
+    assert predicted(op, family, capacity=4096) < whole
+    assert predicted(op, family, k=2048) < whole
+    assert predicted(op, family, m=2048) < whole, "rows that do not fit at the receiver are not moved"
+
+
+def test_no_rank_is_predicted_apart_where_all_have_as_much() -> None:
+    problem = RaggedProblem(op=RAGGED_OPS[0], m=512, n=64, k=64, capacity=512, experts=2, world_size=4, dtype="bfloat16")
+    spans = simulate(build(problem, "fused"), "h200x8")
+    assert len({max(span.end_us for span in spans if span.rank == rank) for rank in range(4)}) == 1
+    assert [span.kind for span in spans if span.rank == 0] == ["copy", "gemm"]
 
 
 def test_segments_lie_apart_and_within_the_capacity_for_all_counts() -> None:

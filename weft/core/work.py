@@ -39,6 +39,9 @@ KINDS: dict[type, Kind] = {
     FusedCollective: "collective",
     SendReceive: "message",
     UserCall: "call",
+    ShareCounts: "copy",
+    SegmentCopies: "copy",
+    GroupedGemm: "gemm",
 }
 
 

@@ -1,7 +1,8 @@
 """The performance model: what steps cost on a Machine, and a simulator that runs a Schedule event by event.
 
 engine.py  world.py  room.py                 lanes of all ranks, event by event; clock, flags, links and spans; free SMs
-kernels.py  lookups.py  staging.py           GEMMs and sums; lookups; what NCCL needs done around its collectives
+kernels.py  ragged.py                        GEMMs and sums; steps whose row counts live on devices
+lookups.py  staging.py                       lookups; what NCCL needs done around its collectives
 transfers.py  messages.py                    copies and collectives; sends and receives between nodes
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
 cost.py  alone.py  warm.py  rescaled.py      what a kernel or a step takes alone; with warm caches; on other links

@@ -2,7 +2,7 @@
 
 Contract: `simulate(schedule, machine)` returns one span for every step of every rank, from 0 us on, ordered by start. It
 is deterministic: the same values give the same spans, to the nanosecond. It simulates one call, with all ranks starting
-together and no flag raised before.
+together and no flag raised before. Row counts that only devices know are taken to be even (weft.perf.ragged).
 
 Timeline of one rank's lanes, each a simpy process that runs its steps in order:
 
@@ -29,25 +29,28 @@ from pathlib import Path
 
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
-from weft.core.problem import CollectiveProblem, RaggedProblem, Span1D
+from weft.core.problem import CollectiveProblem, Span1D
 from weft.core.schedule import (
     Collective,
     Copy,
     FusedCollective,
     Gemm,
+    GroupedGemm,
     Lane,
     Lookup,
     Push,
     Reduce,
     Schedule,
+    SegmentCopies,
     SendReceive,
+    ShareCounts,
     Signal,
     Step,
     Wait,
 )
 from weft.core.span import Span
 from weft.core.work import continued, span
-from weft.perf import concurrent, kernels, lookups, messages, transfers
+from weft.perf import concurrent, kernels, lookups, messages, ragged, transfers
 from weft.perf.network import Carried, Resource
 from weft.perf.room import taken_sms
 from weft.perf.world import Process, Ran, Recorder, World, ns
@@ -95,8 +98,6 @@ def run(schedule: Schedule, machine: Machine) -> Outcome:
     lanes of a rank, or if the schedule never ends because a step waits for what nobody signals, or takes longer than is
     simulated.
     """
-    if isinstance(schedule.problem, RaggedProblem):
-        raise ValueError(f"schedule is for {schedule.problem.op}; weft has no prediction for row counts that live on devices")
     world, _ = _ran(schedule, machine, MOST_NS)
     return Outcome(
         schedule=world.schedule,
@@ -184,6 +185,8 @@ def _step(world: World, rank: int, lane: Lane, step: Step) -> Process:
         yield from kernels.reduce(world, rank, step, sms)
     elif isinstance(step, Lookup):
         yield from lookups.lookup(world, rank, step)
+    elif isinstance(step, (ShareCounts, SegmentCopies, GroupedGemm)):
+        yield from ragged.step_of_counts(world, rank, step)
     elif isinstance(step, SendReceive):
         yield from messages.send_receive(world, rank, step)
     else:

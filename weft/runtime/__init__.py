@@ -6,7 +6,7 @@ From a call to a program:
     gradients.py                                 the backward of lookups
     groups.py  programs.py                       the registry of process groups; a group's calls and its bound programs
     environment.py                               what the environment says, looked at before ranks start
-    ragged_programs.py  buckets.py               programs with splits; row counts that are padded to a bucket
+    buckets.py                                   row counts that are padded to a bucket
     choose.py  tuner.py  trial.py                from `schedule=` to a schedule: by name or plan; measured before, or here
 
 A program, which is a schedule bound to one rank:
@@ -28,6 +28,7 @@ Steps as kernels (weft.kernels), on any device whose memory has addresses:
 
     fused.py  fused_collective.py                GEMMs and sums that wait, count or store at peers; collectives as one kernel
     pushes.py  sums.py  lookups.py               pushes, sums of collectives, embedding bags
+    ragged_kernels.py                            steps whose row counts live on devices
 
 What others move, and the rest:
 

@@ -18,8 +18,10 @@ Flags of rank r (who advances ~> who waits)
     grouped GEMM:                grouped GEMM:            grouped GEMM:                 grouped GEMM:
       push a -> landing@p  ~~~>    wait, multiply           multiply -> product  ~~~~>    wait, pull product@r -> out
 
-There is one lane. In a sequential schedule each step waits for all of the one before. In a fused one the copies are parts
-of the GEMM's kernel: pushes come before all products, pulls after them, so that no part waits for a later one of its kernel.
+Parts come expert by expert, so that copies and products keep step; within an expert, ranks begin with their neighbours, so that
+no rank is everybody's first. There is one lane. In a sequential schedule each step waits for all of the one before. In a fused
+one the copies are parts of the GEMM's kernel: pushes come before all products, pulls after them, so that no part waits for a
+later one of its kernel.
 
 Bad interleaving: r, a call ahead, pushes into the landing buffer of p while p still multiplies the old rows. It cannot, because
 r pushes after it has the counts of p for this call, which p shares once it has ended the call before.
@@ -94,12 +96,21 @@ def _flag(problem: RaggedProblem, kind: str, name: tuple[int, int, int]) -> Flag
     return Flag(kind, name[1], problem.received_order(name[1]).index(name))
 
 
+def _by_expert(problem: RaggedProblem, rank: int, step: int) -> list[tuple[int, int]]:
+    """(expert, other rank), in the order in which copies and products come: expert by expert, and for each the other ranks in a
+    ring, which step +1 or -1 walks from the neighbour on, and rank itself last."""
+    ring = [(rank + step * distance) % problem.world_size for distance in range(1, problem.world_size + 1)]
+    return [(expert, other) for expert in range(problem.experts) for other in ring]
+
+
 def _dispatch(problem: RaggedProblem, rank: int, *, fused: bool) -> Lane:
     pushes = tuple(
         SegmentCopy(_at("a", rank, name), _at("landing", name[1], name), count=_flag(problem, "arrived", name))
-        for name in problem.sent_order(rank)
+        for name in ((rank, other, expert) for expert, other in _by_expert(problem, rank, 1))
     )
-    incoming = problem.received_order(rank)
+    # Own rows are here at once, those of the predecessor come next.
+    ring = [(rank - distance) % problem.world_size for distance in range(problem.world_size)]
+    incoming = [(other, rank, expert) for expert in range(problem.experts) for other in ring]
     gates = [Wait(_flag(problem, "arrived", name)) for name in incoming]
     products = tuple(
         SegmentProduct(_at("landing", rank, name), _at("out", rank, name), (gate,) if fused else ())
@@ -118,8 +129,8 @@ def _combine(problem: RaggedProblem, rank: int, *, fused: bool) -> Lane:
             return SegmentProduct(_at("a", rank, name), _at("out", rank, name))
         return SegmentProduct(_at("a", rank, name), _at("product", rank, name), count=_flag(problem, "made", name))
 
-    products = tuple(map(product, problem.sent_order(rank)))
-    incoming = [name for name in problem.received_order(rank) if name[0] != rank]
+    products = tuple(product((rank, other, expert)) for expert, other in _by_expert(problem, rank, 1))
+    incoming = [(other, rank, expert) for expert, other in _by_expert(problem, rank, -1) if other != rank]
     gates = [Wait(_flag(problem, "made", name)) for name in incoming]
     pulls = tuple(
         SegmentCopy(_at("product", name[0], name), _at("out", rank, name), (gate,) if fused else ())
